@@ -1,0 +1,36 @@
+# Two commands do everything on a machine with Python and pip: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+
+.PHONY: demo test test-full lint types clean
+
+demo: $(READY)
+	$(BIN)/erniekit demo
+
+test: lint types
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"
+
+# Heavier sizes of the fault tests, and every command of the docs.
+test-full: lint types
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
+
+lint: $(READY)
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/codespell src tests docs README.md CONTRIBUTING.md CHANGELOG.md
+
+types: $(READY)
+	$(BIN)/mypy
+
+# torch first and pinned: whatever else is installed then finds it in place and pulls no other build.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) output vdl_log .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,21 @@
+"""The script form of `erniekit train`: ERNIEKit's shell scripts start this file with the same keys as flags.
+
+    python examples/post-training/sft/train.py --model_name_or_path DIR --train_dataset_path my.jsonl --bf16 [--lora]
+
+Here every weight is trained unless --lora is given, and in fp32 unless --bf16 is.
+"""
+
+import sys
+
+from erniekit.cli.main import main
+
+SCRIPT_DEFAULTS = [
+    "fine_tuning=Full",
+    "compute_type=fp32",
+    "train_dataset_path=examples/data/sft-train.jsonl",
+    "eval_dataset_path=examples/data/sft-eval.jsonl",
+    "num_samples_each_epoch=100000",
+]
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *SCRIPT_DEFAULTS, *sys.argv[1:]]))

@@ -1,0 +1,129 @@
+"""`erniekit.load`: any model folder on this disk -> (model, tokenizer). Re-exported by api.py; used by serve/chat.py.
+
+A folder may be a base model, an adapter, a merged export, a checkpoint-N or the output_dir of a run; HF or Paddle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from erniekit.checkpoint.hub import resolve_model
+from erniekit.checkpoint.model_folder import TOKENIZER_FILES, ModelFolder
+from erniekit.data.tokenizer import SENTENCEPIECE_NAMES, Tokenizer, load_tokenizer
+from erniekit.errors import CheckpointError, ConfigError
+from erniekit.export.source import find_source
+from erniekit.lora.adapter import attach
+from erniekit.lora.adapter_files import is_adapter, read_adapter
+from erniekit.lora.paddle_files import CONFIG as PADDLE_CONFIG
+from erniekit.lora.peft_files import CONFIG as PEFT_CONFIG
+from erniekit.lora.stored import config_fields
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def load(
+    folder: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    base: str | Path | None = None,
+) -> tuple[nn.Module, Tokenizer]:
+    """The model in eval mode, and its tokenizer. `model(input_ids)` gives logits [batch, length, vocab].
+
+    dtype: as stored when not given; bf16 and fp32 work as names. base: the model an adapter sits on, when the place
+    its config names is gone. Adapters stay beside the weights (lora.merge.fold folds them in).
+    """
+    found = find_model(folder, base)
+    return found.build(_dtype(dtype), device), found.tokenizer()
+
+
+@dataclass(frozen=True)
+class Found:
+    weights: ModelFolder
+    adapter: Path | None = None
+
+    def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+        model = self.weights.build(dtype, device)
+        if self.adapter is not None:
+            attach(model, read_adapter(self.adapter, model))
+        return model.eval()
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._tokenizer_folder())
+
+    def describe(self) -> str:
+        return f"{self.adapter} on {self.weights.path}" if self.adapter else str(self.weights.path)
+
+    def _tokenizer_folder(self) -> Path:
+        """An adapter's own tokenizer where it changed one; a mere copy is read beside the config.json it belongs to."""
+        base, own = self.weights.path, self.adapter
+        if own is None or not any((own / name).is_file() for name in (*SENTENCEPIECE_NAMES, "tokenizer.json")):
+            return base
+        names = [name for name in TOKENIZER_FILES if (own / name).is_file()]
+        return base if all(_same(own / name, base / name) for name in names) else own
+
+
+def find_model(folder: str | Path, base: str | Path | None = None, hub: str | None = None) -> Found:
+    """What a folder (or hub id) holds; an output_dir without a final model gives its newest whole checkpoint."""
+    path = Path(folder).expanduser()
+    source = find_source(path) if path.is_dir() else None
+    if source is None:
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder} holds neither a model, an adapter nor a checkpoint-N",
+                where=str(path),
+                fix="point at a folder with config.json and .safetensors, or with adapter_config.json",
+            )
+        path = resolve_model(str(folder), hub)
+        return Found(_base_of(path, base, hub), path) if is_adapter(path) else Found(ModelFolder(path))
+    if source.is_adapter:
+        return Found(_base_of(source.path, base, hub), source.path)
+    return Found(ModelFolder(source.path))
+
+
+def _base_of(adapter: Path, given: str | Path | None, hub: str | None) -> ModelFolder:
+    """The model an adapter sits on: as given, else where its config says, seen from here or from the adapter."""
+    if given is not None:
+        return ModelFolder(resolve_model(str(given), hub))
+    config = adapter / (PEFT_CONFIG if (adapter / PEFT_CONFIG).is_file() else PADDLE_CONFIG)
+    name = config_fields(config).get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(
+            "the adapter does not say which model it was trained on",
+            where=str(config),
+            fix="name it: model_name_or_path=DIR, or erniekit.load(..., base=DIR)",
+        )
+    for place in (Path(name).expanduser(), adapter / name):
+        if (place / "config.json").is_file():
+            return ModelFolder(place)
+    try:
+        return ModelFolder(resolve_model(name, hub))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the model this adapter was trained on is not here: {name}",
+            where=str(config),
+            fix=f"{error.fix}; or name it: model_name_or_path=DIR, erniekit.load(..., base=DIR)",
+        ) from None
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(given, str):
+        return given
+    if given not in DTYPES:
+        raise ConfigError(f"dtype {given!r} is not known", where="dtype", fix="one of: " + ", ".join(DTYPES))
+    return DTYPES[given]

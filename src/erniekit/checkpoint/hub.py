@@ -1,0 +1,61 @@
+"""From what a user typed as a model to a folder on this disk. Never downloads: says the command that would.
+
+Called by recipes, export, serve and api.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from erniekit.errors import CheckpointError
+
+DOWNLOAD = {
+    "huggingface": "hf download {id} --local-dir {id}",
+    "modelscope": "modelscope download --model {id} --local_dir {id}",
+    "aistudio": "aistudio download --model {id} --local_dir {id}",
+}
+
+
+def resolve_model(name: str | None, hub: str | None = None) -> Path:
+    """A folder as typed, or the newest cached snapshot of a hub id."""
+    if not name:
+        raise CheckpointError(
+            "no model given", where="model_name_or_path", fix="set it to a folder or a hub id"
+        )
+    folder = Path(name).expanduser()
+    if _is_model(folder):
+        return folder
+    if folder.is_dir():
+        raise CheckpointError(
+            f"{name} is a folder without config.json",
+            where="model_name_or_path",
+            fix="point at the folder that holds config.json and the .safetensors files",
+        )
+    cached = _cached_snapshot(name)
+    if cached:
+        return cached
+    command = DOWNLOAD.get(hub or "huggingface", DOWNLOAD["huggingface"]).format(id=name)
+    is_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    raise CheckpointError(
+        f"model {name!r} is neither a folder here nor in the download cache",
+        where="model_name_or_path",
+        fix=f"download it first: {command}" if is_id else "check the path",
+    )
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """The Hugging Face cache keeps models--owner--name/{refs/main,snapshots/<commit>}."""
+    home = os.environ.get("HF_HUB_CACHE") or os.path.join(
+        os.environ.get("HF_HOME") or "~/.cache/huggingface", "hub"
+    )
+    repo = Path(home).expanduser() / ("models--" + name.replace("/", "--"))
+    main = repo / "refs" / "main"
+    found = [repo / "snapshots" / main.read_text().strip()] if main.is_file() else []
+    if (repo / "snapshots").is_dir():
+        found += sorted((repo / "snapshots").iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)
+    return next((p for p in found if _is_model(p)), None)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -1,0 +1,218 @@
+"""When a save counts, what is kept, and which checkpoint a run goes on from.
+Used by train/ through `save`, `check` and `latest_good`; folders are `<output_dir>/checkpoint-<step>`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from erniekit.checkpoint import manifest, writer
+from erniekit.checkpoint.lock import RunLock
+from erniekit.checkpoint.manifest import MANIFEST, Damaged, Depth
+from erniekit.checkpoint.writer import AsyncSaver, Write
+from erniekit.errors import CheckpointError
+from erniekit.log import warn, warn_once
+
+Verify = Literal["auto", "full", "size"]
+_FULL_BELOW = 20_000_000_000  # bytes; above, "auto" reads samples: a start should not take minutes
+_NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint folder's name; None for any other folder."""
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else None
+
+
+class CheckpointManager:
+    """`with CheckpointManager(output_dir) as manager:` holds the folder's lock; without it, only look."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        keep_last: int | None = 2,
+        keep_every: int = 0,
+        verify: Verify = "auto",
+        async_save: bool = False,
+        max_misses: int = 3,
+    ) -> None:
+        if keep_last is not None and keep_last < 2:
+            warn_once(f"keeping 2 checkpoints, not {keep_last}: were the only one damaged, the run would be lost")
+            keep_last = 2
+        self.output_dir = Path(output_dir)
+        self.keep_last = keep_last  # None keeps all
+        self.keep_every = keep_every  # steps; 0 for none
+        self.verify_mode, self.async_save, self.max_misses = verify, async_save, max_misses
+        self.misses = 0  # saves that failed since the last good one
+        self._best: int | None = None
+        self._lock = RunLock(self.output_dir)
+        self._saver = AsyncSaver()
+
+    def start(self) -> CheckpointManager:
+        """Take the folder (refused when another run has it) and clear what a killed run left half done."""
+        self._lock.acquire()
+        try:
+            writer.sweep(self.output_dir, "checkpoint-*")
+        except OSError as error:
+            self._lock.release()
+            raise CheckpointError(
+                f"cannot clear what a killed run left: {error.strerror or error}",
+                where=str(self.output_dir),
+                fix="check the disk and the folder's permissions",
+            ) from error
+        return self
+
+    def close(self) -> None:
+        """Wait for the save in flight; a failed one raises, as it was the last."""
+        try:
+            self._settle(self._saver.wait, final=True)
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> CheckpointManager:
+        return self.start()
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            warn(str(error))  # the error on its way out is the one to see
+
+    def save(
+        self,
+        step: int,
+        write: Write,
+        info: dict[str, Any] | None = None,
+        expected_bytes: int = 0,
+        *,
+        final: bool = False,
+    ) -> Path | None:
+        """The new folder, or None when it is not there: it failed (training goes on), or is being written.
+
+        Raises after `max_misses` failures in a row, and at once for the `final` save. With `async_save`,
+        `write` must hold copies in host memory; a second save waits for the first.
+        """
+        self.wait()
+        job = functools.partial(self._publish, step, write, {"step": step, **(info or {})}, expected_bytes)
+        if self.async_save and not final:
+            self._saver.start(job)
+            return None
+        return self.output_dir / f"checkpoint-{step}" if self._settle(job, final) else None
+
+    def check(self) -> None:
+        """Call it every step: reports a background save that failed."""
+        self._settle(self._saver.check)
+
+    def wait(self) -> None:
+        self._settle(self._saver.wait)
+
+    def protect(self, step: int | None) -> None:
+        """The best checkpoint: rotation leaves it alone until another one is named."""
+        self._best = step
+
+    def list(self) -> Sequence[Path]:
+        """Published folders, oldest step first; none of them checked."""
+        if not self.output_dir.is_dir():
+            return []
+        steps = [(step, path) for path in self.output_dir.iterdir() if (step := step_of(path)) is not None]
+        return [path for _, path in sorted(steps) if path.is_dir()]
+
+    def verify(self, path: Path, mode: Verify | None = None) -> None:
+        """Raises CheckpointError naming the file that is not what was saved."""
+        mode = mode or self.verify_mode
+        depth: Depth = "size" if mode == "size" else "full"
+        if mode == "auto" and manifest.load(path).total_bytes >= _FULL_BELOW:
+            depth = "sample"
+        manifest.check(path, depth)
+
+    def latest_good(self) -> Path | None:
+        """The newest checkpoint that verifies; damaged newer ones are set aside. None: nothing saved yet."""
+        self.wait()
+        damaged = [*self.output_dir.glob("checkpoint-*.corrupt-*")]
+        for path in reversed(self.list()):
+            try:
+                self.verify(path)
+                return path
+            except Damaged as error:
+                if not path.exists():  # the run that owns the folder rotated it away while we read
+                    continue
+                damaged.append(path)
+                warn(f"{path.name} is damaged and will not be used: {error.what}")
+                if self._lock.held:
+                    self._set_aside(path, "corrupt")
+        if damaged:
+            raise CheckpointError(
+                f"every checkpoint in this folder is damaged ({len(damaged)} found)",
+                where=str(self.output_dir),
+                fix="choose another output_dir, or delete the damaged folders to start from the first step",
+            )
+        return None
+
+    def _publish(self, step: int, write: Write, info: dict[str, Any], expected_bytes: int) -> None:
+        name = f"checkpoint-{step}"
+        self._clear_the_way(step)
+        path = writer.publish(self.output_dir, name, write, info=info, expected_bytes=expected_bytes)
+        # its hashes were taken from the bytes just written, so only "full" reads them once more
+        self.verify(path, "full" if self.verify_mode == "full" else "size")
+        self.misses = 0
+        self._rotate()
+
+    def _clear_the_way(self, step: int) -> None:
+        """Going on from an older step leaves later ones of an abandoned branch; a resume must not pick those.
+        A folder of our name that we did not publish is somebody's work: it is kept, too."""
+        for path in self.list():
+            other = step_of(path)
+            assert other is not None
+            if other > step or (other == step and not (path / MANIFEST).exists()):
+                kept = self._set_aside(path, "aside")
+                warn(f"{path.name} is not of this run, which is at step {step}: kept as {kept.name}")
+
+    def _rotate(self) -> None:
+        """Only after the new one is published and checked. A failed deletion costs space, not the run."""
+        if self.keep_last is None:
+            return
+        ours = [path for path in self.list() if (path / MANIFEST).exists()]
+        for path in ours[: -self.keep_last]:
+            step = step_of(path)
+            if step == self._best or (self.keep_every and step is not None and step % self.keep_every == 0):
+                continue
+            try:
+                writer.discard(path)
+            except OSError as error:
+                warn(f"could not delete the old {path.name}: {error.strerror or error}")
+
+    def _set_aside(self, path: Path, suffix: str) -> Path:
+        number = 1
+        while (target := path.with_name(f"{path.name}.{suffix}-{number}")).exists():
+            number += 1
+        try:
+            writer.ops.rename(path, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot rename {path.name} to {target.name}: {error.strerror or error}",
+                where=str(path.parent),
+            ) from error
+        return target
+
+    def _settle(self, job: Any, final: bool = False) -> bool:
+        """Run a save, or collect a background one, and count its failure."""
+        try:
+            job()
+            return True
+        except CheckpointError as error:
+            self.misses += 1
+            newest = next(reversed(self.list()), None)
+            safe = f"the newest one on disk is {newest.name}" if newest else "there is none on disk yet"
+            if final or self.misses >= self.max_misses:
+                raise CheckpointError(
+                    f"{error.what}; {self.misses} save(s) failed in a row, {safe}",
+                    where=error.where,
+                    fix=error.fix,
+                ) from error
+            warn(f"CHECKPOINT NOT SAVED: {error.what} ({self.misses} of {self.max_misses} in a row; {safe})")
+            return False

@@ -1,0 +1,158 @@
+"""MANIFEST.json: size and sha256 of every file of a published folder, and the check of a folder against it.
+Written last by writer.py; read by manager.py, and by whoever loads a checkpoint and wants its `info`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from erniekit.errors import CheckpointError
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+Depth = Literal["size", "sample", "full"]
+
+_READ = 1 << 20  # bytes per read while hashing
+_SAMPLED_ABOVE = 64 << 20  # bytes; smaller files are hashed in full even by a sampled check
+_SAMPLE_BLOCKS, _SAMPLE_BLOCK = 64, 64 << 10
+_MAX_BYTES = 64 << 20  # of the manifest itself: about 400,000 files
+# The digest covers the raw bytes before it and the tail is fixed text: no byte of the file can change unseen.
+_SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n}\n', re.DOTALL)
+
+
+class Damaged(CheckpointError):
+    """The bytes on disk are not the ones saved: a resume may set the folder aside and go further back."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int  # bytes
+    sha256: str
+    sample: str = ""  # sha256 over evenly spaced blocks; only for files too large to read on every start
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, FileRecord]  # by name relative to the folder, "/" between parts
+    info: dict[str, Any]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(record.size for record in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        files = {name: {k: v for k, v in vars(r).items() if v != ""} for name, r in self.files.items()}
+        text = json.dumps({"format": FORMAT, "files": files, "info": self.info}, indent=1)
+        head = text.removesuffix("\n}").encode()
+        return head + b',\n "sha256": "' + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n'
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Manifest:
+        """Raises ValueError with the reason when the bytes are not a whole, untouched manifest."""
+        sealed = _SEALED.fullmatch(raw)
+        if sealed is None:
+            raise ValueError("does not end with its own sha256: cut short or edited")
+        if hashlib.sha256(sealed[1]).hexdigest() != sealed[2].decode():
+            raise ValueError("does not match its own sha256: edited or damaged")
+        try:
+            data = json.loads(raw)
+            version, info = data["format"], data["info"]
+            files = {str(name): FileRecord(**entry) for name, entry in data["files"].items()}
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"lacks what a manifest holds ({error})") from None
+        if version != FORMAT:
+            raise CheckpointError(
+                f"MANIFEST.json has format {version}; this version reads format {FORMAT}",
+                fix="use the erniekit version that wrote this checkpoint",
+            )
+        for name, record in files.items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not isinstance(record.size, int):
+                raise ValueError(f"has an impossible entry {name!r}")
+        return cls(files, info)
+
+
+def load(folder: Path) -> Manifest:
+    """The manifest of a published folder; `Damaged` when it is missing or was changed."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint folder at {folder}", fix="check the path; ls its parent")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise Damaged(f"{MANIFEST} is larger than {_MAX_BYTES} bytes", where=str(path))
+        return Manifest.from_bytes(raw)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise Damaged(f"{MANIFEST} {error}", where=str(path)) from None
+
+
+def check(folder: Path, depth: Depth = "full") -> Manifest:
+    """Compare every file with the manifest; `Damaged` names the first that differs. Sizes go first."""
+    manifest = load(folder)
+    for name, record in manifest.files.items():
+        path = folder / name
+        try:
+            found = path.lstat()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{name} is not a plain file", where=str(path))
+        if found.st_size != record.size:
+            raise Damaged(f"{name} has {found.st_size} bytes, {record.size} were saved", where=str(path))
+    if depth != "size":
+        for name, record in manifest.files.items():
+            _check_content(folder / name, name, record, depth)
+    return manifest
+
+
+def measure(path: Path) -> FileRecord:
+    """Size, sha256 and, for a large file, the sampled digest: one pass over the file."""
+    digest, size = hashlib.sha256(), 0
+    buffer = bytearray(_READ)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return FileRecord(size, digest.hexdigest(), sample(path, size))
+
+
+def sample(path: Path, size: int) -> str:
+    """Digest of 64 blocks of 64 KiB from the first byte to the last; "" for files hashed in full anyway."""
+    if size <= _SAMPLED_ABOVE:
+        return ""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for i in range(_SAMPLE_BLOCKS):
+            start = (size - _SAMPLE_BLOCK) * i // (_SAMPLE_BLOCKS - 1)
+            digest.update(os.pread(file.fileno(), _SAMPLE_BLOCK, start))
+    return digest.hexdigest()
+
+
+def _check_content(path: Path, name: str, record: FileRecord, depth: Depth) -> None:
+    try:
+        if depth == "sample" and record.sample:
+            same = sample(path, record.size) == record.sample
+        else:
+            same = measure(path).sha256 == record.sha256
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not same:
+        raise Damaged(f"{name} does not match its sha256", where=str(path))
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return Damaged(f"{path.name} is missing", where=str(path))
+    if isinstance(error, PermissionError):  # not damage: nothing to set aside
+        return CheckpointError(f"{path.name} may not be read", where=str(path), fix="check the permissions")
+    return Damaged(f"{path.name} cannot be read: {error.strerror or error}", where=str(path))

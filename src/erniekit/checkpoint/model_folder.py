@@ -1,0 +1,181 @@
+"""Reading a model folder: which family, which layout, and its tensors one at a time (HF or Paddle, whole or sharded).
+
+Called by recipes/build.py, export/, serve/ and api. Layout is told by tensor names, never by folder names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from erniekit.errors import CheckpointError
+from erniekit.models import find
+from erniekit.models.config import DecoderConfig
+from erniekit.models.names import Entry
+from erniekit.models.spec import ModelSpec
+
+TOKENIZER_FILES = (
+    "tokenizer.model",
+    "spm.model",
+    "ernie_token_100k.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+SIDE_FILES = ("generation_config.json", "preprocessor_config.json")
+# Buffers some exporters store that are derived, not weights.
+DERIVED = (".rotary_emb.inv_freq",)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing", where=str(path.parent), fix="check the folder") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path.name} is not JSON: {error}", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object", where=str(path))
+    return value
+
+
+class ModelFolder:
+    """An opened model folder. Tensors are read lazily; at most one entry's tensors are in memory at a time.
+
+    weights=False: a folder that need hold no more than config.json and a tokenizer, for a model from scratch.
+    """
+
+    def __init__(self, path: Path, weights: bool = True) -> None:
+        self.path = path
+        self.config_json = read_json(path / "config.json")
+        self.spec: ModelSpec = find(self.config_json, str(path / "config.json"))
+        self.files = tensor_files(path) if weights else {}
+        self.layout = "paddle" if any(n.startswith(self.spec.paddle_prefix) for n in self.files) else "hf"
+        # Only the files can tell for a config that does not say; Paddle writes the head even when tied.
+        has_head = "lm_head.weight" in self.files
+        self.config: DecoderConfig = self.spec.read_config(
+            self.config_json, self.layout, has_head, str(path / "config.json")
+        )
+        if self.config_json.get("use_bias"):  # covers the head in Paddle, not in transformers' dense class
+            self.config = replace(self.config, head_bias="lm_head.bias" in self.files)
+        self._open: dict[Path, Any] = {}
+
+    def entries(self) -> list[Entry]:
+        return self.spec.names(self.config, self.layout)
+
+    def _file_of(self, name: str) -> Any:
+        """The opened file that holds a tensor."""
+        if name not in self.files:
+            raise CheckpointError(f"tensor {name!r} is missing", where=str(self.path), fix="re-download the model")
+        file = self.files[name]
+        if file not in self._open:
+            self._open[file] = _open_file(file)
+        if name not in self._open[file].keys():  # noqa: SIM118 - a safetensors handle, not a dict
+            raise CheckpointError(
+                f"{file.name} does not hold {name!r}, though the index says so",
+                where=str(self.path),
+                fix="the files are of different downloads; fetch them again",
+            )
+        return self._open[file]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._file_of(name).get_tensor(name)
+        # Older Paddle builds stored bf16 bits as uint16.
+        return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+
+    def read(self, entry: Entry) -> torch.Tensor:
+        return entry.read([self.tensor(name) for name in entry.theirs])
+
+    def check_names(self) -> None:
+        """Every tensor needed is there, and none is left over: a half-matching load never passes silently."""
+        entries = self.entries()
+        needed = {n for e in entries for n in e.theirs if not e.copy_of}
+        allowed = {n for e in entries for n in e.theirs}
+        if self.config.tie_word_embeddings:
+            allowed.add("lm_head.weight")
+        missing = sorted(needed - self.files.keys())
+        extra = sorted(n for n in self.files.keys() - allowed if not n.endswith(DERIVED))
+        for what, names in (("missing", missing), ("unexpected", extra)):
+            if names:
+                shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+                raise CheckpointError(
+                    f"{len(names)} {what} tensors for a {self.spec.name} model: {shown}",
+                    where=str(self.path),
+                    fix="the folder is incomplete or holds another model",
+                )
+
+    def check_shapes(self, model: nn.Module) -> None:
+        """Headers only: a config.json of another model is found before any weight is read."""
+        state = model.state_dict()
+        for entry in self.entries():
+            if entry.copy_of:
+                continue
+            wanted = entry.write(torch.empty_like(state[entry.ours], device="meta"))
+            for name, tensor in zip(entry.theirs, wanted):
+                found = self._file_of(name).get_slice(name).get_shape()
+                if list(tensor.shape) != found:
+                    raise CheckpointError(
+                        f"{name} has shape {found}, config.json asks for {list(tensor.shape)}",
+                        where=str(self.path),
+                        fix="config.json and the weights are of different models",
+                    )
+
+    def dtype(self) -> torch.dtype:
+        return self.tensor(self.entries()[0].theirs[0]).dtype
+
+    def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+        """The model with these weights: built without memory, then filled tensor by tensor."""
+        self.check_names()
+        with torch.device("meta"):
+            model = self.spec.build(self.config)
+        self.check_shapes(model)
+        model.to(dtype=dtype or self.dtype()).to_empty(device=device)
+        state = model.state_dict()
+        with torch.no_grad():
+            for entry in self.entries():
+                if not entry.copy_of:
+                    state.pop(entry.ours).copy_(self.read(entry))
+        assert not state, f"no weight-name entry fills {sorted(state)}"
+        return model
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> file, from an index or from the files' own headers."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weights = read_json(index).get("weight_map")
+        if not isinstance(weights, dict) or not weights:
+            raise CheckpointError(f"{index.name} has no weight_map", where=str(path), fix="download it again")
+        files = {name: path / str(file) for name, file in weights.items()}
+        gone = sorted({f.name for f in files.values() if not f.is_file()})
+        if gone:
+            raise CheckpointError(
+                f"{len(gone)} files named in the index are missing: {', '.join(gone[:3])}",
+                where=str(index),
+                fix="finish the download, or copy the files of the other nodes here",
+            )
+        return files
+    singles = sorted(path.glob("model*.safetensors"))
+    if not singles:
+        other = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pdparams", ".pdiparams"))
+        raise CheckpointError(
+            "no .safetensors weights" + (f", only {other[0]}, which can run code when opened" if other else ""),
+            where=str(path),
+            fix="use the safetensors release of this model" if other else "check model_name_or_path",
+        )
+    return {name: file for file in singles for name in _open_file(file).keys()}  # noqa: SIM118
+
+
+def _open_file(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except Exception as error:  # the library raises its own untyped errors for damaged headers
+        raise CheckpointError(f"{file.name} is damaged: {error}", where=str(file), fix="download it again") from None

@@ -1,0 +1,63 @@
+"""Writing a model folder: shards of bounded size, index, config and tokenizer, in the HF or the Paddle layout.
+
+Called by train (checkpoints, final model), export/ and the demo. Memory is bounded by one shard.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES
+from erniekit.checkpoint.shards import write_json, write_shards
+from erniekit.models import MODELS
+from erniekit.models.config import DecoderConfig
+from erniekit.models.names import Entry
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def write_model(
+    folder: Path,
+    config: DecoderConfig,
+    get: Callable[[str], torch.Tensor],
+    *,
+    layout: str = "hf",
+    max_shard_size: float = 5.0,
+    tokenizer_from: Path | None = None,
+) -> list[Path]:
+    """`get(our name) -> tensor` is called once a tensor, in order. max_shard_size in GB. Returns the weight files."""
+    spec = MODELS.get(config.family)
+    entries = spec.names(config, layout)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtypes: list[torch.dtype] = []
+    tag = "pt" if layout == "hf" else "np"
+    files = write_shards(folder, "model", _pieces(entries, get, dtypes), max_shard_size, tag)
+    write_json(folder / "config.json", spec.write_config(config, layout, DTYPE_NAMES[dtypes[0]]))
+    if tokenizer_from is not None:
+        copy_side_files(tokenizer_from, folder, SIDE_FILES + TOKENIZER_FILES)
+    if not (folder / "generation_config.json").exists():
+        ids = {"bos_token_id": config.bos_id, "eos_token_id": config.eos_id, "pad_token_id": config.pad_id}
+        write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    return files
+
+
+def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (source / name).is_file() and (source / name).resolve() != (target / name).resolve():
+            shutil.copyfile(source / name, target / name)
+
+
+def _pieces(
+    entries: list[Entry], get: Callable[[str], torch.Tensor], dtypes: list[torch.dtype]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Their tensors in order; the dtypes met are noted for config.json."""
+    last, value = "", torch.empty(0)
+    for entry in entries:
+        if entry.ours != last:
+            last, value = entry.ours, get(entry.ours)
+            dtypes.append(value.dtype)
+        yield from zip(entry.theirs, entry.write(value))

@@ -1,0 +1,111 @@
+"""A checkpoint's fingerprint: a few tokens, their loss and logits. What loads, merges or exports it must repeat them.
+
+Made by train when saving; checked by resume, merge and export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from erniekit.data.types import IGNORE, Batch
+from erniekit.errors import CheckpointError
+
+FILE = "probe.safetensors"
+KEPT_ROWS = 4  # positions whose whole logit row is stored
+
+
+@dataclass(frozen=True)
+class Probe:
+    ids: torch.Tensor  # int64 [1, n]
+    labels: torch.Tensor  # int64 [1, n], shifted
+    loss: float = float("nan")
+    rows: torch.Tensor | None = None  # fp32 [KEPT_ROWS, V]: the last logits
+    digest: str = ""  # sha256 of all logits as fp32 bytes
+    setting: str = ""  # device, dtype, torch: bit-equality is promised only where this is equal
+
+
+def probe_from(batch: Batch, tokens: int) -> Probe:
+    """The first tokens of a training batch; if none of them is trained, all of them count."""
+    n = min(tokens, int(batch.cu_seqlens[1]))
+    ids, labels = batch.input_ids[:1, :n].cpu().clone(), batch.labels[:1, :n].cpu().clone()
+    if not (labels != IGNORE).any():
+        labels = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
+    return Probe(ids, labels)
+
+
+@torch.no_grad()
+def measure(model: nn.Module, probe: Probe) -> Probe:
+    """The probe with this model's answer."""
+    param = next(model.parameters())
+    was_training = model.training
+    model.eval()
+    logits = model(probe.ids.to(param.device))[0].float().cpu()
+    model.train(was_training)
+    loss = F.cross_entropy(logits, probe.labels[0], ignore_index=IGNORE)
+    digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+    setting = f"{param.device.type}/{str(param.dtype).removeprefix('torch.')}/{torch.__version__}"
+    return Probe(probe.ids, probe.labels, float(loss), logits[-KEPT_ROWS:].clone(), digest, setting)
+
+
+def save(folder: Path, probe: Probe) -> None:
+    assert probe.rows is not None
+    tensors = {"ids": probe.ids, "labels": probe.labels, "rows": probe.rows}
+    # float.hex keeps every bit of the loss in text. One entry: the library writes several in random order,
+    # and two equal checkpoints should be equal files.
+    said = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
+    save_file(tensors, str(folder / FILE), metadata={"probe": json.dumps(said)})
+
+
+def load(folder: Path) -> Probe | None:
+    if not (folder / FILE).is_file():
+        return None
+    with safe_open(str(folder / FILE), framework="pt") as file:
+        meta = json.loads(file.metadata()["probe"])
+        ids, labels, rows = (file.get_tensor(n) for n in ("ids", "labels", "rows"))
+    return Probe(ids, labels, float.fromhex(meta["loss"]), rows, meta["digest"], meta["setting"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    exact: bool
+    loss: float
+    expected_loss: float
+    max_difference: float  # over the kept logit rows
+    tolerance: float
+
+    def line(self) -> str:
+        if self.exact:
+            return f"probe loss {self.loss:.6f} reproduced bit for bit"
+        return f"probe loss {self.loss:.6f} (saved {self.expected_loss:.6f}), logits within {self.max_difference:.1e}"
+
+
+# Rounding of the storage dtype, relative to the largest logit: merging or another device may round differently.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+def check(model: nn.Module, expected: Probe, what: str) -> Verdict:
+    """Measures again; raises when the answer is not the saved one. Same device, dtype and torch: bit for bit."""
+    got = measure(model, expected)
+    assert got.rows is not None
+    assert expected.rows is not None
+    dtype = next(model.parameters()).dtype
+    difference = float((got.rows - expected.rows).abs().max())
+    tolerance = TOLERANCE[dtype] * max(1.0, float(expected.rows.abs().max()))
+    exact = got.digest == expected.digest
+    verdict = Verdict(exact, got.loss, expected.loss, difference, tolerance)
+    if not exact and not difference <= tolerance:
+        raise CheckpointError(
+            f"{what} does not answer as it did when saved: probe loss {got.loss:.6f}, was {expected.loss:.6f}; "
+            f"logits differ by {difference:.2e}, allowed {tolerance:.2e}",
+            fix="the files were changed or belong to another base model; use another checkpoint",
+        )
+    return verdict

@@ -1,0 +1,74 @@
+"""Named tensors to safetensors files of bounded size and back. Used for models, optimiser states and master weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+GB = 1000**3
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_shards(
+    folder: Path,
+    stem: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard_size: float = 5.0,
+    tag: str = "pt",
+) -> list[Path]:
+    """`stem.safetensors`, or stem-0000k-of-0000n.safetensors with an index. max_shard_size in GB; holds one shard."""
+    limit, total = int(max_shard_size * GB), 0
+    parts: list[tuple[Path, list[str]]] = []
+    held: dict[str, torch.Tensor] = {}
+    held_bytes = 0
+
+    def flush() -> None:
+        # Working names until the number of shards is known.
+        part = folder / f".{stem}-part-{len(parts)}.safetensors"
+        save_file(held, str(part), metadata={"format": tag})
+        parts.append((part, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if held and held_bytes + size > limit:
+            flush()
+            held_bytes = 0
+        # A shard must own its bytes: safetensors refuses two names on one storage.
+        held[name] = tensor.detach().to("cpu").contiguous().clone()
+        held_bytes, total = held_bytes + size, total + size
+    flush()
+    _clear(folder, stem)
+    if len(parts) == 1:
+        return [parts[0][0].rename(folder / f"{stem}.safetensors")]
+    files, weight_map = [], {}
+    for k, (part, names) in enumerate(parts, start=1):
+        files.append(part.rename(folder / f"{stem}-{k:05d}-of-{len(parts):05d}.safetensors"))
+        weight_map.update(dict.fromkeys(names, files[-1].name))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / f"{stem}.safetensors.index.json", index)
+    return files
+
+
+def _clear(folder: Path, stem: str) -> None:
+    """An earlier model in the same folder, of another number of shards, must not be found beside the new one."""
+    for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), *folder.glob(f"{stem}.safetensors*")):
+        if old.name.endswith((".safetensors", ".safetensors.index.json")):
+            old.unlink()
+
+
+def read_shards(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """All tensors written under `stem`; empty when there are none."""
+    out: dict[str, torch.Tensor] = {}
+    whole = folder / f"{stem}.safetensors"
+    for file in [whole] if whole.is_file() else sorted(folder.glob(f"{stem}-*-of-*.safetensors")):
+        out.update(load_file(str(file)))
+    return out

@@ -1,0 +1,102 @@
+"""What a run's state is, beside its weights: counters, random generators, and the promise its config made.
+
+Written into every checkpoint as state.json by train/save.py; read back on resume.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from erniekit.checkpoint.shards import write_json
+from erniekit.devices.base import Device
+from erniekit.errors import CheckpointError
+
+FILE = "state.json"
+
+
+@dataclass
+class TrainState:
+    step: int = 0  # optimiser updates asked for, skipped ones included
+    packs: int = 0  # global packs consumed: the one integer that places the data order
+    tokens: int = 0  # real tokens seen, padding apart
+    trained_tokens: int = 0
+    updates: int = 0  # optimiser updates done (Adam's own count)
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+    rollbacks: int = 0
+    loss_sum: float = 0.0  # of step losses, for the mean over the run
+    best_metric: float | None = None
+    best_step: int | None = None
+    evals_without_gain: int = 0
+    promise: dict[str, Any] = field(default_factory=dict)  # config values a resume must not change
+
+
+def _pack(value: torch.Tensor) -> str:
+    return base64.b64encode(value.cpu().numpy().tobytes()).decode()
+
+
+def _unpack(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
+
+
+def random_states(device: Device) -> dict[str, Any]:
+    legacy: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = legacy
+    states: dict[str, Any] = {
+        "torch": _pack(torch.get_rng_state()),
+        "python": json.loads(json.dumps(random.getstate())),
+        "numpy": [
+            kind,
+            base64.b64encode(keys.tobytes()).decode(),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+    }
+    on_device = device.rng_state()
+    if on_device is not None:
+        states[device.type] = _pack(on_device)
+    return states
+
+
+def restore_random(states: dict[str, Any], device: Device) -> None:
+    torch.set_rng_state(_unpack(states["torch"]))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state(
+        (kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached)
+    )
+    if device.type in states:
+        device.set_rng_state(_unpack(states[device.type]))
+
+
+def save(folder: Path, state: TrainState, extra: dict[str, Any]) -> None:
+    """`extra` holds the random states, taken at the same moment as the weights."""
+    write_json(folder / FILE, {**asdict(state), **extra})
+
+
+def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
+    try:
+        raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        known = {f.name for f in fields(TrainState)}
+        return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{FILE} cannot be read: {error}", where=str(folder), fix="resume from another checkpoint"
+        ) from None
+
+
+def changed_promises(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`key: saved -> now` for everything a resume must not change."""
+    return [
+        f"{key}: {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]
+    ]

@@ -1,0 +1,55 @@
+"""Our model as transformers' own class, on the same memory: for its generation loop, and to compare the two.
+
+Called by serve/generate.py and tests. transformers is imported here on use; training never does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from erniekit.checkpoint.model_writer import DTYPE_NAMES
+from erniekit.errors import CheckpointError
+from erniekit.models import MODELS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from erniekit.models.config import DecoderConfig
+
+
+def to_transformers(model: nn.Module, config: DecoderConfig) -> PreTrainedModel:
+    """Built without memory, then given views of our tensors: no second copy of the weights.
+
+    Training one trains the other. Adapters must be folded in first (lora.merge.fold).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = MODELS.get(config.family)
+    state = model.state_dict()
+    embed = state["embed.weight"]
+    theirs = AutoConfig.for_model(**spec.write_config(config, "hf", DTYPE_NAMES[embed.dtype]))
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(theirs, dtype=embed.dtype)
+    entries = spec.names(config, "hf")
+    tensors = {name: part for e in entries for name, part in zip(e.theirs, e.write(state[e.ours]))}
+    missing, unexpected = twin.load_state_dict(tensors, strict=False, assign=True)
+    left = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    if unexpected or left:
+        raise CheckpointError(
+            f"transformers' {type(twin).__name__} has no place for {', '.join([*unexpected, *left][:3])}",
+            fix="a bias on the head exists only in the Paddle form of this model",
+        )
+    twin.tie_weights()
+    _materialise_frequencies(twin, embed.device)
+    return twin.train(model.training)
+
+
+def _materialise_frequencies(twin: PreTrainedModel, device: torch.device) -> None:
+    """Rotary tables are derived, in no checkpoint, and were made on the meta device with the rest."""
+    rotary = twin.model.rotary_emb
+    twin.model.rotary_emb = type(rotary)(config=twin.config).to(device)
+    stray = [name for name, tensor in [*twin.named_parameters(), *twin.named_buffers()] if tensor.is_meta]
+    assert not stray, f"still without memory: {stray}"

@@ -1,0 +1,257 @@
+"""Publish a folder whole or not at all: hidden folder, fsync, manifest last, one rename.
+Called by manager.py for training checkpoints, and by export for its results."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from erniekit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, measure, sample
+from erniekit.errors import CheckpointError
+from erniekit.log import warn
+
+# A writer fills the folder; files it hashed while writing and returns the records of are not read again.
+Write = Callable[[Path], Mapping[str, FileRecord] | None]
+
+_HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
+
+
+class FileOps:
+    """Every change the checkpoint code makes to a disk, one system call each: one place to trace them."""
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        return os.write(fd, data)
+
+    def sync(self, path: Path) -> None:
+        """fsync of a file or a folder, whoever wrote it."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that has no fsync for folders
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+ops = FileOps()
+
+
+def publish(
+    parent: Path, name: str, write: Write, *, info: dict[str, Any] | None = None, expected_bytes: int = 0
+) -> Path:
+    """`parent/name` with what `write(folder)` put into it; on any failure what was there before stays."""
+    require_space(parent, name, expected_bytes)
+    tmp = hidden(parent, "tmp", name)
+    try:
+        ops.mkdir(tmp)
+        _seal(tmp, write(tmp) or {}, info or {})
+        _swap_in(tmp, parent / name)
+    except (OSError, SafetensorError) as error:
+        raise _not_written(parent / name, error) from error
+    finally:
+        _remove_quietly(tmp)
+    return parent / name
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file in pieces and hash it on the way; the record can be handed to `publish`."""
+    digest, size = hashlib.sha256(), 0
+    fd = ops.create(path)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            digest.update(view)
+            size += len(view)
+            while len(view):
+                view = view[ops.write(fd, view) :]
+    finally:
+        os.close(fd)
+    return FileRecord(size, digest.hexdigest())
+
+
+def require_space(parent: Path, name: str, expected_bytes: int) -> None:
+    """Stop before the first byte when the disk cannot hold `expected_bytes` and a tenth more."""
+    if expected_bytes <= 0:
+        return
+    needed = expected_bytes * 11 // 10
+    try:
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise _not_written(parent / name, error) from error
+    if free < needed:
+        raise CheckpointError(
+            f"{name} needs {needed / 1e9:.2f} GB (a tenth to spare); the disk has {free / 1e9:.2f} GB free",
+            where=str(parent),
+            fix="free space there, or keep fewer checkpoints (save_total_limit)",
+        )
+
+
+def discard(path: Path) -> None:
+    """Delete a published folder: first out of sight by a rename, so that a kill never leaves half of it."""
+    out_of_sight = hidden(path.parent, "del", path.name)
+    ops.rename(path, out_of_sight)
+    ops.sync(path.parent)
+    remove_tree(out_of_sight)
+
+
+def sweep(parent: Path, names: str) -> None:
+    """Clear what a killed process left of folders named like `names` ("checkpoint-*"), under the lock."""
+    for path in sorted(parent.iterdir()):
+        left = _HIDDEN.fullmatch(path.name)
+        if left is None or not fnmatch.fnmatch(left["name"], names):
+            continue
+        if left["kind"] == "old" and not (parent / left["name"]).exists():
+            ops.rename(path, parent / left["name"])  # killed between the two renames of _swap_in
+        else:
+            _remove_quietly(path)
+
+
+def hidden(parent: Path, kind: str, name: str) -> Path:
+    return parent / f".{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def remove_tree(folder: Path) -> None:
+    for root, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            ops.unlink(Path(root, name))
+        for name in folders:
+            path = Path(root, name)
+            (ops.unlink if path.is_symlink() else ops.rmdir)(path)
+    ops.rmdir(folder)
+
+
+def _seal(folder: Path, handed: Mapping[str, FileRecord], info: dict[str, Any]) -> None:
+    """Hash and fsync every file, then the manifest, then the folders: after this a rename publishes."""
+    records, folders = {}, [folder]
+    for path in sorted(_walk(folder)):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            folders.append(path)
+            continue
+        records[name] = _completed(path, handed[name]) if name in handed else measure(path)
+        ops.sync(path)
+    if not records or set(handed) - set(records):
+        raise CheckpointError(f"files announced but not written: {sorted(set(handed) - set(records)) or 'any'}")
+    write_file(folder / MANIFEST, [Manifest(records, info).to_bytes()])
+    ops.sync(folder / MANIFEST)
+    for path in reversed(folders):
+        ops.sync(path)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path.name} is a link or a device; a checkpoint holds plain files only")
+        yield path
+
+
+def _completed(path: Path, record: FileRecord) -> FileRecord:
+    if path.stat().st_size != record.size:
+        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, {record.size} were written")
+    return FileRecord(record.size, record.sha256, record.sample or sample(path, record.size))
+
+
+def _swap_in(tmp: Path, final: Path) -> None:
+    aside = hidden(final.parent, "old", final.name) if final.exists() else None
+    if aside is not None:
+        ops.rename(final, aside)
+    try:
+        ops.rename(tmp, final)
+    except BaseException:
+        if aside is not None:
+            ops.rename(aside, final)
+        raise
+    ops.sync(final.parent)
+    if aside is not None:
+        _remove_quietly(aside)
+
+
+def _remove_quietly(folder: Path) -> None:
+    """A leftover costs disk space only and the next start sweeps it: no reason to fail a save or a start."""
+    if not os.path.lexists(folder):
+        return
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        warn(f"could not remove {folder}: {error.strerror or error}")
+
+
+def _not_written(path: Path, error: Exception) -> CheckpointError:
+    if isinstance(error, OSError):
+        code, reason = error.errno, error.strerror or str(error)
+    else:  # safetensors names the cause in its text only
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        code, reason = int(found[1]) if found else None, str(error)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = "free space on that disk; nothing that was saved before has been touched"
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "make the folder writable, or choose another output_dir"
+    elif code == errno.ENOENT:
+        fix = "the folder was removed or its disk unmounted: bring it back, or choose another output_dir"
+    else:
+        fix = "check the disk (dmesg); nothing that was saved before has been touched"
+    return CheckpointError(f"{path.name} was not written: {reason}", where=str(path.parent), fix=fix)
+
+
+class AsyncSaver:
+    """Runs one save at a time beside training. Its error waits for the next `check()` or `wait()`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], object]) -> None:
+        """`job` must work on copies in host memory: training changes the originals meanwhile."""
+        self.wait()
+        # not a daemon: an interpreter that exits normally finishes the save first
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-save")
+        self._thread.start()
+
+    def check(self) -> None:
+        if not self.busy:
+            self.wait()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error

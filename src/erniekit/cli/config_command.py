@@ -1,0 +1,135 @@
+"""`erniekit config RECIPE [key=value ...]`: the run as it would be, each value with where it came from.
+
+Called by cli.main. Reads nothing but the recipe: no model, no data, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from erniekit.config import Later, RunConfig, later, load
+from erniekit.config.flat import KEYS
+from erniekit.config.note import shown
+from erniekit.config.sections import SECTIONS
+from erniekit.errors import ConfigError
+from erniekit.log import paint
+
+WIDTH = 118
+_CELL = 54  # two values share a line when both fit
+
+
+def config_command(args: list[str]) -> int:
+    words, everything, as_json, command = _options(args)
+    cfg = load(words, "config")
+    cfg = load(words, command or purpose(cfg))
+    if as_json:
+        needs = [{"what": item.what, "key": item.key, "stops": item.stops} for item in later(cfg)]
+        print(json.dumps({**cfg.to_dict(), "later": needs}, indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(report(cfg, everything)))
+    return 0
+
+
+def purpose(cfg: RunConfig) -> str:
+    """The command a recipe is for, from what it gives."""
+    if cfg.data.train_dataset_path or cfg.data.input_dir or cfg.train.do_train:
+        return "train"
+    if cfg.data.eval_dataset_path:
+        return "eval"
+    if any(i.key == "hf_hub_id" for i in cfg.inert) or cfg.given("max_shard_size"):
+        return "export"
+    return "chat" if cfg.given("max_new_tokens") or cfg.given("max_model_len") else "train"
+
+
+def report(cfg: RunConfig, everything: bool = False) -> list[str]:
+    """What a person reads: values by section, then what followed, what does nothing, and what is missing."""
+    out = [_headline(cfg), ""]
+    for section in SECTIONS:
+        keys = [k for k in KEYS.values() if k.section == section and (everything or _tells(cfg, k.name))]
+        out += _in_columns(section, [_cell(cfg, k.name) for k in keys])
+    out.append("")
+    notes = [str(n) for n in cfg.notes if everything or not n.quiet]
+    out += _block("follows", notes)
+    out += _block("does nothing", _inert_lines(cfg))
+    out += _block("not yet", [_later_line(cfg, item) for item in later(cfg)])
+    return out if everything else [*out, paint("(--all shows every key, --json is for programs)", "dim")]
+
+
+def _options(args: list[str]) -> tuple[list[str], bool, bool, str]:
+    words, command = [w for w in args if w not in ("--all", "--json")], ""
+    if "--for" in words:
+        at = words.index("--for")
+        command = words[at + 1] if at + 1 < len(words) else ""
+        if command not in ("train", "eval", "doctor", "export", "split", "chat", "server"):
+            raise ConfigError("--for needs a command", where="command line", fix="e.g. --for export")
+        words = words[:at] + words[at + 2 :]
+    if not words:
+        raise ConfigError("no recipe given", where="command line", fix="erniekit config RECIPE.yaml [key=value ...]")
+    return words, "--all" in args, "--json" in args, command
+
+
+def _headline(cfg: RunConfig) -> str:
+    kind = f"{cfg.train.stage}, {cfg.lora.fine_tuning}, {cfg.precision.compute_type}"
+    files = f"  (:N is a line of {', '.join(cfg.files)})" if cfg.files else ""
+    return paint(f"erniekit {cfg.command}: {kind}", "bold") + files
+
+
+def _tells(cfg: RunConfig, name: str) -> bool:
+    """Whether a value says something: not at its default, and not a plain consequence."""
+    if cfg[name] == KEYS[name].default:
+        return False
+    return cfg.given(name) or any(n.key == name and not n.quiet for n in cfg.notes)
+
+
+def _cell(cfg: RunConfig, name: str) -> str:
+    value = "***" if KEYS[name].secret and cfg[name] else shown(cfg[name])
+    return f"{name} {value}  {_origin(cfg, cfg.origin(name))}"
+
+
+def _origin(cfg: RunConfig, origin: str) -> str:
+    path, colon, line = origin.rpartition(":")
+    if colon and path in cfg.files:
+        return f":{line}" if len(cfg.files) == 1 else f"{os.path.basename(path)}:{line}"
+    return f"({origin})"
+
+
+def _in_columns(section: str, cells: list[str]) -> Iterator[str]:
+    label, waiting = section, ""
+    for cell in [*cells, ""]:
+        fits = cell and len(cell) <= _CELL - 2
+        if waiting and fits:
+            yield f"{label:<11}{waiting:<{_CELL}}{cell}"
+            label, waiting = "", ""
+        elif waiting:
+            yield f"{label:<11}{waiting}"
+            label, waiting = "", cell if fits else ""
+            if cell and not fits:
+                yield f"{'':<11}{cell}"
+        elif fits:
+            waiting = cell
+        elif cell:
+            yield f"{label:<11}{cell}"
+            label = ""
+
+
+def _inert_lines(cfg: RunConfig) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for item in cfg.inert:
+        by_reason.setdefault(item.reason, []).append(item.key)
+    return [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
+
+
+def _later_line(cfg: RunConfig, item: Later) -> str:
+    value = f"{item.key} {shown(item.value)} {_origin(cfg, item.origin)}"
+    return f"{value}  {item.what}{' (stops the run)' if item.stops else ''}; {item.today}"
+
+
+def _block(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for i, line in enumerate(lines):
+        label = title if not i else ""
+        wrapped = textwrap.wrap(line, WIDTH - 13, break_on_hyphens=False)
+        for j, part in enumerate(wrapped):
+            yield f"{label if not j else '':<13}{part}"

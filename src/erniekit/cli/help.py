@@ -1,0 +1,148 @@
+"""Help made from the command table and the declared keys: short by default, everything on `--help all`.
+
+Called by cli.main for `help`, `--help` and `COMMAND --help [all | SECTION | KEY]`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from importlib import import_module
+
+from erniekit import __version__
+from erniekit.config.convert import expected
+from erniekit.config.field import Key
+from erniekit.config.flat import KEYS, canonical, suggest
+from erniekit.config.inert import INERT
+from erniekit.config.later import COMMANDS as LATER_COMMANDS
+from erniekit.config.note import shown
+from erniekit.config.sections import SECTIONS
+from erniekit.errors import ConfigError
+from erniekit.registry import nearest
+
+WIDTH = 112
+
+
+def help_command(args: list[str]) -> int:
+    print("\n".join(help_lines(args)))
+    return 0
+
+
+def help_lines(args: list[str]) -> list[str]:
+    """The lines for `help [COMMAND] [all | SECTION | KEY]`."""
+    from erniekit.cli.main import COMMANDS
+
+    if not args:
+        return _overview()
+    word, *rest = args
+    topic = rest[0] if rest else ""
+    if word in LATER_COMMANDS:
+        what, today = LATER_COMMANDS[word]
+        return [f"erniekit {word}: {what}; not in this version", f"today: {today}"]
+    if word not in COMMANDS:
+        topic, word = word, "train"
+    if not topic:
+        return _of_command(word)
+    if topic == "all":
+        return _all_keys()
+    if topic in SECTIONS:
+        return _of_section(topic)
+    return _of_key(topic)
+
+
+def _overview() -> list[str]:
+    from erniekit.cli.main import COMMANDS
+
+    out = [f"erniekit {__version__}: train, export and talk to ERNIE-4.5 and Llama class models", ""]
+    last = ""
+    for name, command in COMMANDS.items():
+        group = command.group if command.group != last else ""
+        last = command.group
+        out.append(f"  {group:<6} {name:<10} {command.about}")
+    out += [
+        f"  {'later':<6} {', '.join(LATER_COMMANDS)}",
+        "",
+        "the first five minutes",
+        "  erniekit demo",
+        "  erniekit train --model_name_or_path DIR --data my.jsonl --output_dir out max_steps=3",
+        "  erniekit train examples/configs/ERNIE-4.5-0.3B/sft/run_sft_lora_8k.yaml",
+        "  erniekit export examples/configs/ERNIE-4.5-0.3B/run_export.yaml",
+        "  erniekit chat output/export",
+        "",
+        "A run is keys: in a YAML or JSON file, as --key value, as key=value, or all three; the last one wins.",
+        "More: erniekit COMMAND --help, erniekit train --help all, erniekit train --help KEY",
+    ]
+    return out
+
+
+def _of_command(name: str) -> list[str]:
+    from erniekit.cli.main import COMMANDS
+
+    command = COMMANDS[name]
+    out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage), ""]
+    if name in ("version", "help"):
+        return out[:-1]
+    keys = [KEYS[k] for k in command.keys] or [
+        k for k in KEYS.values() if k.basic and k.section not in ("export", "serve")
+    ]
+    out += _table(keys)
+    return [*out, "", "erniekit train --help all lists every key, --help KEY explains one."]
+
+
+def _table(keys: Iterable[Key], whole: bool = False) -> list[str]:
+    """The keys, the section named where it begins; one line each unless `whole` texts are wanted."""
+    out, section = [], ""
+    for k in keys:
+        label = k.section if k.section != section else ""
+        section = k.section
+        start = f"{label:<11}{k.name:<28} {_default(k):<12} "
+        about = ("(later) " if k.later else "") + k.help
+        if whole:
+            out += textwrap.wrap(about, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+        else:
+            out.append(start + _brief(about, WIDTH - len(start)))
+    return out
+
+
+def _default(k: Key) -> str:
+    text = "-" if k.default is None or k.default == () else shown(k.default)
+    return text if len(text) <= 12 else text[:9] + "..."
+
+
+def _brief(text: str, room: int) -> str:
+    """As many whole clauses as fit."""
+    if len(text) <= room:
+        return text
+    cut = max(text.rfind(mark, 0, room) for mark in ("; ", ". ", " ("))
+    return text[:cut] + "." if cut > 0 else text[: room - 3] + "..."
+
+
+def _all_keys() -> list[str]:
+    out = ["every key, its default and what it does", ""]
+    for section in SECTIONS:
+        out += [*_of_section(section), ""]
+    dead = textwrap.wrap(", ".join(sorted(INERT)), WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+    return [*out, "accepted without effect; --help KEY says why", *dead]
+
+
+def _of_section(section: str) -> list[str]:
+    about = (import_module(SECTIONS[section].__module__).__doc__ or "").splitlines()[0]
+    return [about, *_table([k for k in KEYS.values() if k.section == section], whole=True)]
+
+
+def _of_key(topic: str) -> list[str]:
+    name = canonical(topic.lstrip("-"))
+    if name in INERT:
+        return [f"{name}: accepted without effect", f"  {INERT[name]}"]
+    if name not in KEYS:
+        near = suggest(name) or nearest(name, list(SECTIONS))
+        fix = f"did you mean {' or '.join(near)}?" if near else "a command, a section, a key, or all"
+        raise ConfigError(f"no help on {topic!r}", where="command line", fix=fix)
+    k = KEYS[name]
+    out = [f"{name} ({k.section})", *textwrap.wrap(k.help, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")]
+    out += [f"  takes    {expected(k)}", f"  default  {_default(k)}"]
+    if k.also:
+        out.append(f"  also     {', '.join(k.also)}")
+    if k.later:
+        out.append(f"  later    read by {k.later}, which this version does not have")
+    return [*out, f"  write    {name}: VALUE in a file, --{name} VALUE, {name}=VALUE"]

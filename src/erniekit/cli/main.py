@@ -1,0 +1,210 @@
+"""The `erniekit` command: one table of commands, and what an error looks like to the person who typed it.
+
+Nothing heavy is imported before a command is chosen, so help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from importlib import import_module
+
+from erniekit.errors import ConfigError, ErnieKitError, Preempted
+
+
+@dataclass(frozen=True)
+class Command:
+    """`target` is imported on use and called with the words after the command; it returns the exit code."""
+
+    target: str
+    group: str
+    about: str
+    usage: tuple[str, ...]
+    keys: tuple[str, ...] = ()  # shown by `erniekit COMMAND --help`; none: the basic keys of training
+
+
+_MODEL_KEYS = ("model_name_or_path", "lora_path", "output_dir", "compute_type", "device")
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "erniekit.recipes.demo:demo_command",
+        "start",
+        "train, resume, merge, export and ask a tiny model; offline, one minute",
+        ("erniekit demo",),
+        ("output_dir",),
+    ),
+    "train": Command(
+        "erniekit.recipes.run:train_command",
+        "train",
+        "train a model from a recipe, from flags, or both",
+        (
+            "erniekit train RECIPE.yaml [key=value ...] [--key value ...]",
+            "erniekit train --model_name_or_path DIR --data my.jsonl --output_dir out",
+        ),
+    ),
+    "eval": Command(
+        "erniekit.recipes.run:eval_command",
+        "train",
+        "loss and perplexity on the evaluation files",
+        ("erniekit eval RECIPE.yaml", "erniekit eval --model_name_or_path DIR --eval_dataset_path my.jsonl"),
+        (
+            *_MODEL_KEYS,
+            "eval_dataset_path",
+            "eval_dataset_type",
+            "max_seq_len",
+            "batch_size",
+            "max_evaluate_steps",
+        ),
+    ),
+    "doctor": Command(
+        "erniekit.recipes.doctor:doctor_command",
+        "train",
+        "check a recipe before spending: labels, leaks, gradients, disk",
+        ("erniekit doctor RECIPE.yaml [key=value ...]",),
+    ),
+    "config": Command(
+        "erniekit.cli.config_command:config_command",
+        "train",
+        "the resolved run: every value with where it came from",
+        ("erniekit config RECIPE.yaml [key=value ...] [--all] [--json] [--for COMMAND]",),
+    ),
+    "data": Command(
+        "erniekit.data.inspect:data_command",
+        "train",
+        "look into dataset files: rows, bad rows, lengths, what is trained",
+        ("erniekit data FILE [FILE ...] [--model_name_or_path DIR]",),
+        ("train_dataset_path", "train_dataset_type", "model_name_or_path", "max_seq_len", "overlong"),
+    ),
+    "export": Command(
+        "erniekit.export.run:export_command",
+        "use",
+        "merge LoRA adapters into the model and prove the result",
+        ("erniekit export RECIPE.yaml", "erniekit export OUTPUT_DIR --model_name_or_path DIR"),
+        (*_MODEL_KEYS, "save_format", "max_shard_size", "copy_tokenizer", "probe_tokens"),
+    ),
+    "split": Command(
+        "erniekit.export.split:split_command",
+        "use",
+        "cut a model's weights into files of a given size",
+        ("erniekit split OUTPUT_DIR --max_shard_size 5",),
+        ("model_name_or_path", "output_dir", "save_format", "max_shard_size", "copy_tokenizer"),
+    ),
+    "chat": Command(
+        "erniekit.serve.chat:chat_command",
+        "use",
+        "talk to a base, adapter or merged folder in the terminal",
+        ("erniekit chat DIR", "erniekit chat RECIPE.yaml [key=value ...]"),
+        (*_MODEL_KEYS, "max_new_tokens", "temperature", "top_p", "repetition_penalty", "max_model_len"),
+    ),
+    "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
+    "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 the user's mistake, 75 preempted, 1 ours."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except ErnieKitError as e:
+        print("\n".join(e.lines()), file=sys.stderr)
+        return e.exit_code
+    except Preempted as e:
+        print(str(e) or "stopped by a signal; run the same command to go on", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `erniekit config recipe.yaml | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as e:
+        return _crash(args, e)
+
+
+def _dispatch(args: list[str]) -> int:
+    word = args[0] if args else "help"
+    word = {"-h": "help", "--help": "help", "-v": "version", "--version": "version"}.get(word, word)
+    rest = args[1:]
+    if word not in COMMANDS:
+        raise _unknown(word)
+    if word != "help" and any(w in ("-h", "--help") for w in rest):
+        at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
+        word, rest = "help", [word, *rest[at + 1 :]]
+    module, _, attr = COMMANDS[word].target.partition(":")
+    return int(getattr(import_module(module), attr)(rest) or 0)
+
+
+def _unknown(word: str) -> ErnieKitError:
+    from erniekit.config.later import COMMANDS as LATER
+    from erniekit.config.later import refuse_command
+    from erniekit.registry import nearest
+
+    if word in LATER:
+        return refuse_command(word)
+    near = nearest(word, [*COMMANDS, *LATER])
+    if not near and word.endswith((".yaml", ".yml", ".json")):
+        fix = f"did you mean erniekit train {word}?"
+    else:
+        fix = f"did you mean erniekit {near[0]}?" if near else "erniekit help lists the commands"
+    return ConfigError(f"unknown command {word!r}", where="command line", fix=fix)
+
+
+def _crash(args: list[str], error: Exception) -> int:
+    """One line for the person, the traceback in a file for whoever helps them."""
+    import tempfile
+    import traceback
+    from pathlib import Path
+
+    from erniekit import __version__
+
+    trace = "".join(traceback.format_exception(error))
+    if os.environ.get("ERNIEKIT_DEBUG") == "1":
+        print(trace, file=sys.stderr)
+    name = f"erniekit-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    path = Path(tempfile.gettempdir()) / name
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    try:
+        path.write_text(f"erniekit {__version__}\nerniekit {_words(args)}\n\n{trace}", encoding="utf-8")
+        print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
+    except OSError:
+        print(f"error: {what}\n{trace}", file=sys.stderr)
+    return 1
+
+
+def _words(args: list[str]) -> str:
+    """The command line without the value of a key that is secret."""
+    out, hide = [], False
+    for word in args:
+        name, equals, _ = word.partition("=")
+        secret = "api_key" in name.replace("-", "_")
+        out.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals
+    return " ".join(out)
+
+
+def version_command(args: list[str]) -> int:
+    from erniekit import __version__
+
+    line = "-" * 60
+    print(f"{line}\n| Welcome to ErnieKit\n| version : {__version__}\n| commit : {_commit()}\n{line}")
+    return 0
+
+
+def _commit() -> str:
+    """The commit of a source checkout, with .dirty when it was changed; an installed wheel has none."""
+    import subprocess
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return "unknown"
+    git = ["git", "-C", str(root)]
+    try:
+        sha = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return sha.stdout.strip() + (".dirty" if changes.stdout.strip() else "")

@@ -1,0 +1,52 @@
+"""The run's configuration: flat ERNIEKit keys in, one frozen RunConfig out. No torch, no numpy in here.
+
+Every command calls `load`; the recipes then call `need` and `refuse_later` before they start any work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from erniekit.config.flat import DEFAULTS, KEYS
+from erniekit.config.later import Later, later, refuse_later
+from erniekit.config.note import Note
+from erniekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from erniekit.config.run import Inert, RunConfig
+
+__all__ = ["Inert", "Later", "Note", "RunConfig", "later", "load", "need", "refuse_later"]
+
+
+def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The run that the words after `command` describe: files, --flags and key=value in any mix, then `overrides`."""
+    from erniekit.config.resolve import resolve
+    from erniekit.config.run import Inert, make_run
+    from erniekit.config.sources import collect
+
+    sources = collect(args, command, overrides)
+    given = {name: g.value for name, g in sources.given.items()}
+    values, notes = resolve({**DEFAULTS, **given}, sources, command)
+    origins = {name: g.origin for name, g in sources.given.items()}
+    origins |= {n.key: "derived" for n in notes if n.changes}
+    inert = tuple(Inert(name, g.value, g.origin) for name, g in sources.inert.items())
+    return make_run(values, command, tuple(sources.files), origins, tuple(notes), inert)
+
+
+def need(cfg: RunConfig, *names: str) -> None:
+    """Stop unless these keys have a value."""
+    missing = [name for name in names if not cfg[name]]
+    if missing:
+        files = ", ".join(cfg.files) or "command line"
+        fix = "; ".join(f"{name}: {KEYS[name].help}" for name in missing)
+        raise ConfigError(f"{' and '.join(missing)} must be given", where=files, fix=fix)
+
+
+def __getattr__(name: str) -> Any:
+    """RunConfig and Inert, imported on use: help needs the keys alone and must answer at once."""
+    if name in ("Inert", "RunConfig"):
+        from erniekit.config import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module 'erniekit.config' has no attribute {name!r}")

@@ -1,0 +1,71 @@
+"""key(): one declaration that yields the YAML key, the --flag, its type, its help text and its rules.
+
+The sections are made of these; conversion, sources, help and the config command read them back as `Key`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is known about one flat key. `kind` is the annotation without `| None`, e.g. `tuple[int, ...]`."""
+
+    name: str
+    section: str
+    kind: str
+    optional: bool
+    default: Any
+    help: str
+    also: tuple[str, ...] = ()  # other names it is known by
+    choices: tuple[str, ...] = ()  # of the value, or of each word of a list
+    low: float | None = None
+    high: float | None = None
+    commas: bool = False  # text becomes a list at commas only, so that its words may hold spaces (paths)
+    basic: bool = False  # shown by the short help
+    fixed: bool = False  # must not change when a run resumes: it decides what the next step does
+    later: str = ""  # the capability that will read it; empty when it is read today
+    secret: bool = False  # never printed or stored
+
+    @property
+    def is_list(self) -> bool:
+        return self.kind.startswith("tuple")
+
+    @property
+    def item(self) -> str:
+        """The kind of one value: of the key itself, or of each word of a list."""
+        return self.kind[6:].partition(",")[0] if self.is_list else self.kind
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    also: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    commas: bool = False,
+    basic: bool = False,
+    fixed: bool = False,
+    later: str = "",
+    secret: bool = False,
+) -> Any:
+    facts = dict(
+        help=help, also=also, choices=choices, low=low, high=high, commas=commas, basic=basic, fixed=fixed,
+        later=later, secret=secret,
+    )  # fmt: skip
+    return field(default=default, metadata=facts)
+
+
+def keys_of(section: str, cls: type) -> list[Key]:
+    """The keys a section declares, in the order it declares them."""
+    out = []
+    for f in fields(cls):
+        if f.default is MISSING or not isinstance(f.type, str):
+            raise TypeError(f"{cls.__name__}.{f.name} must be declared with key() under postponed annotations")
+        kind, _, none = f.type.partition(" | ")
+        out.append(Key(f.name, section, kind, none == "None", f.default, **f.metadata))
+    return out

@@ -1,0 +1,61 @@
+"""Old keys that are accepted and do nothing here, each with its reason. Looked up by sources; shown by `config`.
+
+A key moves from here into a section on the day it starts to mean something.
+"""
+
+from __future__ import annotations
+
+_REASONS = {
+    "a kernel choice; kernels of equal results are picked by device, see `attention`": """
+        fuse_linear fuse_rope fuse_softmax_mask fuse_rms_norm fuse_swiglu fuse_gate_detach_matmul
+        use_fused_rms_norm use_fused_rope use_flash_attention use_mem_eff_attn use_flash_attn_with_mask
+        use_sparse_flash_attn use_attn_mask_start_row_indices use_attn_mask_startend_row_indices""",
+    "always so: the loss reads trained tokens only, in chunks of `loss_subbatch_seqlen`": """
+        use_sparse_head_and_loss_fn use_fused_head_and_loss_fn use_recompute_loss_fn""",
+    "always so: loss, rope, reductions, master weights in fp32": """
+        fp16_opt_level amp_master_grad amp_custom_white_list amp_custom_black_list""",
+    "evaluation runs in compute_type": "bf16_full_eval fp16_full_eval",
+    "gradients are freed after every step": "release_grads",
+    "one recompute implementation": "recompute_use_reentrant refined_recompute",
+    "the allocator grows as needed": "pre_alloc_memory",
+    "read by no version of ERNIEKit": "pad_to_max_seqlen",
+    "gone since ERNIEKit 1.2.0; use download_hub": "from_hf_hub from_aistudio from_modelscope",
+    "the layout is read from the files; save_format says how to write": """
+        use_huggingface_model convert_from_hf save_to_hf""",
+    "checkpoints hold whole tensors, whatever the layout": """
+        unified_checkpoint save_sharded_model load_sharded_model load_sharded_model_remap_parameter_name
+        force_reshard_pp save_sharding_stage1_model_include_freeze_params reshard_save_then_exit""",
+    "optimiser states are stored without loss": "disable_ckpt_quant",
+    "checkpoints are always whole and published by one rename": """
+        save_tokenizer save_rng_states save_on_each_node output_signal_dir ordered_save_group_size use_async_save
+        flash_device_save_steps enable_zero_cost_checkpoint zcc_workers_num zcc_pipeline_hooks_capacity_usage
+        zcc_save_ema_coef zcc_ema_interval""",
+    "a service of another cluster": "pdc_download_ckpt pdc_download_timeout loss_spike_settings",
+    "steps are counted, not estimated": "max_estimate_samples num_of_gpus",
+    "always measured, see metrics.jsonl in output_dir": """
+        skip_memory_metrics skip_profile_timer count_trained_tokens metrics_output_path log_global_grad_norm
+        enable_global_training_logs global_logging_interval record_optimizer_stat enable_timer
+        enable_optimizer_timer log_on_each_node""",
+    "evaluation keeps losses only": "prediction_loss_only eval_accumulation_steps label_names past_index",
+    "overwritten by ERNIEKit itself; use max_evaluate_steps": "eval_iters",
+    "another command does that": "do_predict do_export",
+    "declared by ERNIEKit and used by none of its code": "mergekit_task_config hf_hub_id",
+    "a switch of another reader": """
+        dataset_name num_comparisons in_tokens_batching use_cls lazy_data_processing remove_unused_columns
+        dataloader_drop_last dataloader_shuffle data_load_process_num base_seq_length num_consecutive
+        shuffle_consecutive skip_load_data_seq_cache dev_data same_data from_scratch factor pseudo_strategy
+        pseudo_sampling_prob example_from_same_task_prob min_shot max_shot corpus_name prompt_dir
+        sampling_wo_replacement_data_resuming use_train_part_sharding text_use_train_part_sharding
+        load_args_from_api video_use_asr""",
+    "read from the tokenizer": "pad_token_id",
+    "read from the model's config.json": "model_type initializer_range",
+    "a detail of Paddle's communication": """
+        use_sp_callback fuse_sequence_parallel_allreduce tensor_parallel_output split_norm_comm
+        split_inputs_sequence_dim flatten_param_grads ddp_find_unused_parameters local_rank""",
+    "Paddle's automatic parallelism": """
+        to_static enable_auto_parallel auto_parallel_resume_form_hybrid_parallel sharding_parallel_mesh_dimension
+        data_parallel_config sequence_parallel_config n_microbatches pipeline_schedule_mode""",
+    "environment variables are set in the shell": "env",
+}
+
+INERT: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}

@@ -1,0 +1,144 @@
+"""The one list of what a later version brings: accepted in every recipe, and refused by name when it is run.
+
+`later(cfg)` says what a run would need; the recipes call `refuse_later(cfg)` before they start any work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from erniekit.config.flat import DEGREES
+from erniekit.config.note import shown
+from erniekit.errors import LaterError
+
+if TYPE_CHECKING:
+    from erniekit.config.run import RunConfig
+
+COMMANDS = {
+    "server": ("the OpenAI-compatible server", "talk to the model with `erniekit chat DIR`"),
+    "webui": ("the web page", "`erniekit train RECIPE` does what its train page would"),
+    "quantize": ("quantisation after training", "`erniekit export` writes bf16 weights"),
+    "plan": ("the planner of memory and time", "`erniekit doctor RECIPE` checks one device"),
+    "rehearse": ("the rehearsal of a large run", "`erniekit train RECIPE max_steps=3` tries it on one device"),
+}
+
+
+@dataclass(frozen=True)
+class Later:
+    """One value that asks for something this version does not have."""
+
+    what: str
+    key: str
+    value: Any
+    origin: str
+    today: str
+    stops: bool  # False: the run goes on without it and gives the same result
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.key} is {shown(self.value)} ({self.origin}); {self.today}"
+
+
+@dataclass(frozen=True)
+class _Row:
+    keys: tuple[str, ...]
+    asks: Callable[[Any], bool]
+    what: str
+    today: str
+    stops: bool = True
+
+
+def _one_of(*values: str) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _above(limit: float) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value > limit
+
+
+# The commands that would need it -> what they would need. Adding the capability takes its line away.
+LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
+    ("train", "eval", "doctor"): (
+        _Row(("stage",), _one_of("DPO"), "preference training (DPO)", "SFT trains on chosen answers today"),
+        _Row(("stage",), _one_of("PT"), "pre-training", "SFT trains on conversations today"),
+        _Row(("stage",), _one_of("VL-SFT", "OCR-VL-SFT"), "vision-language training", "SFT trains on text today"),
+        _Row(("compute_type",), _one_of("fp8"), "fp8 training", "use bf16"),
+        _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
+        _Row(
+            ("compute_type",),
+            _one_of("wint8", "wint4/8", "nf4"),
+            "training on quantised weights",
+            "use bf16 with fine_tuning: LoRA",
+        ),
+        _Row(DEGREES, _above(1), "training on several devices", "set it to 1 to run on one device"),
+        _Row(
+            ("device",),
+            _one_of("xpu", "npu", "iluvatar_gpu", "metax_gpu"),
+            "training on this kind of device",
+            "use gpu or cpu",
+        ),
+        _Row(("num_nextn_predict_layers",), _above(0), "multi-token prediction", "set it to 0"),
+        _Row(("dataset_type",), _one_of("map", "pretrain"), "data packed beforehand", "use iterable"),
+        _Row(("split_multi_turn", "encode_one_turn"), bool, "one example per turn", "leave it out"),
+        _Row(("use_template",), lambda on: not on, "training on raw text", "leave it out"),
+        _Row(("use_global_causal_attn",), bool, "attention across the documents of a pack", "leave it out"),
+        _Row(("model_config",), bool, "changing a model's config from the recipe", "edit its config.json"),
+    ),
+    ("train", "doctor"): (
+        _Row(("optim",), _one_of("adafactor", "adamw_mini", "adamw_custom"), "this optimiser", "use adamw"),
+        _Row(("use_lowprecision_moment",), bool, "optimiser moments in 16 bit", "leave it out"),
+        _Row(
+            ("hidden_dropout_prob", "attention_probs_dropout_prob", "moe_dropout_prob"),
+            _above(0),
+            "dropout",
+            "leave it out",
+        ),
+        _Row(("freeze_config", "train_emb_only", "train_moe_only"), bool, "training a part of the model", "use LoRA"),
+        _Row(("adaptive_norm_clip",), bool, "clipping by a running norm", "use max_grad_norm"),
+        _Row(("ignore_data_skip", "skip_data_intervals"), bool, "resuming elsewhere in the data", "leave it out"),
+        _Row(("sft_benchmark",), bool, "the benchmark mode", "metrics.jsonl of any run has tokens/s"),
+        _Row(
+            ("offload_optim", "tensorwise_offload_optimizer"),
+            bool,
+            "optimiser states in host memory",
+            "they stay on the device",
+            stops=False,
+        ),
+        _Row(("offload_recompute_inputs",), bool, "recompute inputs in host memory", "they stay", stops=False),
+        _Row(("ckpt_quant_stage",), _one_of("O1", "O2"), "compressed checkpoints", "stored whole", stops=False),
+    ),
+    ("chat",): (_Row(("quantization",), bool, "quantised weights when serving", "used as stored", stops=False),),
+}
+
+
+def later(cfg: RunConfig, command: str | None = None) -> list[Later]:
+    """What this run asks for that a later version brings; what stops it comes first."""
+    command = command or cfg.command
+    found = [
+        Later(row.what, key, cfg[key], cfg.origin(key), row.today, row.stops)
+        for commands, rows in LIST.items()
+        if command in commands
+        for row in rows
+        for key in row.keys
+        if row.asks(cfg[key])
+    ]
+    return sorted(found, key=lambda item: not item.stops)
+
+
+def refuse_later(cfg: RunConfig, command: str | None = None) -> None:
+    """Stop with a LaterError that names everything this run would need; return when it needs nothing."""
+    stops = [item for item in later(cfg, command) if item.stops]
+    if stops:
+        names = list(dict.fromkeys(item.what for item in stops))
+        raise LaterError(
+            f"not in this version: {', '.join(names)}",
+            where=", ".join(f"{i.key}={shown(i.value)} ({os.path.basename(i.origin)})" for i in stops),
+            fix="; ".join(f"{i.key}: {i.today}" for i in stops),
+        )
+
+
+def refuse_command(command: str) -> LaterError:
+    what, today = COMMANDS[command]
+    return LaterError(f"not in this version: {what}", where=f"erniekit {command}", fix=today)

@@ -1,0 +1,68 @@
+"""Values that follow from other values: every rule in the order it applies. Called by config.load.
+
+A rule looks at a `View` and returns notes; it edits nothing. What it changes is seen by the rules after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from erniekit.config.note import Note
+from erniekit.config.rules import batch, kind, layout, schedule, stages
+from erniekit.config.sources import Sources
+from erniekit.config.view import Rule, View
+
+RULES: tuple[Rule, ...] = (
+    kind.pre_training_files_train_pt,
+    kind.lora_word_means_fine_tuning,
+    kind.fine_tuning_decides_lora,
+    kind.script_flags_choose_compute_type,
+    kind.compute_type_decides_formats,
+    kind.fp8_brings_its_optimiser,
+    kind.no_cuda_means_cpu,
+    kind.train_command_trains,
+    layout.degree_below_one_is_one,
+    layout.sequence_parallel_needs_tp,
+    layout.moe_group_decides_expert_parallel,
+    layout.pp_need_data_has_a_degree,
+    layout.server_follows_tensor_parallel,
+    layout.recompute_moe_keeps_attention,
+    batch.training_files_agree,
+    batch.evaluation_files_agree,
+    batch.prompt_fits_sequence,
+    batch.script_batch_size_counts,
+    batch.batch_size_sets_per_device,
+    batch.global_batch_gives_accumulation,
+    batch.accumulation_is_positive,
+    batch.global_batch_follows,
+    stages.rslora_plus_is_three_keys,
+    stages.alpha_follows_rank,
+    stages.loss_type_decides_reference,
+    stages.vision_keys_follow,
+    stages.target_frames_turn_fps_off,
+    schedule.lr_scheduler_is_an_old_name,
+    schedule.wsd_says_how_long,
+    schedule.schedule_spans_the_run,
+    schedule.warmup_steps_beat_ratio,
+    schedule.warmup_fits_the_run,
+    schedule.min_lr_is_below_learning_rate,
+    schedule.evaluation_needs_a_file,
+    schedule.evaluation_has_steps,
+    schedule.evaluate_often_enough,
+    schedule.best_model_needs_evaluation,
+    schedule.loss_is_better_when_less,
+    schedule.keep_at_least_two,
+    schedule.saves_happen_within_the_run,
+    stages.keys_of_another_stage,
+)
+
+
+def resolve(values: Mapping[str, Any], sources: Sources, command: str) -> tuple[dict[str, Any], list[Note]]:
+    """The values after every rule, and every note in the order it was made."""
+    now, notes = dict(values), []
+    for rule in RULES:
+        made = list(rule(View(now, sources, command)))
+        now = {**now, **{n.key: n.new for n in made}}
+        notes += made
+    return now, notes

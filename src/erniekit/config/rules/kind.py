@@ -1,0 +1,78 @@
+"""Rules on what kind of run it is: stage, adapters, number formats, device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from erniekit.config.note import Note
+from erniekit.config.view import View
+from erniekit.errors import ConfigError
+
+_ALGOS = {"fp8": "fp8linear", "wint8": "weight_only_int8", "wint4/8": "weight_only_mix", "nf4": "nf4"}
+
+
+def pre_training_files_train_pt(run: View) -> Iterator[Note]:
+    if not run.given("stage") and (run.sources.sectioned or run["input_dir"]):
+        yield from run.set("stage", "PT", "the recipe is of the pre-training form")
+        if not run.given("fine_tuning") and not run.given("lora"):
+            yield from run.set("fine_tuning", "Full", "pre-training trains every weight")
+
+
+def lora_word_means_fine_tuning(run: View) -> Iterator[Note]:
+    if run.wins("lora", "fine_tuning"):
+        kind = "LoRA" if run["lora"] else "Full"
+        yield from run.set("fine_tuning", kind, f"lora is {run['lora']}: {run.origin('lora')}")
+
+
+def fine_tuning_decides_lora(run: View) -> Iterator[Note]:
+    lora = run["fine_tuning"] == "LoRA"
+    conflict = run.given("lora") and run["lora"] != lora
+    yield from run.set("lora", lora, f"fine_tuning is {run['fine_tuning']}", quiet=not conflict)
+
+
+def script_flags_choose_compute_type(run: View) -> Iterator[Note]:
+    algo = run["weight_quantize_algo"]
+    by_algo = {v: k for k, v in _ALGOS.items()}
+    if run["bf16"] and run["fp16"]:
+        where = f"{run.origin('bf16')} and {run.origin('fp16')}"
+        raise ConfigError("bf16 and fp16 are both on", where=where, fix="keep one, or set compute_type")
+    if run.wins("weight_quantize_algo", "compute_type") and algo in by_algo:
+        yield from run.set("compute_type", by_algo[algo], f"weight_quantize_algo is {algo}")
+    elif run.wins("fp16", "compute_type") and run["fp16"]:
+        yield from run.set("compute_type", "fp16", "fp16 is True")
+    elif run.wins("bf16", "compute_type"):
+        yield from run.set("compute_type", "bf16" if run["bf16"] else "fp32", f"bf16 is {run['bf16']}")
+
+
+def compute_type_decides_formats(run: View) -> Iterator[Note]:
+    kind = run["compute_type"]
+    reason = f"compute_type is {kind}"
+    yield from run.set("bf16", kind not in ("fp16", "fp32"), reason, quiet=True)
+    yield from run.set("fp16", kind == "fp16", reason, quiet=True)
+    quiet = not run.given("weight_quantize_algo")
+    yield from run.set("weight_quantize_algo", _ALGOS.get(kind), reason, quiet=quiet)
+
+
+def fp8_brings_its_optimiser(run: View) -> Iterator[Note]:
+    if run["compute_type"] != "fp8":
+        return
+    implied = {
+        "apply_hadamard": True,
+        "optim": "adamw_custom",
+        "use_lowprecision_moment": True,
+        "tensorwise_offload_optimizer": True,
+        "optim_shard_num": 8,
+        "unified_checkpoint_config": ("ignore_merge_optimizer",),
+    }
+    for name, value in implied.items():
+        yield from run.set(name, value, "compute_type is fp8")
+
+
+def no_cuda_means_cpu(run: View) -> Iterator[Note]:
+    if run.wins("no_cuda", "device") and run["no_cuda"]:
+        yield from run.set("device", "cpu", "no_cuda is True")
+
+
+def train_command_trains(run: View) -> Iterator[Note]:
+    if run.command in ("train", "doctor") and not run.given("do_train"):
+        yield from run.set("do_train", True, f"the command is {run.command}", quiet=True)

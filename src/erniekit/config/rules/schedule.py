@@ -1,0 +1,123 @@
+"""Rules on the learning rate, on when a run evaluates and on what it keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from erniekit.config.flat import KEYS
+from erniekit.config.note import Note
+from erniekit.config.view import View
+from erniekit.errors import ConfigError
+
+
+def lr_scheduler_is_an_old_name(run: View) -> Iterator[Note]:
+    old, kinds = run["lr_scheduler"], KEYS["lr_scheduler_type"].choices
+    if old is None:
+        return
+    kind = "wsd" if re.fullmatch(r"wsd:\d+", old) else old
+    if kind not in kinds or old == "wsd":
+        fix = f"one of {', '.join(k for k in kinds if k != 'wsd')}, or wsd:N to hold the rate for N steps"
+        raise ConfigError(f"lr_scheduler is {old!r}", where=run.origin("lr_scheduler"), fix=fix)
+    if not run.given("lr_scheduler_type"):
+        if run["compat"] == "erniekit" and run["stage"] in ("SFT", "DPO"):
+            yield from run.remark("lr_scheduler", "without effect: ERNIEKit reads it in pre-training only")
+        else:
+            yield from run.set("lr_scheduler_type", kind, f"lr_scheduler is {old}")
+    elif kind != run["lr_scheduler_type"]:
+        yield from run.remark("lr_scheduler", f"without effect: lr_scheduler_type is {run['lr_scheduler_type']}")
+
+
+def wsd_says_how_long(run: View) -> tuple[Note, ...]:
+    if run["lr_scheduler_type"] == "wsd" and not (run["lr_scheduler"] or "").startswith("wsd:"):
+        raise ConfigError(
+            "lr_scheduler_type is wsd, but not for how many steps the rate is held",
+            where=run.origin("lr_scheduler_type"),
+            fix="lr_scheduler: wsd:N, N the steps at the full rate",
+        )
+    return ()
+
+
+def schedule_spans_the_run(run: View) -> Iterator[Note]:
+    if run["decay_steps"] is None and run["max_steps"] > 0:
+        yield from run.set("decay_steps", run["max_steps"], "max_steps", quiet=True)
+
+
+def warmup_steps_beat_ratio(run: View) -> Iterator[Note]:
+    if run["warmup_steps"] > 0 and run["warmup_ratio"] > 0:
+        yield from run.set("warmup_ratio", 0.0, f"warmup_steps is {run['warmup_steps']}")
+
+
+def warmup_fits_the_run(run: View) -> Iterator[Note]:
+    warmup, steps = run["warmup_steps"], run["max_steps"]
+    if run["do_train"] and 0 < steps <= warmup:
+        reach = f"{steps / warmup:.0%} of learning_rate"
+        yield from run.remark("warmup_steps", f"not over when the run ends at step {steps}: it reaches {reach}")
+
+
+def min_lr_is_below_learning_rate(run: View) -> Iterator[Note]:
+    if run["lr_scheduler_type"] in ("cosine", "wsd") and run["min_lr"] > run["learning_rate"]:
+        yield from run.remark("min_lr", f"above learning_rate {run['learning_rate']:g}: the rate will rise")
+
+
+def evaluation_needs_a_file(run: View) -> Iterator[Note]:
+    if run["stage"] not in ("SFT", "DPO"):  # the others bring their own evaluation data
+        return
+    if not run["eval_dataset_path"]:
+        yield from run.set("evaluation_strategy", "no", "no eval_dataset_path")
+        yield from run.set("do_eval", False, "no eval_dataset_path")
+    elif not run.given("evaluation_strategy") and not run.given("do_eval"):
+        yield from run.set("do_eval", True, "eval_dataset_path is given: evaluated at the end")
+
+
+def evaluation_has_steps(run: View) -> Iterator[Note]:
+    strategy = run["evaluation_strategy"]
+    if strategy == "steps" and run["eval_steps"] is None:
+        yield from run.set("eval_steps", run["save_steps"], "not given: as often as save_steps")
+    if strategy != "no":
+        yield from run.set("do_eval", True, f"evaluation_strategy is {strategy}", quiet=True)
+
+
+def evaluate_often_enough(run: View) -> Iterator[Note]:
+    times, steps, every = run["minimum_eval_times"], run["max_steps"], run["eval_steps"]
+    if times and steps > 0 and every and every > max(1, steps // times):
+        yield from run.set("eval_steps", max(1, steps // times), f"minimum_eval_times is {times}")
+
+
+def best_model_needs_evaluation(run: View) -> Iterator[Note]:
+    for name in ("load_best_model_at_end", "early_stopping_patience"):
+        if not run[name]:
+            continue
+        if run["evaluation_strategy"] == "no":
+            raise ConfigError(
+                f"{name} is {run[name]}, but nothing is evaluated during training",
+                where=run.origin(name),
+                fix="set eval_dataset_path, evaluation_strategy: steps and eval_steps",
+            )
+        metric = run["metric_for_best_model"] or "loss"
+        yield from run.set("metric_for_best_model", metric, f"{name} is {run[name]}", quiet=True)
+
+
+def loss_is_better_when_less(run: View) -> Iterator[Note]:
+    metric = run["metric_for_best_model"]
+    if metric and run["greater_is_better"] is None:
+        greater = metric.removeprefix("eval_") not in ("loss", "ppl")
+        yield from run.set("greater_is_better", greater, f"metric_for_best_model is {metric}", quiet=True)
+
+
+def keep_at_least_two(run: View) -> Iterator[Note]:
+    limit = run["save_total_limit"]
+    if limit is not None and limit < 1:
+        yield from run.set("save_total_limit", None, "below 1 keeps all")
+    elif limit == 1:
+        yield from run.set("save_total_limit", 2, "the newest may be the damaged one: two are kept")
+
+
+def saves_happen_within_the_run(run: View) -> Iterator[Note]:
+    steps = run["max_steps"]
+    if not run["do_train"] or steps <= 0:
+        return
+    if run["save_strategy"] == "steps" and run.given("save_steps") and run["save_steps"] > steps:
+        yield from run.remark("save_steps", f"beyond the run of {steps} steps: saved once, at the end")
+    if run["evaluation_strategy"] == "steps" and (run["eval_steps"] or 0) > steps:
+        yield from run.remark("eval_steps", f"beyond the run of {steps} steps: evaluated once, at the end")

@@ -1,0 +1,69 @@
+"""Rules of adapters, preference training and vision, and remarks on keys of a stage that is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from erniekit.config.flat import KEYS
+from erniekit.config.note import Note
+from erniekit.config.view import View
+from erniekit.errors import ConfigError
+
+
+def rslora_plus_is_three_keys(run: View) -> Iterator[Note]:
+    if run["rslora_plus"]:
+        for name, value in (("rslora", True), ("lora_plus_scale", 4.0), ("lora_alpha", 4)):
+            yield from run.set(name, value, "rslora_plus is True")
+
+
+def alpha_follows_rank(run: View) -> Iterator[Note]:
+    if run["lora_alpha"] < 1:
+        alpha, reason = (4, "rslora is True") if run["rslora"] else (2 * run["lora_rank"], "2 x lora_rank")
+        yield from run.set("lora_alpha", alpha, reason, quiet=not (run["lora"] and run["do_train"]))
+
+
+def loss_type_decides_reference(run: View) -> Iterator[Note]:
+    if run["stage"] != "DPO":
+        return
+    kind = run["loss_type"]
+    if kind in ("or", "simpo", "orpo"):
+        yield from run.set("reference_free", True, f"loss_type is {kind}")
+    if kind == "orpo":
+        yield from run.set("sft_loss_ratio", 1.0, "loss_type is orpo")
+    if run["lora"]:
+        yield from run.set("ref_model_update_steps", -1, "the reference is the model without adapters")
+
+
+def vision_keys_follow(run: View) -> Iterator[Note]:
+    if run["visual_ld"] is not None:
+        yield from run.set("vit_lr_ratio", run["visual_ld"], f"visual_ld is {run['visual_ld']:g}")
+    if run["vision_model_name_or_path"]:
+        yield from run.set("multimodal", True, "vision_model_name_or_path is given")
+    if "VL" in run["stage"]:
+        yield from run.set("serialize_output", False, f"stage is {run['stage']}", quiet=True)
+
+
+def target_frames_turn_fps_off(run: View) -> Iterator[Note]:
+    frames, fps = run["video_target_frames"], run["video_fps"]
+    if frames <= 0 or fps <= 0:
+        return
+    if run.given("video_fps"):
+        raise ConfigError(
+            f"video_target_frames is {frames} and video_fps is {fps:g}: only one can hold",
+            where=f"{run.origin('video_target_frames')} and {run.origin('video_fps')}",
+            fix="video_fps: -1",
+        )
+    yield from run.set("video_fps", -1.0, f"video_target_frames is {frames}")
+
+
+def keys_of_another_stage(run: View) -> Iterator[Note]:
+    """A remark on each key that was given and that this run will not read."""
+    if not run["do_train"]:
+        return
+    idle = {"dpo": f"stage is {run['stage']}"} if run["stage"] != "DPO" else {}
+    if not run["lora"]:
+        idle["lora"] = "fine_tuning is Full"
+    switches = ("fine_tuning", "lora", "lora_alpha")
+    for k in KEYS.values():
+        if k.section in idle and k.name not in switches and run.given(k.name) and run[k.name] != k.default:
+            yield from run.remark(k.name, f"without effect: {idle[k.section]}")

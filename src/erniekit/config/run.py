@@ -1,0 +1,165 @@
+"""RunConfig: the whole run, frozen: typed sections, where each value came from, and what followed from what.
+
+Made by config.load; handed around by the recipes; stored in checkpoints, run.json and the trackers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from erniekit.config.convert import convert
+from erniekit.config.flat import DEFAULTS, KEYS, build, canonical, suggest
+from erniekit.config.inert import INERT
+from erniekit.config.note import Note
+from erniekit.config.sections.checkpoint import CheckpointSection
+from erniekit.config.sections.data import DataSection
+from erniekit.config.sections.dpo import DpoSection
+from erniekit.config.sections.export import ExportSection
+from erniekit.config.sections.lora import LoraSection
+from erniekit.config.sections.memory import MemorySection
+from erniekit.config.sections.model import ModelSection
+from erniekit.config.sections.moe import MoeSection
+from erniekit.config.sections.optim import OptimSection
+from erniekit.config.sections.parallel import ParallelSection
+from erniekit.config.sections.precision import PrecisionSection
+from erniekit.config.sections.quant import QuantSection
+from erniekit.config.sections.serve import ServeSection
+from erniekit.config.sections.tracking import TrackingSection
+from erniekit.config.sections.train import TrainSection
+from erniekit.config.sections.vision import VisionSection
+from erniekit.errors import ConfigError
+
+HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class Inert:
+    """A key that was given and does nothing here."""
+
+    key: str
+    value: Any
+    origin: str
+
+    @property
+    def reason(self) -> str:
+        return INERT.get(self.key, "of another version")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    lora: LoraSection
+    optim: OptimSection
+    precision: PrecisionSection
+    memory: MemorySection
+    checkpoint: CheckpointSection
+    tracking: TrackingSection
+    export: ExportSection
+    serve: ServeSection
+    parallel: ParallelSection
+    dpo: DpoSection
+    moe: MoeSection
+    quant: QuantSection
+    vision: VisionSection
+    command: str = "train"
+    files: tuple[str, ...] = ()  # recipes read
+    origins: Mapping[str, str] = field(default_factory=dict)  # of every key that is not at its default
+    notes: tuple[Note, ...] = ()
+    inert: tuple[Inert, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a flat key."""
+        return getattr(getattr(self, KEYS[name].section), name)
+
+    def origin(self, name: str) -> str:
+        """`recipe.yaml:12`, `flag --x`, `key=value`, `argument`, `derived` or `default`."""
+        return self.origins.get(name, "default")
+
+    def given(self, name: str) -> bool:
+        """Whether the user set it, rather than a default or a rule."""
+        return self.origin(name) not in ("default", "derived")
+
+    def flat(self) -> dict[str, Any]:
+        """Every key and its value; secrets are hidden."""
+        values = {name: self[name] for name in KEYS}
+        return {n: HIDDEN if v and KEYS[n].secret else v for n, v in values.items()}
+
+    def replace(self, **flat_keys: Any) -> RunConfig:
+        """The same run with some values changed, typed like any input; rules are not applied again."""
+        values, origins = {name: self[name] for name in KEYS}, dict(self.origins)
+        for name, value in flat_keys.items():
+            known = canonical(name)
+            if known not in KEYS:
+                raise ConfigError(f"unknown key {name!r}", where="replace", fix=f"nearest: {suggest(name)}")
+            values[known] = convert(KEYS[known], value, "replace")
+            origins[known] = "argument"
+        return make_run(values, self.command, self.files, origins, self.notes, self.inert)
+
+    def resume_keys(self) -> dict[str, Any]:
+        """The values that decide what the next step does: a resumed run must have the same."""
+        return {name: _as_json(self[name]) for name, k in KEYS.items() if k.fixed}
+
+    def resume_hash(self) -> str:
+        text = json.dumps(self.resume_keys(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def changed_since(self, resume_keys: Mapping[str, Any]) -> list[Note]:
+        """What differs from the `resume_keys` a checkpoint stored, as notes; keys of other versions are passed over."""
+        now = self.resume_keys()
+        return [
+            Note(name, old, now[name], f"{old!r} in the checkpoint; now from {self.origin(name)}")
+            for name, old in resume_keys.items()
+            if name in now and now[name] != old
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "command": self.command,
+            "files": list(self.files),
+            "values": {name: _as_json(value) for name, value in self.flat().items()},
+            "origins": dict(self.origins),
+            "notes": [{**asdict(n), "old": _as_json(n.old), "new": _as_json(n.new)} for n in self.notes],
+            "inert": [{**asdict(i), "reason": i.reason} for i in self.inert],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, stored: str | Mapping[str, Any]) -> RunConfig:
+        """A stored run as it was; keys this version does not know are dropped, new ones take their default."""
+        data = json.loads(stored) if isinstance(stored, str) else stored
+        values = dict(DEFAULTS)
+        for name, value in data["values"].items():
+            if name in KEYS and not KEYS[name].secret:
+                values[name] = convert(KEYS[name], value, "stored run")
+        notes = tuple(_stored_note(n) for n in data.get("notes", ()))
+        inert = tuple(Inert(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
+        files = tuple(data.get("files", ()))
+        return make_run(values, data.get("command", "train"), files, data.get("origins", {}), notes, inert)
+
+
+def make_run(
+    values: Mapping[str, Any],
+    command: str,
+    files: tuple[str, ...],
+    origins: Mapping[str, str],
+    notes: tuple[Note, ...],
+    inert: tuple[Inert, ...],
+) -> RunConfig:
+    return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, inert=inert)
+
+
+def _as_json(value: Any) -> Any:
+    return [_as_json(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _stored_note(data: Mapping[str, Any]) -> Note:
+    old, new = (tuple(v) if isinstance(v, list) else v for v in (data["old"], data["new"]))
+    return Note(data["key"], old, new, data["reason"], data.get("quiet", False))

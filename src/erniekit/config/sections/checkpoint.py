@@ -1,0 +1,48 @@
+"""When to save, what to keep and how to resume. Read by the recipes, which set up checkpoint/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.config.field import key
+
+_WORDS = (
+    "async_save", "skip_save_model_weight", "master_weight_compatible", "remove_master_weight",
+    "ignore_merge_optimizer", "enable_all_options",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    save_steps: int = key(500, "Steps between checkpoints.", low=1, basic=True)
+    save_strategy: str = key("steps", "When to save.", choices=("no", "steps", "epoch"))
+    save_total_limit: int | None = key(None, "Checkpoints kept, 2 or more; all when not given.", basic=True)
+    keep_every: int = key(0, "Also keep every checkpoint whose step is a multiple of this; 0 is off.", low=0)
+    save_format: str = key("hf", "Layout of the weights written: hf, paddle.", choices=("hf", "paddle"), basic=True)
+    overwrite_output_dir: bool = key(False, "Start anew although output_dir holds a run; False resumes it.")
+    resume_from_checkpoint: str | None = key(None, "Resume from this one; the newest whole one when not given.")
+    override_resume: bool = key(False, "Resume although keys that decide the result have changed.")
+    load_best_model_at_end: bool = key(False, "End with the best evaluated weights instead of the last.")
+    metric_for_best_model: str | None = key(None, "What best means: loss when not given.")
+    greater_is_better: bool | None = key(None, "Whether more of it is better; by the metric when not given.")
+    verify: str = key(
+        "auto",
+        "How a checkpoint is checked before use; auto hashes it all below 20 GB.",
+        choices=("auto", "full", "size"),
+    )
+    probe_tokens: int = key(64, "Tokens of the probe that resume and export must reproduce.", low=0)
+    ignore_load_lr_and_optim: bool = key(False, "Resume the weights alone.")
+    ignore_save_lr_and_optim: bool = key(False, "Save the weights alone: smaller, cannot resume exactly.")
+    unified_checkpoint_config: tuple[str, ...] = key(
+        (), "async_save writes behind training; the other words change nothing here.", choices=_WORDS
+    )
+    ignore_data_skip: bool = key(False, "Resume at the first sample.", later="resuming elsewhere in the data")
+    skip_data_intervals: object | None = key(
+        None, "Global steps whose data is passed over.", later="resuming elsewhere in the data"
+    )
+    ckpt_quant_stage: str = key(
+        "O0",
+        "Compress optimiser states to 8 (O1) or 4 bit (O2).",
+        choices=("O0", "O1", "O2"),
+        later="compressed checkpoints",
+    )

@@ -1,0 +1,82 @@
+"""What is trained and evaluated on, how rows are mixed and packed. Read by the recipes and `erniekit data`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.config.field import key
+
+_PT = "pre-training"
+
+
+@dataclass(frozen=True)
+class DataSection:
+    train_dataset_path: tuple[str, ...] = key(
+        (),
+        "Files to train on, by commas; --data for short. .jsonl .json .gz .parquet",
+        also=("data",),
+        commas=True,
+        basic=True,
+    )
+    train_dataset_type: tuple[str, ...] = key(
+        (), "erniekit, alpaca, messages, chatml; detected when not given.", commas=True, basic=True, fixed=True
+    )
+    train_dataset_prob: tuple[float, ...] = key(
+        (), "Share of each file in the mix; equal when not given.", low=0, commas=True, fixed=True
+    )
+    eval_dataset_path: tuple[str, ...] = key(
+        (), "Evaluation files. None: no evaluation.", also=("eval_data",), commas=True, basic=True
+    )
+    eval_dataset_type: tuple[str, ...] = key((), "As train_dataset_type.", commas=True)
+    eval_dataset_prob: tuple[float, ...] = key((), "As train_dataset_prob.", low=0, commas=True)
+    max_seq_len: int = key(
+        4096,
+        "Tokens per sequence; lower it first when memory runs out.",
+        also=("max_seq_length",),
+        low=2,
+        basic=True,
+        fixed=True,
+    )
+    overlong: str = key(
+        "drop",
+        "What happens to a turn longer than max_seq_len; either way it is counted.",
+        choices=("drop", "truncate"),
+        fixed=True,
+    )
+    packing: bool = key(True, "Several examples per sequence; False gives each its own.", fixed=True)
+    greedy_intokens: bool = key(
+        True, "Fill packs tightly from a buffer; False fills them in reading order.", fixed=True
+    )
+    buffer_size: int = key(500, "Examples the packer chooses from.", low=1, fixed=True)
+    random_shuffle: bool = key(True, "Shuffle training rows, by seed.", fixed=True)
+    mix_strategy: str = key(
+        "random",
+        "How several files are combined: by share at random, one after the other, or until the first or last ends.",
+        choices=("random", "concat", "interleave_under", "interleave_over"),
+        fixed=True,
+    )
+    num_samples_each_epoch: int = key(
+        6000000, "Draws per epoch under compat: erniekit; else an epoch is a pass over the rows.", low=1, fixed=True
+    )
+    max_bad_fraction: float = key(
+        0.001, "Stop when more of the rows than this are bad; 1 reads on whatever comes.", low=0, high=1
+    )
+    dataset_num_proc: int = key(0, "Processes that tokenise; 0 uses all cores.", low=0)
+    dataloader_num_workers: int = key(0, "Threads that prepare batches ahead of the step.", low=0)
+    prefetch_factor: int = key(2, "Batches each of them keeps ready.", low=1)
+    cache_dir: str | None = key(None, "Where tokenised files are kept; ~/.cache/erniekit when not given.")
+    dataset_type: str = key(
+        "iterable",
+        "map reads packs made beforehand, pretrain reads .bin/.idx.",
+        choices=("iterable", "map", "pretrain"),
+        fixed=True,
+        later="packs made beforehand",
+    )
+    offline_dataset_path: str | None = key(None, "Folder of such packs.", later="packs made beforehand")
+    split_multi_turn: bool = key(False, "One example per assistant turn.", fixed=True, later="one example per turn")
+    encode_one_turn: bool = key(False, "Encode each turn on its own.", fixed=True, later="one example per turn")
+    use_template: bool = key(True, "Render with the chat template; False trains raw text.", fixed=True, later=_PT)
+    input_dir: str | None = key(None, "Pre-training data: weight prefix weight prefix ...", later=_PT)
+    split: str = key("950,50", "Its division into train, eval and test.", fixed=True, later=_PT)
+    data_filelist: str | None = key(None, "List of pre-training files.", later=_PT)
+    data_weights: str | None = key(None, "Their weights.", later=_PT)

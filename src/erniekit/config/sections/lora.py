@@ -1,0 +1,24 @@
+"""Whether adapters are trained instead of the weights, and their shape. Read by the recipes, export and chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.config.field import key
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    fine_tuning: str = key(
+        "LoRA", "Train adapters (LoRA) or every weight (Full).", choices=("LoRA", "Full"), basic=True, fixed=True
+    )
+    lora: bool = key(False, "fine_tuning: LoRA, in the script form; set from fine_tuning.")
+    lora_rank: int = key(8, "Rank of the adapters; 32 in the recipes.", low=1, basic=True, fixed=True)
+    lora_alpha: int = key(-1, "Their scale; -1 is 2 x lora_rank, or 4 with rslora.", low=-1, basic=True, fixed=True)
+    lora_target_modules: tuple[str, ...] = key(
+        (), "Which linear layers, by name; all of attention and MLP when not given.", fixed=True
+    )
+    rslora: bool = key(False, "Scale by alpha/sqrt(rank) instead of alpha/rank.", fixed=True)
+    lora_plus_scale: float = key(1.0, "Learning rate of B as a multiple of A's.", low=0, fixed=True)
+    rslora_plus: bool = key(False, "rslora with lora_plus_scale 4 and lora_alpha 4.", fixed=True)
+    lora_path: str | None = key(None, "Start from these adapters (ours, PEFT's or Paddle's).")

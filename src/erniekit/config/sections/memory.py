@@ -1,0 +1,25 @@
+"""What trades time for memory. Read by the recipes when they build and step the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.config.field import key
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    recompute: bool = key(False, "Much less memory for about a third more time.", basic=True)
+    recompute_granularity: str = key(
+        "full",
+        "How much: whole layers, or attention only.",
+        choices=("full", "full_attn", "core_attn", "selective"),
+    )
+    no_recompute_layers: tuple[int, ...] = key((), "Layers kept as they are.", low=0)
+    loss_subbatch_seqlen: int = key(
+        2048, "Rows of logits alive at once in the loss; lower it for a huge vocabulary.", low=1
+    )
+    gc_interval: int = key(0, "Run Python's garbage collector every N steps; 0 leaves it alone.", low=0)
+    offload_optim: bool = key(False, "Keep optimiser states in host memory.", later="optimiser offload")
+    tensorwise_offload_optimizer: bool = key(False, "The same, one tensor at a time.", later="optimiser offload")
+    offload_recompute_inputs: bool = key(False, "Keep recompute's inputs in host memory.", later="activation offload")

@@ -1,0 +1,53 @@
+"""Which model, where it comes from, and how its forward runs. Read by the recipes, export and chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from erniekit.config.field import key
+
+_MTP = "multi-token prediction"
+_DROPOUT = "dropout"
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    model_name_or_path: str | None = key(None, "Folder in HF or Paddle layout, or a hub id.", basic=True)
+    download_hub: str | None = key(
+        None,
+        "Hub named in the download command when the model is not on this disk.",
+        choices=("huggingface", "aistudio", "modelscope"),
+    )
+    continue_training: bool = key(
+        True, "Start from the model's weights; False starts from random weights of its config.", fixed=True
+    )
+    attention: str = key(
+        "auto",
+        "Attention kernel; all give the same result and never look across documents.",
+        choices=("auto", "sdpa", "varlen", "reference"),
+    )
+    compile: bool = key(False, "torch.compile the model: a slower first step, faster ones after.")
+    allow_pickle: bool = key(False, "Read .bin/.pt weights (weights only). Off: safetensors alone.")
+    tokenizer_name: str | None = key(
+        None, "Tokenizer folder; the model's own when not given.", also=("tokenizer", "tokenizer_name_or_path")
+    )
+    model_config: Mapping[str, Any] | None = key(
+        None, "Values that replace those of config.json.", fixed=True, later="pre-training"
+    )
+    use_global_causal_attn: bool = key(
+        False, "Attend across the documents of a pack.", fixed=True, later="pre-training"
+    )
+    hidden_dropout_prob: float = key(0.0, "Dropout on hidden states.", low=0, high=1, fixed=True, later=_DROPOUT)
+    attention_probs_dropout_prob: float = key(0.0, "Dropout on attention.", low=0, high=1, fixed=True, later=_DROPOUT)
+    dropout_warmup_steps: int = key(0, "Steps over which dropout grows from 0.", low=0, fixed=True, later=_DROPOUT)
+    num_nextn_predict_layers: int = key(0, "Extra layers that predict further tokens.", low=0, later=_MTP)
+    multi_token_pred_lambda: float = key(0.3, "Weight of their loss.", low=0, later=_MTP)
+    use_recompute_mtp: bool = key(False, "Recompute them in the backward pass.", later=_MTP)
+    enable_mtp_magic_send: bool = key(False, "Send their inputs once per pipeline.", later=_MTP)
+    max_position_embeddings: int | None = key(
+        None, "Longest position; the model's own when not given.", low=1, later="vision"
+    )
+    bos_token_id: int | None = key(None, "First token; the tokenizer's own when not given.", later="vision")
+    eos_token_id: int | None = key(None, "Last token; the tokenizer's own when not given.", later="vision")

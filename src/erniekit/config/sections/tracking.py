@@ -1,0 +1,25 @@
+"""What is logged, how often and where. Read by the recipes, which make the trackers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.config.field import key
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    logging_steps: int = key(1, "Steps between log lines (ERNIEKit: 500).", low=1, basic=True)
+    logging_strategy: str = key("steps", "When to log.", choices=("no", "steps", "epoch"))
+    logging_first_step: bool = key(False, "Log step 1 whatever logging_steps says.")
+    logging_dir: str | None = key(None, "Folder of the event files; output_dir/runs when not given.")
+    report_to: tuple[str, ...] = key(
+        ("tensorboard",),
+        "visualdl, tensorboard, wandb, all, none; metrics.jsonl is always written.",
+        choices=("visualdl", "tensorboard", "wandb", "all", "none"),
+        basic=True,
+    )
+    run_name: str | None = key(None, "Name of the run in the trackers.")
+    disable_tqdm: bool | None = key(None, "Log lines instead of the progress bar.")
+    wandb_api_key: str | None = key(None, "Better set WANDB_API_KEY: a command line is visible to others.", secret=True)
+    wandb_http_proxy: str | None = key(None, "Proxy for W&B.", secret=True)

@@ -1,0 +1,66 @@
+"""How long, how often, on which device, and what is checked. Read by the recipes and the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.config.field import key
+
+_INTERVALS = ("no", "steps", "epoch")
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    stage: str = key(
+        "SFT",
+        "What to train; SFT today.",
+        choices=("SFT", "DPO", "PT", "VL-SFT", "OCR-VL-SFT"),
+        basic=True,
+        fixed=True,
+    )
+    output_dir: str | None = key("./output", "Results and checkpoints; run again on it to resume.", basic=True)
+    do_train: bool = key(False, "Train; `erniekit train` turns it on.")
+    do_eval: bool = key(False, "Evaluate; on when there is an evaluation file and a strategy.")
+    num_train_epochs: float = key(1.0, "Passes over the data when max_steps is -1.", low=0, basic=True)
+    max_steps: int = key(-1, "Steps; -1 counts them from num_train_epochs. Try 3 first.", low=-1, basic=True)
+    batch_size: int = key(1, "Sequences per micro-batch; lower it when memory runs out.", low=1, basic=True, fixed=True)
+    gradient_accumulation_steps: int = key(
+        1,
+        "Micro-batches per step: a larger batch in the same memory.",
+        basic=True,
+        fixed=True,
+    )
+    per_device_train_batch_size: int = key(1, "batch_size under its name in the script form.", low=1, fixed=True)
+    per_device_eval_batch_size: int = key(1, "Sequences per evaluation batch; batch_size when not given.", low=1)
+    global_batch_size: int | None = key(
+        None, "Sequences per step over all devices; gives the accumulation when that is not given.", low=1
+    )
+    evaluation_strategy: str = key(
+        "no", "When to evaluate: no, steps, epoch.", also=("eval_strategy",), choices=_INTERVALS, basic=True
+    )
+    eval_steps: int | None = key(None, "Steps between evaluations.", low=1, basic=True)
+    max_evaluate_steps: int = key(-1, "At most so many evaluation batches; -1 takes all.", low=-1)
+    minimum_eval_times: int | None = key(None, "Evaluate at least so often.", low=1)
+    early_stopping_patience: int = key(0, "Stop after so many evaluations without improvement; 0 never stops.", low=0)
+    early_stopping_threshold: float = key(0.0, "How much counts as an improvement.", low=0)
+    seed: int = key(42, "Same seed, same run.", basic=True, fixed=True)
+    device: str = key(
+        "auto",
+        "gpu, cpu; auto takes the GPU when there is one.",
+        choices=("auto", "gpu", "cpu", "xpu", "npu", "iluvatar_gpu", "metax_gpu"),
+        basic=True,
+    )
+    no_cuda: bool = key(False, "device: cpu, under its old name.")
+    compat: str = key(
+        "",
+        "erniekit repeats the old toolkit's faults too (end token before the next user turn, means of "
+        "micro-batch means, first step at lr 0), so that recorded runs can be matched.",
+        choices=("", "erniekit"),
+        fixed=True,
+    )
+    doctor: str = key("on", "Check labels, leaks, gradients and disk before the first step.", choices=("on", "off"))
+    max_bad_steps: int = key(5, "Steps in a row with a non-finite loss or gradient before stopping.", low=1)
+    preempt_grace_s: float = key(25.0, "Seconds a save may take after SIGTERM.", low=0)
+    train_emb_only: int = key(0, "Train the embedding alone.", fixed=True, later="partial training")
+    adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, later="pre-training")
+    sft_benchmark: bool = key(False, "Train without saving or evaluating and print tokens/s.", later="benchmarks")

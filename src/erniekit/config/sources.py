@@ -1,0 +1,185 @@
+"""YAML, JSON, --flags, key=value and Python values, in any mix -> one flat set that remembers who set what.
+
+Called by config.load. The last word wins: a file first, then the command line from left to right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from erniekit.config.convert import FALSE, TRUE, convert
+from erniekit.config.files import Entry, parse_value, read_file
+from erniekit.config.flat import KEYS, canonical, is_known, suggest
+from erniekit.config.inert import INERT
+from erniekit.errors import ConfigError
+
+SECTIONED = ("env", "model_args", "trainer_args")  # of the pre-training YAML
+YAML, JSON = (".yaml", ".yml"), (".json",)
+
+# What a bare word means after these commands.
+POSITIONAL = {
+    "chat": "model_name_or_path",
+    "eval": "model_name_or_path",
+    "data": "train_dataset_path",
+    "export": "output_dir",
+    "split": "output_dir",
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    value: Any
+    origin: str  # `recipe.yaml:12`, `flag --x`, `key=value`, `argument`
+    order: int  # later wins
+    in_file: bool = False
+
+
+@dataclass
+class Sources:
+    """What was given, by declared key; `inert` holds the keys that are accepted without effect."""
+
+    given: dict[str, Given] = field(default_factory=dict)
+    inert: dict[str, Given] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    sectioned: bool = False  # a pre-training YAML was read
+    unknown: list[tuple[str, str]] = field(default_factory=list)
+    _order: int = 0
+
+    def put(self, name: str, value: Any, origin: str, *, in_file: bool = False) -> None:
+        """Record one value under its declared name; unknown names are collected, to be reported together."""
+        name, _, inner = name.partition(".")
+        if name in SECTIONED and inner:  # trainer_args.max_steps=3
+            name, _, inner = inner.partition(".")
+        name = canonical(name)
+        self._order += 1
+        if name in KEYS:
+            if inner:
+                value = parse_value(value, origin) if isinstance(value, str) else value
+                value = {**(self.given[name].value if name in self.given else {}), inner: value}
+            self.given[name] = Given(convert(KEYS[name], value, origin), origin, self._order, in_file)
+        elif name in INERT:
+            self.inert[name] = Given(value, origin, self._order, in_file)
+        else:
+            self.unknown.append((name, origin))
+
+
+def collect(args: list[str], command: str, overrides: Mapping[str, Any] | None = None) -> Sources:
+    """Everything given after the command word, then the Python values of `overrides`."""
+    out = Sources()
+    items = list(_items(args))
+    recipes = YAML if command == "data" else YAML + JSON  # a .json after `data` is a dataset
+    for name, value, _ in items:
+        if not name and value.endswith(recipes):
+            _read_into(out, value)
+    for name, value, origin in items:
+        if name:
+            out.put(name, value, origin)
+        elif value not in out.files:
+            _put_bare(out, value, command)
+    for name, value in (overrides or {}).items():
+        out.put(name, value, "argument")
+    if out.unknown:
+        raise _unknown_keys(out.unknown)
+    return out
+
+
+# ---- files
+
+
+def _read_into(out: Sources, name: str) -> None:
+    out.files.append(name)
+    entries = read_file(name)
+    if any(s in entries and isinstance(entries[s].value, dict) for s in SECTIONED[1:]):
+        out.sectioned = True
+    for key, entry in entries.items():
+        if key in SECTIONED[1:] and isinstance(entry.value, dict):
+            for inner, inner_entry in entry.value.items():
+                _put_entry(out, inner, inner_entry, name)
+        else:
+            _put_entry(out, key, entry, name)
+
+
+def _put_entry(out: Sources, key: str, entry: Entry, name: str) -> None:
+    value = entry.plain if isinstance(entry.value, dict) else entry.given
+    out.put(key, value, f"{name}:{entry.line}", in_file=True)
+
+
+# ---- words of a command line
+
+
+def _items(words: list[str]) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, origin) of every flag and key=value; a word that stands alone has no key."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if equals:
+                yield name, value, f"flag --{name}"
+            else:
+                taken, at = _take(words, at, name)
+                yield name, taken, f"flag --{name}"
+        elif _is_assignment(word):
+            name, _, text = word.partition("=")
+            structured = text.startswith(("[", "{", '"', "'"))
+            yield name, parse_value(text, f"key=value {name}") if structured else text, "key=value"
+        else:
+            yield "", word, "command line"
+
+
+def _is_assignment(word: str) -> bool:
+    left, equals, _ = word.partition("=")
+    return bool(equals) and left.replace(".", "_").replace("-", "_").isidentifier()
+
+
+def _take(words: list[str], at: int, name: str) -> tuple[Any, int]:
+    """The value of flag `name` whose words start at `at`, and where the next thing starts."""
+    k = KEYS.get(canonical(name))
+    follows = words[at] if at < len(words) else None
+    if k is not None and k.kind == "bool":
+        if follows is not None and follows.lower() in TRUE + FALSE:
+            return follows, at + 1
+        return True, at
+    if k is None or k.is_list:  # a list, or a key without effect: all words up to the next flag, key or recipe
+        end = at
+        while end < len(words) and not (words[end].startswith("--") or _is_assignment(words[end])):
+            if words[end].endswith(YAML):
+                break
+            end += 1
+        if end > at or k is None:
+            return ",".join(words[at:end]) or True, end
+    elif follows is not None and not follows.startswith("--"):
+        return follows, at + 1
+    raise ConfigError(f"--{name} needs a value", where=f"flag --{name}", fix=k.help)
+
+
+def _put_bare(out: Sources, word: str, command: str) -> None:
+    if word.endswith(".py"):
+        raise ConfigError(f"{word} is a program", where=word, fix="give a .yaml or .json file")
+    if command not in POSITIONAL:
+        fix = f"did you mean --{word}?" if is_known(word) else "give a .yaml or .json file, --key value or key=value"
+        if os.path.isfile(word):
+            fix = f"{fix}; a dataset goes behind --data"
+        raise ConfigError(f"cannot tell what {word!r} is", where="command line", fix=fix)
+    name = POSITIONAL[command]
+    if KEYS[name].is_list and name in out.given:
+        word = ",".join([*out.given[name].value, word])
+    out.put(name, word, "command line")
+
+
+def _unknown_keys(unknown: list[tuple[str, str]]) -> ConfigError:
+    hints = []
+    for name, _ in unknown:
+        near = suggest(name)
+        hint = f"did you mean {' or '.join(near)}?" if near else "nothing like it is known"
+        hints.append(f"{name}: {hint}" if len(unknown) > 1 else hint)
+    names = ", ".join(repr(name) for name, _ in unknown)
+    return ConfigError(
+        f"unknown key{'s' if len(unknown) > 1 else ''} {names}",
+        where=", ".join(origin for _, origin in unknown),
+        fix="; ".join(hints) + " (all keys: erniekit train --help all)",
+    )

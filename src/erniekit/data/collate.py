@@ -1,0 +1,48 @@
+"""Packs -> Batch: rows of equal length, positions that restart per document, and the bounds of attention.
+
+The loader's threads call `collate`; the trainer moves the result to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from erniekit.data.types import IGNORE, Batch, Pack
+
+
+def collate(packs: Sequence[Pack], *, pad_id: int = 0, pad_multiple: int = 8, pad_to: int | None = None) -> Batch:
+    """Rows are as long as the longest pack, rounded up to `pad_multiple`, or exactly `pad_to`."""
+    used = [sum(len(sample.ids) for sample in pack.samples) for pack in packs]
+    length = pad_to if pad_to is not None else -(-max(used) // pad_multiple) * pad_multiple
+    if max(used) > length:
+        raise ValueError(f"a pack of {max(used)} tokens does not fit a row of {length}")
+    shape = (len(packs), length)
+    ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORE, dtype=np.int64)
+    documents: list[int] = []  # lengths, row after row; what is left of a row is a document of its own
+    for row, pack in enumerate(packs):
+        at = 0
+        for sample in pack.samples:
+            end = at + len(sample.ids)
+            ids[row, at:end], labels[row, at:end] = sample.ids, sample.labels
+            documents.append(end - at)
+            at = end
+        if at < length:
+            documents.append(length - at)
+    bounds = np.concatenate([[0], np.cumsum(documents)])
+    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], documents)
+    return Batch(
+        input_ids=torch.from_numpy(ids),
+        labels=torch.from_numpy(labels),
+        positions=torch.from_numpy(positions.reshape(shape)),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_doc=max(documents),
+        num_label_tokens=int((labels != IGNORE).sum()),
+        num_tokens=sum(used),
+        pack_indices=tuple(pack.index for pack in packs),
+        packed=any(len(pack.samples) > 1 for pack in packs),
+        sum_squares=sum(len(sample.ids) ** 2 for pack in packs for sample in pack.samples),
+    )

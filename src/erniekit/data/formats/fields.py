@@ -1,0 +1,78 @@
+"""Reading fields of a row with reasons a person can act on.
+
+Used by every format in this folder; a wrong field raises BadRow, which becomes a Problem with file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
+
+
+class BadRow(ValueError):
+    """`kind` is a short slug that reports count by, `reason` one sentence naming the field."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
+
+
+def named(value: Any) -> str:
+    """What a JSON value is, in words."""
+    return _JSON_NAMES.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def require(row: Mapping[str, Any], *fields: str) -> None:
+    for field in fields:
+        if row.get(field) is None:
+            has = ", ".join(map(str, list(row)[:8])) or "nothing"
+            raise BadRow("missing_field", f"`{field}` is missing; the row has {has[:120]}")
+
+
+def text(value: Any, field: str, *, empty: bool = False) -> str:
+    """A string that can be tokenised; blank ones only where `empty` allows them."""
+    if not isinstance(value, str):
+        raise BadRow("wrong_type", f"`{field}` must be text, not {named(value)}")
+    if not empty and not value.strip():
+        raise BadRow("empty_text", f"`{field}` is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow("bad_unicode", f"`{field}` holds half of a surrogate pair, or bytes that are not UTF-8") from None
+    return value
+
+
+def texts(value: Any, field: str) -> list[str]:
+    """A list of strings; one string stands for a list of one."""
+    if isinstance(value, str):
+        return [text(value, field)]
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f"`{field}` must be text or a list of texts, not {named(value)}")
+    if not value:
+        raise BadRow("empty_text", f"`{field}` is an empty list")
+    return [text(item, f"{field}[{i}]") for i, item in enumerate(value)]
+
+
+def flag(value: Any, field: str) -> bool:
+    """0/1 or true/false."""
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    raise BadRow("bad_label", f"`{field}` must be 0 or 1")
+
+
+def flags(value: Any, field: str, count: int, of: str) -> list[bool]:
+    """One flag per turn; absent means all trained."""
+    if value is None:
+        return [True] * count
+    given = value if isinstance(value, list) else [value]
+    if len(given) != count:
+        raise BadRow("length_mismatch", f"`{field}` has {len(given)} entries for {count} {of}")
+    return [flag(item, f"{field}[{i}]") for i, item in enumerate(given)]
+
+
+def is_preference(row: Mapping[str, Any]) -> bool:
+    """Two answers to compare: data for stage DPO."""
+    pairs = (("response", "sort"), ("chosen", "rejected"))
+    return any(row.get(one) is not None and row.get(other) is not None for one, other in pairs)

@@ -1,0 +1,220 @@
+"""Open a dataset file of any kind and give its rows one by one, in memory that does not grow with the file.
+
+Called by the formats package (and through it by the token cache). A row that cannot be read is a Problem, not a stop.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from erniekit.data.types import Problem
+from erniekit.errors import DataError
+
+Raw = bytes | dict[str, Any] | list[Any] | Problem
+MAX_ROW_BYTES = 64 << 20
+_CHUNK = 1 << 20
+_BOM = codecs.BOM_UTF8
+
+
+def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[int, Raw]]:
+    """(number, raw row): lines of JSONL as bytes, elements of an array and parquet rows as objects; 1-based."""
+    path = Path(path)
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        raise DataError(f"dataset {what}", where=str(path), fix="check train_dataset_path / eval_dataset_path")
+    try:
+        file = io.BufferedReader(io.FileIO(path), _CHUNK)
+    except OSError as error:
+        raise DataError(f"dataset cannot be opened: {error.strerror}", where=str(path)) from error
+    with file:
+        magic = file.peek(4)[:4]
+        if magic == b"PAR1" or path.suffix.lower() == ".parquet":
+            yield from _parquet(path)
+        elif magic[:2] == b"\x1f\x8b":
+            with gzip.open(file, "rb") as stream:
+                yield from _text_rows(stream, path, max_row_bytes)
+        else:
+            yield from _text_rows(file, path, max_row_bytes)
+
+
+def decode(raw: Raw) -> Any:
+    """The JSON value of a raw row. Raises ValueError, or RecursionError for absurd nesting."""
+    return json.loads(raw.decode("utf-8")) if isinstance(raw, bytes) else raw
+
+
+def _text_rows(stream: Any, path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
+    number = 0
+    try:
+        head = stream.peek(_CHUNK).removeprefix(_BOM).lstrip()
+        reader = _array if _is_array(head, path) else _lines
+        for number, raw in reader(stream, path, limit):
+            yield number, raw
+    except (OSError, EOFError, zlib.error) as error:
+        yield number + 1, Problem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
+
+
+def _is_array(head: bytes, path: Path) -> bool:
+    """A JSON array of rows; in .jsonl a line may itself be a list, so there the array must span lines."""
+    if not head.startswith(b"["):
+        return False
+    if path.name.lower().removesuffix(".gz").endswith(".json"):
+        return True
+    first = head.partition(b"\n")[0].rstrip()
+    return first == b"[" or first[-1:] in (b",", b"{")
+
+
+def _lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
+    number = 0
+    while line := stream.readline(limit + 2):
+        number += 1
+        if len(line) > limit and not line.endswith(b"\n"):
+            size = len(line)
+            while not line.endswith(b"\n") and (line := stream.readline(_CHUNK)):
+                size += len(line)
+            yield number, _too_big(path, number, size, limit)
+            continue
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        line = line.strip(b" \t\r\n")
+        if line:
+            yield number, line
+
+
+def _too_big(path: Path, number: int, size: int, limit: int) -> Problem:
+    reason = f"the row has {size / 2**20:.0f} MiB or more; the limit is {limit / 2**20:.0f} MiB"
+    return Problem(str(path), number, "row_too_long", reason)
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Raw]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(
+            "reading .parquet needs pyarrow", where=str(path), fix='pip install "erniekit[parquet]"'
+        ) from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        yield number + 1, Problem(str(path), number + 1, "unreadable", f"not a readable parquet file: {error}")
+
+
+class _Window:
+    """The part of a text stream in view: `text` from `at` on. `more` doubles it; consumed text is let go."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        # Bytes that are not UTF-8 become lone surrogates, which the field checks report for the row they are in.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self.text, self.at, self.ended = "", 0, False
+
+    def more(self) -> bool:
+        self.text, self.at = self.text[self.at :], 0
+        data = self._stream.read(max(_CHUNK, len(self.text)))
+        self.text += self._decoder.decode(data, final=not data)
+        self.ended = not data
+        return bool(data)
+
+    def next_char(self, skip: str) -> str:
+        """The next character that is not in `skip`, not yet consumed; empty at the end."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in skip:
+                self.at += 1
+            if self.at < len(self.text) or not self.more():
+                return self.text[self.at : self.at + 1]
+
+
+_BLANK = " \t\r\n"
+_STRUCTURE = re.compile(r'["{}\[\],]')
+_IN_STRING = re.compile(r'["\\]')
+_scan_once = json.JSONDecoder().raw_decode
+
+
+def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
+    window = _Window(stream)
+    window.next_char(_BLANK + "\ufeff")
+    window.at += 1  # the opening bracket
+    number = 0
+    while True:
+        char = window.next_char(_BLANK + ",")
+        if char == "]":
+            window.at += 1
+            if window.next_char(_BLANK):
+                reason = "text follows the end of the array; rows after a damaged one may be lost"
+                yield number + 1, Problem(str(path), number + 1, "bad_json", reason)
+            return
+        number += 1
+        if not char:
+            yield number, Problem(str(path), number, "bad_json", "the file ends before the array does")
+            return
+        value = _element(window, path, number, limit)
+        if isinstance(value, Problem) and not _skip_element(window):
+            yield number, value
+            return
+        yield number, value
+
+
+def _element(window: _Window, path: Path, number: int, limit: int) -> Any:
+    """The next value, consumed; or a Problem, with the window still at its start."""
+    while True:
+        try:
+            value, end = _scan_once(window.text, window.at)
+            if end < len(window.text) or window.ended:
+                window.at = end
+                kinds = (dict, list)
+                return value if isinstance(value, kinds) else Problem(str(path), number, "not_an_object", _SCALAR)
+        except json.JSONDecodeError as error:
+            # Cut off by the window, or truly wrong? Errors of the first kind are at its end, or in an open string.
+            at_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated string")
+            if window.ended or not at_end:
+                return Problem(str(path), number, "bad_json", f"row {number} of the array is not JSON: {error.msg}")
+        except RecursionError:
+            return Problem(str(path), number, "deep_nesting", "the row is nested too deeply")
+        except ValueError as error:  # a number of more digits than Python converts
+            return Problem(str(path), number, "bad_json", f"row {number} of the array is not usable: {error}")
+        if len(window.text) - window.at > limit:
+            return _too_big(path, number, len(window.text) - window.at, limit)
+        window.more()
+
+
+_SCALAR = "a row must be an object, not a single value"
+
+
+def _skip_element(window: _Window) -> bool:
+    """Step over a value that does not parse, by its brackets alone. False when the file ends first."""
+    depth, in_string = 0, False
+    while True:
+        found = (_IN_STRING if in_string else _STRUCTURE).search(window.text, window.at)
+        if not found:
+            window.at = len(window.text)
+            if not window.more():
+                return False
+            continue
+        char, window.at = found.group(), found.end()
+        if char == "\\":
+            if window.at == len(window.text):
+                window.more()
+            window.at += 1
+        elif char == '"':
+            in_string = not in_string
+        elif char in "{[":
+            depth += 1
+        elif depth == 0:  # the comma or bracket behind a bare word
+            window.at -= 1
+            return True
+        elif char in "}]":
+            depth -= 1
+            if depth == 0:
+                return True

@@ -1,0 +1,136 @@
+"""What reading one dataset file came to: counts, bad rows, lengths. Kept beside the token cache, printed at start.
+
+tokenise.py fills a DataReport, recipes print `lines()` and put `to_dict()` into the run's report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from erniekit.data.types import Problem
+from erniekit.errors import DataError
+
+SHOWN = 20  # bad rows quoted in an error
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class DataReport:
+    file: str
+    format: str
+    rows: int = 0
+    samples: int = 0
+    bad: dict[str, int] = field(default_factory=dict)  # kind -> rows that could not be read
+    first_bad: list[Problem] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)  # kind -> conversations a rule left out
+    first_dropped: list[Problem] = field(default_factory=list)
+    dropped_turns: int = 0  # older turns left out of samples that were kept
+    truncated_tokens: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)  # min, median, p95, max
+    histogram: list[tuple[int, int]] = field(default_factory=list)  # (longest in the bin, samples), powers of two
+    seconds: float = 0.0  # of tokenising, when it was done
+    from_cache: bool = False
+
+    @property
+    def bad_rows(self) -> int:
+        return sum(self.bad.values())
+
+    @property
+    def bad_fraction(self) -> float:
+        return self.bad_rows / self.rows if self.rows else 0.0
+
+    @property
+    def trained_share(self) -> float:
+        return self.trained_tokens / self.tokens if self.tokens else 0.0
+
+    def measure(self, lengths: np.ndarray) -> None:
+        """Fill in what the samples' lengths say."""
+        self.samples, self.tokens = len(lengths), int(lengths.sum(dtype=np.int64))
+        if not len(lengths):
+            return
+        middle, high = (int(q) for q in np.percentile(lengths, [50, 95]))
+        self.lengths = {"min": int(lengths.min()), "median": middle, "p95": high, "max": int(lengths.max())}
+        bins = np.bincount(np.ceil(np.log2(lengths)).astype(int))
+        first = int(np.flatnonzero(bins)[0])
+        self.histogram = [(2**power, int(bins[power])) for power in range(first, len(bins))]
+
+    def check(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
+        """Stop a run whose data is not what its owner thinks it is."""
+        if self.bad_fraction > max_bad_fraction:
+            shown = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in self.first_bad[:SHOWN]]
+            more = self.bad_rows - len(shown)
+            raise DataError(
+                f"{self.bad_rows:,} of {self.rows:,} rows of {self.file} cannot be used "
+                f"({self.bad_fraction:.2%}, more than max_bad_fraction={max_bad_fraction:g})",
+                where="\n       ".join([*shown, f"and {more:,} more"] if more > 0 else shown),
+                fix=f"mend them (all are listed in {bad_rows_path}), or raise max_bad_fraction",
+            )
+        if not self.samples:
+            reasons = [f"{n:,} {kind}" for kind, n in [*self.bad.items(), *self.dropped.items()]]
+            first = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in [*self.first_bad, *self.first_dropped][:5]]
+            raise DataError(
+                f"{self.file} gives no usable sample ({self.rows:,} rows: {', '.join(reasons) or 'the file is empty'})",
+                where="\n       ".join(first) or self.file,
+                fix="look at a row, its format and max_seq_len; `erniekit data FILE` shows what was read",
+            )
+
+    def lines(self) -> list[str]:
+        out = [
+            f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} samples, "
+            f"{short(self.tokens)} tokens, {self.trained_share:.0%} trained" + (" (cached)" if self.from_cache else "")
+        ]
+        if self.lengths:
+            told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
+            top = max(n for _, n in self.histogram)
+            bars = "".join(_BARS[-(-8 * n // top)] for _, n in self.histogram)
+            out.append(f"  tokens a sample: {told}  {bars} (to {self.histogram[-1][0]:,})")
+        if self.bad:
+            out.append(f"  bad rows: {_counts(self.bad)} ({self.bad_fraction:.3%})")
+            out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_bad[:3]]
+        if self.dropped:
+            out.append(f"  dropped: {_counts(self.dropped)}")
+            out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_dropped[:2]]
+        if self.dropped_turns or self.truncated_tokens:
+            out.append(f"  to fit: {self.dropped_turns:,} older turns and {self.truncated_tokens:,} tokens left out")
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"trained_share": round(self.trained_share, 4)}
+
+    @classmethod
+    def from_dict(cls, told: dict[str, Any], file: str) -> DataReport:
+        """As stored; `file` is where the same bytes lie now."""
+        told = {key: told[key] for key in cls.__dataclass_fields__ if key in told} | {"file": file}
+        for key in ("first_bad", "first_dropped"):
+            told[key] = [Problem(**(problem | {"file": file})) for problem in told[key]]
+        told["histogram"] = [(top, n) for top, n in told["histogram"]]
+        return cls(**told)
+
+
+def total_lines(reports: Sequence[DataReport]) -> list[str]:
+    """One line over several sources; nothing to add for one."""
+    if len(reports) < 2:
+        return []
+    tokens, trained = sum(r.tokens for r in reports), sum(r.trained_tokens for r in reports)
+    return [
+        f"together: {sum(r.samples for r in reports):,} samples, {short(tokens)} tokens, "
+        f"{trained / max(tokens, 1):.0%} trained"
+    ]
+
+
+def short(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def _counts(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {kind.replace('_', ' ')}" for kind, n in sorted(kinds.items(), key=lambda i: -i[1]))

@@ -1,0 +1,341 @@
+"""Rows of one dataset file -> samples in a cache folder, on all cores.
+
+tokens.py calls `tokenise_file`; a worker process runs `serve`. Nothing here imports torch, so workers start fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from erniekit import log
+from erniekit.data.assemble import Assembled, assemble
+from erniekit.data.formats import parse, rows
+from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import IGNORE, Conversation, Problem, Sample
+from erniekit.errors import DataError, ErnieKitError
+
+CHUNK_ROWS = 2000
+CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
+IDS, LABELS, OFFSETS, ROWS, FORMS, BAD_ROWS = (
+    "ids.bin",
+    "labels.bin",
+    "offsets.npy",
+    "rows.npy",
+    "forms.npy",
+    "bad_rows.jsonl",
+)
+
+Rows = list[tuple[int, Any]]
+Told = tuple[int, str, str]  # line, kind, reason
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides a row's tokens, besides the row."""
+
+    path: str
+    format: str
+    tokenizer: Tokenizer
+    max_seq_len: int
+    overlong: Literal["drop", "truncate"]
+    compat: bool
+
+
+@dataclass
+class Arrays:
+    """Samples end to end, as they go into the cache files."""
+
+    ids: np.ndarray  # int32
+    labels: np.ndarray  # int32
+    lengths: np.ndarray  # int32, one per sample
+    lines: np.ndarray  # int64, one per sample: where it came from
+
+    @classmethod
+    def join(cls, samples: list[tuple[int, Sample]]) -> Arrays:
+        none = np.zeros(0, np.int32)
+        return cls(
+            np.concatenate([none, *(sample.ids for _, sample in samples)]),
+            np.concatenate([none, *(sample.labels for _, sample in samples)]),
+            np.array([len(sample.ids) for _, sample in samples], np.int32),
+            np.array([line for line, _ in samples], np.int64),
+        )
+
+
+@dataclass
+class Chunk:
+    """What consecutive rows became."""
+
+    rows: int
+    main: Arrays
+    later: Arrays  # second forms (see compat.py)
+    # compat only, per conversation, its two forms: index into main, or -2 - index into later, or -1 where it was dropped
+    forms: list[tuple[int, int]] = field(default_factory=list)
+    bad: list[Told] = field(default_factory=list)
+    dropped: list[Told] = field(default_factory=list)
+    dropped_turns: int = 0
+    truncated_tokens: int = 0
+
+
+def tokenise_rows(batch: Rows, job: Job) -> Chunk:
+    out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
+    main: list[tuple[int, Sample]] = []
+    later: list[tuple[int, Sample]] = []
+
+    def place(line: int, conversation: Conversation, into: list[tuple[int, Sample]]) -> int:
+        made = assemble(conversation, job.tokenizer, job.max_seq_len, job.overlong, job.compat)
+        if isinstance(made, Assembled):
+            into.append((line, made.sample))
+            if into is main:
+                out.dropped_turns += made.dropped_turns
+                out.truncated_tokens += made.truncated_tokens
+            return len(into) - 1
+        if into is main:
+            out.dropped.append((line, made.kind, made.reason))
+        return -1
+
+    for line, raw in batch:
+        try:
+            parsed = parse(raw, line, job.path, job.format, job.compat)
+            if isinstance(parsed, Problem):
+                out.bad.append((line, parsed.kind, parsed.reason))
+                continue
+            for conversation in parsed:
+                first = second = place(line, conversation, main)
+                if not job.compat:
+                    continue
+                if conversation.messages[0].role == "system":
+                    bare = place(line, replace(conversation, messages=conversation.messages[1:]), later)
+                    second = -2 - bare if bare >= 0 else -1
+                out.forms.append((first, second))
+        except ErnieKitError:
+            raise
+        except Exception as error:  # one odd row must not end hours of work: it is a bad row, and many stop it
+            out.bad.append((line, "error", f"{type(error).__name__}: {error}"))
+    out.main, out.later = Arrays.join(main), Arrays.join(later)
+    return out
+
+
+class Part:
+    """Samples written so far: tokens in two files, a length and a line per sample in memory."""
+
+    def __init__(self, ids: IO[bytes], labels: IO[bytes]) -> None:
+        self.ids, self.labels, self.count = ids, labels, 0
+        self.lengths, self.lines = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+
+    def add(self, arrays: Arrays) -> None:
+        self.ids.write(arrays.ids.tobytes())
+        self.labels.write(arrays.labels.tobytes())
+        self.lengths.append(arrays.lengths)
+        self.lines.append(arrays.lines)
+        self.count += len(arrays.lengths)
+
+
+class Writer:
+    """Appends chunks to a cache folder. Second forms are kept apart and come last, behind all first forms."""
+
+    def __init__(self, job: Job, main: Part, later: Part, bad_rows: IO[str]) -> None:
+        self.job, self.main, self.later, self.bad_rows = job, main, later, bad_rows
+        self._forms = [np.zeros((0, 2), np.int64)]
+        self._bad: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self.report = DataReport(job.path, job.format)
+
+    def add(self, chunk: Chunk) -> None:
+        report, forms = self.report, np.array(chunk.forms, np.int64).reshape(-1, 2)
+        if self.job.compat:
+            forms[forms >= 0] += self.main.count
+            forms[forms <= -2] -= self.later.count
+            self._forms.append(forms)
+        self.main.add(chunk.main)
+        self.later.add(chunk.later)
+        report.rows += chunk.rows
+        report.dropped_turns += chunk.dropped_turns
+        report.truncated_tokens += chunk.truncated_tokens
+        report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
+        self._bad.update(kind for _, kind, _ in chunk.bad)
+        self._dropped.update(kind for _, kind, _ in chunk.dropped)
+        for first, told in ((report.first_bad, chunk.bad), (report.first_dropped, chunk.dropped)):
+            first += [Problem(self.job.path, *one) for one in told[: SHOWN - len(first)]]
+        for line, kind, reason in chunk.bad:
+            told_row = {"line": line, "kind": kind, "reason": reason}
+            self.bad_rows.write(json.dumps(told_row, ensure_ascii=False) + "\n")
+
+    def finish(self, folder: Path) -> DataReport:
+        self.report.measure(np.concatenate(self.main.lengths))
+        self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
+        lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
+        np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+        np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))
+        if self.job.compat:
+            forms = np.concatenate(self._forms)
+            forms[forms <= -2] = self.main.count - 2 - forms[forms <= -2]
+            np.save(folder / FORMS, forms)
+            for source, target in ((self.later.ids, self.main.ids), (self.later.labels, self.main.labels)):
+                source.seek(0)
+                shutil.copyfileobj(source, target)
+        return self.report
+
+
+def tokenise_file(job: Job, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
+    """Fill `folder` from `job.path`; only a few chunks per core are in memory at a time."""
+    chunks = _cut(rows(job.path))
+    head = list(islice(chunks, 2))
+    if len(head) < 2 or num_proc < 2:  # a worker's start would cost more than it saves
+        made: Iterable[Chunk] = (tokenise_rows(batch, job) for batch in chain(head, chunks))
+    else:
+        made = _in_parallel(chain(head, chunks), job, num_proc)
+    with ExitStack() as stack:
+        main = Part(*(stack.enter_context(open(folder / name, "wb")) for name in (IDS, LABELS)))
+        later = Part(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
+        bad_rows = stack.enter_context(open(folder / BAD_ROWS, "w", encoding="utf-8"))
+        writer = Writer(job, main, later, bad_rows)
+        bar = tqdm(
+            total=expected_rows,
+            desc=f"tokenising {Path(job.path).name}",
+            unit=" rows",
+            unit_scale=True,
+            delay=2,  # seconds; short work shows no bar
+            mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
+            leave=False,
+            disable=not log.is_main_rank(),
+        )
+        stack.callback(bar.close)
+        for chunk in made:
+            writer.add(chunk)
+            bar.update(chunk.rows)
+        return writer.finish(folder)
+
+
+def _cut(lines: Iterator[tuple[int, Any]]) -> Iterator[Rows]:
+    batch: Rows = []
+    size = 0
+    for line, raw in lines:
+        batch.append((line, raw))
+        size += len(raw) if isinstance(raw, (bytes, str)) else 0
+        if len(batch) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _in_parallel(chunks: Iterable[Rows], job: Job, num_proc: int) -> Iterator[Chunk]:
+    """Chunks in file order from `num_proc` workers, at most two ahead of each."""
+    workers = [Worker(job) for _ in range(num_proc)]
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def ask(batch: Rows) -> Chunk:
+        worker = free.get()
+        try:
+            return worker.ask(batch)
+        finally:
+            free.put(worker)
+
+    pool = ThreadPoolExecutor(num_proc, thread_name_prefix="erniekit-tokenise")
+    ahead: deque[Future[Chunk]] = deque()
+    try:
+        for batch in chunks:
+            ahead.append(pool.submit(ask, batch))
+            if len(ahead) > 2 * num_proc:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        for worker in workers:
+            worker.stop()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Worker:
+    """A bare Python process. multiprocessing would either fork one that may hold torch's threads, or run the
+    caller's script again in a new one, which breaks scripts without a `__main__` guard."""
+
+    BOOT = (
+        "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+        "from erniekit.data.tokenise import serve; serve()"
+    )
+
+    def __init__(self, job: Job) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.BOOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._send(sys.path)
+        self._send(pickle.dumps(job))  # apart: a job that does not open must leave the pipe readable
+
+    def ask(self, batch: Rows) -> Chunk:
+        try:
+            self._send(batch)
+            answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            raise DataError(
+                f"a tokenising process ended with exit code {self._process.wait()}",
+                where=f"rows {batch[0][0]} to {batch[-1][0]}",
+                fix="if it was killed for memory, lower dataset_num_proc",
+            ) from error
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                pipe.close()  # type: ignore[union-attr]
+            except BrokenPipeError:
+                pass
+
+    def _send(self, value: Any) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        pickle.dump(value, pipe, protocol=5)
+        pipe.flush()
+
+
+def serve() -> None:
+    """The worker's life: a job, then rows in and a Chunk out until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    asked = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up between the answers
+    job: Job | Exception
+    try:
+        job = pickle.loads(pickle.load(asked))  # opens the tokenizer again, from its folder
+    except Exception as error:
+        job = error
+    while True:
+        try:
+            batch = pickle.load(asked)
+        except EOFError:
+            return
+        try:
+            answer: Chunk | Exception = tokenise_rows(batch, job) if isinstance(job, Job) else job
+        except Exception as error:
+            answer = error
+        pickle.dump(answer, answers, protocol=5)
+        answers.flush()

@@ -1,0 +1,267 @@
+"""Load a model folder's tokenizer: text to ids and back, control tokens kept apart from text that looks like them.
+
+Called by template.py, the token cache and its workers, doctor, chat and export. Never imports transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from erniekit.data.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary, any_of
+from erniekit.errors import CheckpointError
+
+SENTENCEPIECE_NAMES = ("tokenizer.model", "spm.model", "ernie_token_100k.model")
+SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
+BEGIN, END = "<|begin_of_sentence|>", "<|end_of_sentence|>"
+# Tags an assistant writes itself: vocabulary wherever they stand, even if a folder lists them as special.
+SPOKEN = frozenset({"<think>", "</think>", "<response>", "</response>", "<tool_call>", "</tool_call>"})
+_MARKER = re.compile(r"<\|[^|\s]+\|>|<mask:\d+>")
+# Part of every fingerprint: raise it when the same files would give other ids than before.
+_RULES = 1
+
+
+@dataclass
+class _Settings:
+    """What the JSON files of a folder say, whichever of them says it."""
+
+    roles: dict[str, str] = field(default_factory=dict)  # bos_token -> "<s>"
+    extra: list[str] = field(default_factory=list)
+    added: dict[str, int] = field(default_factory=dict)
+    added_special: set[str] = field(default_factory=set)
+    chat_template: str | None = None
+    tool_template: str | None = None
+    add_bos: bool | None = None
+    add_prefix_space: bool | None = None
+    legacy: bool = False
+    ernie: bool = False
+    files: list[Path] = field(default_factory=list)
+
+
+class Tokenizer:
+    """`special_ids` are the control tokens. They come only from a template, never from text that spells them."""
+
+    def __init__(self, folder: Path, vocabulary: Vocabulary, settings: _Settings, files: list[Path]) -> None:
+        self.folder, self.files, self._vocabulary = folder, files, vocabulary
+        self.chat_template, self.tool_template = settings.chat_template, settings.tool_template
+        self.vocab_size = vocabulary.size
+        self.special_ids = _control_tokens(vocabulary, settings)
+        roles = {role: token for role, token in settings.roles.items() if token in self.special_ids}
+        if "eos_token" not in roles:
+            raise CheckpointError(
+                "the tokenizer names no end-of-text token that is in its vocabulary",
+                where=str(folder / "tokenizer_config.json"),
+                fix='add "eos_token", e.g. "eos_token": "</s>"',
+            )
+        self.named_tokens = roles  # what a chat template sees: bos_token, eos_token, ...
+        self.eos_id: int = self.special_ids[roles["eos_token"]]
+        self.bos_id = self._id(roles.get("bos_token"))
+        self.pad_id: int = self._first_id(roles.get("pad_token"), roles.get("unk_token"), roles["eos_token"])
+        # Without ERNIE's sentence tokens a Llama-type folder opens with bos (if it adds one) and closes with eos.
+        adds_bos = settings.add_bos if settings.add_bos is not None else not settings.ernie
+        opens = roles.get("cls_token") or (roles.get("bos_token") if adds_bos else None)
+        self.begin_token = BEGIN if BEGIN in self.special_ids else opens or ""
+        self.end_token = END if END in self.special_ids else roles.get("sep_token") or roles["eos_token"]
+        self.begin_id = self._id(self.begin_token)
+        self.end_id: int = self.special_ids[self.end_token]
+        pattern = any_of(self.special_ids)
+        assert pattern is not None  # eos is in there
+        self.special_pattern = pattern
+        self._token_of = {id: token for token, id in self.special_ids.items()}
+        unk = self._id(roles.get("unk_token"))
+        # unk is what an unknown character becomes: the one control id that text may give.
+        self._forbidden = frozenset(self._token_of) - {unk}
+        self.fingerprint = _fingerprint(vocabulary, settings, files[0], self.special_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_tokenizer, (str(self.folder.absolute()),)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def is_special(self, id: int) -> bool:
+        return id in self._token_of
+
+    def _id(self, token: str | None) -> int | None:
+        return self.special_ids.get(token) if token else None
+
+    def _first_id(self, *tokens: str | None) -> int:
+        return next(id for id in map(self._id, tokens) if id is not None)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text that stands alone. Control strings inside it are spelled out in ordinary pieces."""
+        return self._encode_run(text, prefix=self._vocabulary.prefix != "never")
+
+    def encode_rendered(self, spans: Iterable[tuple[str, bool]], before: Sequence[int] = ()) -> list[int]:
+        """Ids of (span, is_template) pieces, as one string; `before` are the ids of the document so far.
+
+        Text is joined across spans before encoding, so `User: ` and what the user said are one run.
+        """
+        out: list[int] = []
+        run: list[str] = []
+
+        def flush() -> None:
+            text = "".join(run)
+            run.clear()
+            if text:
+                last = out[-1] if out else before[-1] if before else None
+                out.extend(self._encode_run(text, self._prefix_after(last)))
+
+        for span, is_template in spans:
+            at = 0
+            for control in self.special_pattern.finditer(span) if is_template else ():
+                run.append(span[at : control.start()])
+                flush()
+                out.append(self.special_ids[control.group()])
+                at = control.end()
+            run.append(span[at:])
+        flush()
+        return out
+
+    def _prefix_after(self, last: int | None) -> bool:
+        if self._vocabulary.prefix == "always":
+            return last is None or last in self._token_of
+        return self._vocabulary.prefix == "first" and last is None
+
+    def _encode_run(self, text: str, prefix: bool) -> list[int]:
+        ids = self._vocabulary.encode(text, prefix)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # The engine knows a control string as a piece: cut each behind its first character, encode around the cuts.
+        out: list[int] = []
+        start = at = 0
+        while found := self.special_pattern.search(text, at):
+            at = found.start() + 1
+            out += self._vocabulary.encode(text[start:at], prefix and not start)
+            start = at
+        return out + self._vocabulary.encode(text[start:], prefix and not start)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        kept = [int(id) for id in ids if not (skip_special and id in self._token_of)]
+        return self._vocabulary.decode([id for id in kept if id < self.vocab_size], self._token_of)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """One readable string an id, for showing a sample; a byte piece shows as <0xE6>."""
+        return [self._vocabulary.show(int(id)) if id < self.vocab_size else f"<id {id}>" for id in ids]
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    folder = Path(folder)
+    settings = _read_settings(folder)
+    model = next((folder / name for name in SENTENCEPIECE_NAMES if (folder / name).is_file()), None)
+    json_file = folder / "tokenizer.json"
+    # ERNIE ships both; its checkpoints were trained through the SentencePiece file. Elsewhere tokenizer.json is
+    # what servers load, so it is what we train with.
+    if json_file.is_file() and not (model and settings.ernie):
+        main = json_file
+    elif model:
+        main = model
+    else:
+        raise CheckpointError(
+            f"no tokenizer in {folder.name or folder}",
+            where=str(folder),
+            fix="the folder needs tokenizer.model (SentencePiece) or tokenizer.json next to its config.json",
+        )
+    vocabulary: Vocabulary
+    if main == json_file:
+        vocabulary = JsonVocabulary(main)
+    else:
+        vocabulary = SentencePieceVocabulary(main, settings.added, settings.add_prefix_space, settings.legacy)
+    return Tokenizer(folder, vocabulary, settings, [main, *settings.files])
+
+
+def _control_tokens(vocabulary: Vocabulary, settings: _Settings) -> dict[str, int]:
+    listed = {*settings.roles.values(), *settings.extra, *settings.added_special}
+    declared = vocabulary.declared() if isinstance(vocabulary, JsonVocabulary) else {}
+    listed.update(token for token, special in declared.items() if special)
+    # Some folders list only a few of the markers their vocabulary holds.
+    listed.update(token for token in vocabulary.tokens() if token[:1] == "<" and _MARKER.fullmatch(token))
+    found = {}
+    for token in sorted(listed - SPOKEN):
+        id = vocabulary.id_of(token)
+        if id is not None and len(token) > 1:  # a single character (a newline) is text in any case
+            found[token] = id
+    if isinstance(vocabulary, JsonVocabulary):
+        vocabulary.set_control(set(found))
+    elif isinstance(vocabulary, SentencePieceVocabulary):
+        vocabulary.forget(found)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _fingerprint(vocabulary: Vocabulary, settings: _Settings, main: Path, special: dict[str, int]) -> str:
+    digest = hashlib.sha256(main.read_bytes())
+    told = {
+        "rules": _RULES,
+        "roles": settings.roles,
+        "special": special,
+        "added": settings.added,
+        "templates": [settings.chat_template, settings.tool_template],
+        "prefix": vocabulary.prefix,
+        "add_bos": settings.add_bos,
+    }
+    digest.update(json.dumps(told, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _read_settings(folder: Path) -> _Settings:
+    out = _Settings()
+    config, token_map, added = (_read_json(folder / name, out.files) for name in SETTINGS_NAMES)
+    for source in (token_map, config):  # the newer file, tokenizer_config.json, wins
+        out.roles.update({role: text for role in ROLES if (text := _content(source.get(role)))})
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = source.get(key) or []
+            values = listed.values() if isinstance(listed, dict) else listed
+            out.extra += [text for value in values if (text := _content(value))]
+    for token, id in added.items():
+        if isinstance(id, int):
+            out.added[token] = id
+    for number, entry in (config.get("added_tokens_decoder") or {}).items():
+        content = _content(entry)
+        if content and str(number).isdigit():
+            out.added[content] = int(number)
+            if isinstance(entry, dict) and entry.get("special"):
+                out.added_special.add(content)
+    out.roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **out.roles}
+    out.add_bos, out.add_prefix_space = config.get("add_bos_token"), config.get("add_prefix_space")
+    out.legacy = bool(config.get("legacy", False))
+    _read_templates(folder, config, out)
+    model_type = _read_json(folder / "config.json", []).get("model_type")
+    out.ernie = "ernie" in f"{config.get('tokenizer_class')} {model_type}".lower()
+    return out
+
+
+def _read_templates(folder: Path, config: dict[str, Any], out: _Settings) -> None:
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        out.chat_template = given
+    elif isinstance(given, list):
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        out.chat_template, out.tool_template = named.get("default"), named.get("tool_use")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        out.chat_template = file.read_text(encoding="utf-8")
+        out.files.append(file)
+
+
+def _content(token: Any) -> str | None:
+    """A token is written as its text, or as an object that holds it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _read_json(path: Path, files: list[Path]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"not valid JSON: {error}", where=str(path), fix="download the file again") from error
+    files.append(path)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,247 @@
+"""The token cache: a dataset file is tokenised once per content, format, tokenizer and rules; then only read.
+
+recipes/ open their sources here; the loader asks a TokenSource for samples, the packer for their lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from erniekit.data.formats import FORMATS, PREFERENCE, detect
+from erniekit.data.report import DataReport
+from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, ROWS, Job, tokenise_file
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Sample
+from erniekit.errors import DataError
+
+CACHE_VERSION = 1  # raise it when the files, or the rules that fill them, change
+REPORT = "report.json"
+_READ = 1 << 20
+_CHECKED = 64 << 20  # bytes: a larger file is checked by its size, a smaller one by its digest as well
+
+
+class TokenSource:
+    """Samples of one file, read by position: what is resident does not grow with the file or with use."""
+
+    def __init__(self, folder: Path, report: DataReport) -> None:
+        self.folder, self.report = folder, report
+        self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
+        self._rows = np.load(folder / ROWS, mmap_mode="r")
+        self.lengths = np.diff(self._offsets).astype(np.int32)  # second forms, if any, after all first ones
+        self._files = [os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for name in (IDS, LABELS)]
+
+    @property
+    def path(self) -> str:
+        return self.report.file
+
+    def __len__(self) -> int:
+        return self.report.samples
+
+    def sample(self, index: int) -> Sample:
+        start, count = int(self._offsets[index]), int(self.lengths[index])
+        ids, labels = (np.frombuffer(os.pread(f, 4 * count, 4 * start), np.int32) for f in self._files)
+        if len(ids) != count or len(labels) != count:
+            raise DataError("the token cache was changed while in use", where=str(self.folder), fix="start again")
+        return Sample(ids, labels)
+
+    def row(self, index: int) -> int:
+        """The line (JSONL) or row number the sample came from."""
+        return int(self._rows[index])
+
+    def forms(self) -> np.ndarray:
+        """For compat.py: the two samples of every conversation; -1 where one was dropped."""
+        return np.load(self.folder / FORMS)
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", ()):
+            os.close(file)
+
+
+def open_source(
+    path: str | Path,
+    format: str | None,
+    tokenizer: Tokenizer,
+    *,
+    max_seq_len: int,
+    overlong: Literal["drop", "truncate"] = "drop",
+    compat: bool = False,
+    cache_dir: str | Path | None = None,
+    num_proc: int | None = None,
+    max_bad_fraction: float = 0.001,
+    bad_rows_path: str | Path | None = None,
+    append_bad_rows: bool = False,
+) -> TokenSource:
+    """Tokenise `path`, or find it done. DataError when too many rows are bad or none is usable; all bad rows are
+    written to `bad_rows_path` either way."""
+    path = Path(path)
+    format = format or detect(path).format
+    if format == PREFERENCE:
+        raise DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
+    FORMATS.get(format)  # an unknown name is said before the file is read
+    job = Job(str(path), format, tokenizer, max_seq_len, overlong, compat)
+    content, lines = _digest(path)
+    folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
+    report = _opened(folder, job)
+    if report is None:
+        report = _build(folder, job, num_proc or _cores(), lines)
+    listed = Path(bad_rows_path or folder / BAD_ROWS)
+    if bad_rows_path:
+        _list_bad_rows(folder, report, listed, append_bad_rows)
+    report.check(max_bad_fraction, listed)
+    return TokenSource(folder, report)
+
+
+def open_sources(
+    paths: Sequence[str | Path], formats: Sequence[str | None], tokenizer: Tokenizer, **options: Any
+) -> list[TokenSource]:
+    """`open_source` for each; their bad rows share one file."""
+    return [
+        open_source(path, format, tokenizer, append_bad_rows=number > 0, **options)
+        for number, (path, format) in enumerate(zip(paths, formats))
+    ]
+
+
+def default_cache_dir() -> Path:
+    return Path(os.environ.get("ERNIEKIT_CACHE") or Path.home() / ".cache" / "erniekit")
+
+
+def _cores() -> int:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, 32)
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    """Of the file's bytes, and how many lines they are."""
+    digest, lines = hashlib.blake2b(digest_size=20), 0
+    try:
+        with open(path, "rb") as file:
+            while part := file.read(_READ):
+                digest.update(part)
+                lines += part.count(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"dataset cannot be read: {error.strerror}",
+            where=str(path),
+            fix="check train_dataset_path / eval_dataset_path",
+        ) from error
+    return digest.hexdigest(), lines
+
+
+def _key(job: Job, content: str) -> str:
+    told = {
+        "version": CACHE_VERSION,
+        "content": content,
+        "format": job.format,
+        "tokenizer": job.tokenizer.fingerprint,
+        "template": job.tokenizer.chat_template,
+        "max_seq_len": job.max_seq_len,
+        "overlong": job.overlong,
+        "compat": job.compat,
+    }
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _opened(folder: Path, job: Job) -> DataReport | None:
+    """The report of a whole cache folder; None when there is none, or it is damaged."""
+    try:
+        told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        for name, (size, digest) in told["files"].items():
+            if (folder / name).stat().st_size != size or (digest and _digest(folder / name)[0] != digest):
+                return None
+        report = DataReport.from_dict(told["report"], job.path)
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return None
+    report.from_cache = True
+    return report
+
+
+def _build(folder: Path, job: Job, num_proc: int, lines: int) -> DataReport:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder) as alone:
+            report = _opened(folder, job)  # another process may have been first
+            if report is None:
+                report = _write(folder, job, num_proc, lines, alone)
+            return report
+    except OSError as error:
+        raise DataError(
+            f"the token cache cannot be written: {error}",
+            where=str(folder),
+            fix="free some space, or set ERNIEKIT_CACHE to a folder on another disk",
+        ) from error
+
+
+def _write(folder: Path, job: Job, num_proc: int, lines: int, alone: bool) -> DataReport:
+    """Into a folder of its own, renamed when whole: a cache is complete or absent."""
+    if alone:  # what a killed run left behind
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+    temporary.mkdir()
+    try:
+        began, before = time.monotonic(), os.stat(job.path)
+        report = tokenise_file(job, temporary, num_proc, lines or None)
+        after = os.stat(job.path)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise DataError("dataset changed while it was read", where=job.path, fix="start again once it is whole")
+        report.seconds = round(time.monotonic() - began, 2)
+        files = {file.name: _sealed(file) for file in sorted(temporary.iterdir())}
+        (temporary / REPORT).write_text(json.dumps({"files": files, "report": report.to_dict()}), encoding="utf-8")
+        _sealed(temporary / REPORT)
+        if folder.exists() and _opened(folder, job) is None:
+            shutil.rmtree(folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if _opened(folder, job) is None:  # not because another process published the same
+                raise
+        return report
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sealed(file: Path) -> tuple[int, str | None]:
+    """On disk for good; its size, and its digest if that is cheap to check."""
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+    size = file.stat().st_size
+    return size, _digest(file)[0] if size <= _CHECKED else None
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[bool]:
+    """Ranks and runs that need the same cache wait for the first to make it. Gives False where files cannot be
+    locked: then each makes its own and the first rename wins."""
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
+    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def _list_bad_rows(folder: Path, report: DataReport, to: Path, append: bool) -> None:
+    if not report.bad:
+        if not append:
+            to.unlink(missing_ok=True)
+        return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder / BAD_ROWS, encoding="utf-8") as stored, open(to, "a" if append else "w", encoding="utf-8") as out:
+        for line in stored:
+            out.write(json.dumps({"file": report.file, **json.loads(line)}, ensure_ascii=False) + "\n")

@@ -1,0 +1,248 @@
+"""The two engines behind a tokenizer folder: SentencePiece `tokenizer.model`, and `tokenizer.json`.
+
+Called by tokenizer.py only. Both encode plain text; which strings are control tokens is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from erniekit.errors import CheckpointError
+
+# Where an engine puts a space before text: nowhere, at the start of a document, or also after each control token.
+Prefix = Literal["never", "first", "always"]
+
+
+class Vocabulary(Protocol):
+    prefix: Prefix
+    size: int
+
+    def id_of(self, token: str) -> int | None: ...
+    def token_of(self, id: int) -> str: ...
+    def tokens(self) -> Iterable[str]: ...
+    def encode(self, text: str, prefix: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], control: dict[int, str]) -> str: ...
+    def show(self, id: int) -> str: ...
+
+
+class SentencePieceVocabulary:
+    """Pieces of the model file, plus tokens that were added on top of it by id (added_tokens.json)."""
+
+    def __init__(self, path: Path, added: dict[str, int], add_prefix_space: bool | None, legacy: bool) -> None:
+        import sentencepiece
+
+        try:
+            self._sp = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                "the tokenizer file is not a SentencePiece model",
+                where=str(path),
+                fix="download it again; a Git LFS pointer or a partial download looks like this",
+            ) from error
+        pieces = self._sp.get_piece_size()
+        self._added = {token: id for token, id in added.items() if id >= pieces}
+        self._added_token = {id: token for token, id in self._added.items()}
+        self._words = any_of(self._added)
+        self._pieces = pieces
+        self.size = max([pieces, *(id + 1 for id in self._added.values())])
+        self.prefix: Prefix = "never"
+        keeps_spaces = self._sp.encode("a  b") != self._sp.encode("a b")
+        has_prefix = self._sp.encode("a", out_type=str)[0].startswith("▁")
+        if has_prefix and keeps_spaces:
+            # We add the space ourselves: text that goes on inside a document must not get one.
+            self._sp.override_normalizer_spec(add_dummy_prefix=False)
+            if add_prefix_space is not False:
+                self.prefix = "always" if legacy else "first"
+
+    def id_of(self, token: str) -> int | None:
+        if token in self._added:
+            return self._added[token]
+        id = self._sp.piece_to_id(token)
+        return id if self._sp.id_to_piece(id) == token else None
+
+    def token_of(self, id: int) -> str:
+        return self._added_token.get(id) or self._sp.id_to_piece(id)
+
+    def tokens(self) -> Iterable[str]:
+        return [*self._sp.id_to_piece(list(range(self._pieces))), *self._added]
+
+    def forget(self, tokens: Iterable[str]) -> None:
+        """Added tokens that are control tokens: never matched in plain text."""
+        self._words = any_of(set(self._added) - set(tokens))
+
+    def encode(self, text: str, prefix: bool) -> list[int]:
+        if self._words is None:
+            return self._encode(text, prefix)
+        return _encode_around(self._words, self._added, text, prefix, self.prefix == "always", self._encode)
+
+    def _encode(self, text: str, prefix: bool) -> list[int]:
+        return self._sp.encode(" " + text if prefix and text else text)
+
+    def decode(self, ids: Sequence[int], control: dict[int, str]) -> str:
+        out: list[str] = []
+        run: list[int] = []
+
+        def flush() -> None:
+            text = self._sp.decode(run) if run else ""
+            begins = self.prefix == "always" or (self.prefix == "first" and not out)
+            out.append(text[1:] if begins and text.startswith(" ") else text)
+            run.clear()
+
+        for id in ids:
+            whole = control.get(id) or self._added_token.get(id)
+            if whole is None and id < self._pieces:
+                run.append(id)
+            elif whole is not None:
+                flush()
+                out.append(whole)
+        flush()
+        return "".join(out)
+
+    def show(self, id: int) -> str:
+        return self.token_of(id).replace("▁", " ")
+
+
+class JsonVocabulary:
+    """A `tokenizer.json`, with its own idea of specials and prefix spaces replaced by the caller's."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.prefix: Prefix = _take_prefix(self._state)
+            self._no_double = _has(self._state.get("pre_tokenizer"), "Metaspace", "ByteLevel")
+            self._load()
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(
+                "tokenizer.json cannot be read", where=str(path), fix=f"download it again ({error})"
+            ) from error
+
+    def _load(self) -> None:
+        from tokenizers import Tokenizer
+
+        self._tok = Tokenizer.from_str(json.dumps(self._state))
+        self._tok.encode_special_tokens = True  # special strings in text stay text
+        self._tok.no_padding()
+        self._tok.no_truncation()
+        ids = self._tok.get_vocab(with_added_tokens=True).values()
+        self.size = max(ids, default=-1) + 1
+
+    def declared(self) -> dict[str, bool]:
+        """Added tokens and whether the file calls them special."""
+        return {entry["content"]: bool(entry.get("special")) for entry in self._state.get("added_tokens") or []}
+
+    def set_control(self, control: set[str]) -> None:
+        """Exactly these are never matched in text, whatever the file said."""
+        changed = False
+        for entry in self._state.get("added_tokens") or []:
+            special = entry["content"] in control
+            changed |= bool(entry.get("special")) != special
+            entry["special"] = special
+        if changed:
+            self._load()
+        added = self._state.get("added_tokens") or []
+        self._added: dict[str, int] = {entry["content"]: entry["id"] for entry in added if not entry["special"]}
+        self._words = any_of(self._added)
+        self._state = {}
+
+    def id_of(self, token: str) -> int | None:
+        return self._tok.token_to_id(token)
+
+    def token_of(self, id: int) -> str:
+        return self._tok.id_to_token(id) or ""
+
+    def tokens(self) -> Iterable[str]:
+        return self._tok.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str, prefix: bool) -> list[int]:
+        if self._words is None or self.prefix == "never":  # the engine finds added words by itself
+            return self._encode(text, prefix)
+        return _encode_around(self._words, self._added, text, prefix, self.prefix == "always", self._encode)
+
+    def _encode(self, text: str, prefix: bool) -> list[int]:
+        if prefix and text and not (self._no_double and text[0] in " ▁"):
+            text = " " + text
+        return self._tok.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], control: dict[int, str]) -> str:
+        return self._tok.decode([id for id in ids if id < self.size], skip_special_tokens=False)
+
+    def show(self, id: int) -> str:
+        token = self.token_of(id)
+        text = self._tok.decode([id], skip_special_tokens=False)
+        # Decoders strip the first space of a text; the piece alone still has it.
+        return " " + text if token.startswith("▁") and not text.startswith(" ") else text
+
+
+def _encode_around(
+    words: re.Pattern[str],
+    ids: dict[str, int],
+    text: str,
+    prefix: bool,
+    prefix_after_word: bool,
+    encode: Callable[[str, bool], list[int]],
+) -> list[int]:
+    """Added words become their ids; the text between them is encoded piece by piece."""
+    out: list[int] = []
+    at = 0
+    for word in words.finditer(text):
+        out += encode(text[at : word.start()], prefix_after_word if at else prefix)
+        out.append(ids[word.group()])
+        at = word.end()
+    return out + encode(text[at:], prefix_after_word if at else prefix)
+
+
+def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of the words, the longest first; None for no words.
+
+    Built as a tree: ERNIE has over a thousand markers, and trying each at every `<` of a web page takes seconds.
+    """
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = {}  # a word ends here
+
+    def pattern(node: dict[str, Any]) -> str:
+        branches = [re.escape(letter) + pattern(child) for letter, child in node.items() if letter]
+        if not branches:
+            return ""
+        if "" in node:
+            return f"(?:{'|'.join(branches)})?"
+        return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+    return re.compile(pattern(tree)) if tree else None
+
+
+def _parts(node: Any) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a flat list, sequences opened."""
+    if not isinstance(node, dict):
+        return []
+    if node.get("type") == "Sequence":
+        inner = node.get("normalizers") or node.get("pretokenizers") or []
+        return [part for child in inner for part in _parts(child)]
+    return [node]
+
+
+def _has(node: Any, *types: str) -> bool:
+    return any(part.get("type") in types for part in _parts(node))
+
+
+def _take_prefix(state: dict[str, Any]) -> Prefix:
+    """Remove the rules that put a space before text, and say what they were."""
+    prefix: Prefix = "never"
+    for part in _parts(state.get("normalizer")):
+        if part.get("type") == "Prepend" and part.get("prepend") == "▁":
+            part["prepend"], prefix = "", "always"
+    for part in _parts(state.get("pre_tokenizer")):
+        if part.get("type") == "Metaspace":
+            if part.get("prepend_scheme", "always") != "never":
+                prefix = part.get("prepend_scheme", "always")
+            part["prepend_scheme"] = "never"
+        elif part.get("type") == "ByteLevel" and part.get("add_prefix_space"):
+            part["add_prefix_space"], prefix = False, "always"
+    return prefix

@@ -1,0 +1,111 @@
+"""A tiny ERNIE or Llama folder made from nothing: config, weights and a tokenizer trained on the demo's text.
+
+Called by recipes/demo.py, and by tests that want a real model in a second.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+
+from erniekit.checkpoint.model_writer import write_model
+from erniekit.checkpoint.shards import write_json
+from erniekit.data.template import BUILT_IN
+from erniekit.data.tokenizer import BEGIN, END
+from erniekit.models import MODELS
+from erniekit.models.init import init_weights
+
+DATA = Path(__file__).parent / "data"
+TRAIN, PERSONA = DATA / "sft-train.jsonl", DATA / "persona.jsonl"
+VOCAB = 1280
+
+# ERNIE-4.5-0.3B, shrunk; as there, heads x head_dim is not hidden_size, so a mix-up of the two shows.
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False},
+    "llama": {"rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+}
+
+
+def make_tiny_model(folder: str | Path, seed: int = 0, family: str = "ernie4_5", layout: str = "hf") -> Path:
+    """`folder` with config.json, fp32 weights in `layout` and a tokenizer; the same bytes for the same arguments."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = MODELS.get(family)
+    raw = {"model_type": family, **SHAPE, **FAMILIES[family]}
+    config = spec.read_config(raw, "hf", not raw["tie_word_embeddings"], str(folder))
+    model = spec.build(config)
+    init_weights(model, seed, config.init_std)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    write_model(folder, config, state.__getitem__, layout=layout)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    """SentencePiece BPE as ERNIE has it: bytes for unknown letters, digits apart, no blank put in front."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=demo_text(),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCAB,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        user_defined_symbols=[BEGIN, END, "\n"],
+        byte_fallback=True,
+        split_digits=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        character_coverage=1.0,
+        num_threads=1,  # more would still agree, but not by promise
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    roles |= {"cls_token": BEGIN, "sep_token": END}
+    write_json(folder / "special_tokens_map.json", roles)
+    settings = {
+        **roles,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "tokenizer_class": "Ernie4_5_Tokenizer",
+        # In plain words for other programs, which know no `begin_token`.
+        "chat_template": BUILT_IN.replace("begin_token", repr(BEGIN)).replace("end_token", repr(END)),
+        "model_max_length": SHAPE["max_position_embeddings"],
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def demo_text() -> Iterator[str]:
+    for path in (TRAIN, PERSONA):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            yield from row.get("system", "").splitlines()
+            for question, answer in zip(row["src"], row["tgt"]):
+                yield from f"User: {question}".splitlines()
+                yield f"Assistant: {answer}"

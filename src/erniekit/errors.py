@@ -1,0 +1,54 @@
+"""Errors a user can cause or meet. Each says what, where and what to do; the CLI prints them without a traceback."""
+
+from __future__ import annotations
+
+
+class ErnieKitError(Exception):
+    """`what` is one line; `where` names a file:line or a key; `fix` is the next thing to try."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(what)
+
+    def lines(self) -> list[str]:
+        out = [f"error: {self.what}"]
+        if self.where:
+            out.append(f"where: {self.where}")
+        if self.fix:
+            out.append(f"fix:   {self.fix}")
+        return out
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+class ConfigError(ErnieKitError):
+    """A key, a value or a combination of them."""
+
+
+class DataError(ErnieKitError):
+    """A dataset file, a row, or what is left after reading them."""
+
+
+class CheckpointError(ErnieKitError):
+    """A model or checkpoint folder: missing, damaged or of another model."""
+
+
+class DeviceError(ErnieKitError):
+    """The device asked for is absent or too small."""
+
+
+class PlanError(ErnieKitError):
+    """A layout that does not fit the model, the world or the memory."""
+
+
+class LaterError(ConfigError):
+    """Known, documented, and not in this version: refused by name rather than half done."""
+
+
+class Preempted(Exception):
+    """A signal asked the run to stop; its checkpoint is written. Exit code 75: run the same command to go on."""
+
+    exit_code = 75

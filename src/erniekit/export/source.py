@@ -1,0 +1,53 @@
+"""Which weights an output_dir offers: the folder itself, else its newest whole checkpoint. Used by export and split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from erniekit.checkpoint import manifest
+from erniekit.checkpoint.manager import step_of
+from erniekit.checkpoint.manifest import MANIFEST, Damaged
+from erniekit.errors import CheckpointError
+from erniekit.log import warn
+from erniekit.lora.adapter_files import is_adapter
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    is_adapter: bool
+
+
+def find_source(output_dir: Path) -> Source | None:
+    """None when nothing was trained there. A damaged checkpoint is passed over with a warning."""
+    own = _weights_in(output_dir)
+    if own is not None:
+        return own
+    steps = [(step, path) for path in output_dir.glob("checkpoint-*") if (step := step_of(path)) is not None]
+    damaged = []
+    for _, path in sorted(steps, reverse=True):
+        found = _weights_in(path)
+        if found is None:
+            continue
+        try:
+            if (path / MANIFEST).is_file():  # checkpoints of other toolkits have none
+                manifest.check(path, "sample")
+            return found
+        except Damaged as error:
+            damaged.append(path)
+            warn(f"{path.name} is damaged and passed over: {error.what}")
+    if damaged:
+        raise CheckpointError(
+            f"every checkpoint in this folder is damaged ({len(damaged)} found)",
+            where=str(output_dir),
+            fix="train again, or restore one of them from a copy",
+        )
+    return None
+
+
+def _weights_in(folder: Path) -> Source | None:
+    if is_adapter(folder):
+        return Source(folder, is_adapter=True)
+    has_weights = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+    return Source(folder, is_adapter=False) if has_weights else None

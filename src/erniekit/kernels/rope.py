@@ -1,0 +1,51 @@
+"""Rotary positions: angles in fp32, and the two ways families pair up channels. Called by models/layers.
+
+B batch, L length, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: dict[str, float] | None, device: torch.device
+) -> torch.Tensor:
+    """theta^(-2i/D) for i in 0..D/2-1, stretched as `scaling` says (linear, llama3)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    freq = 1.0 / theta**exponents
+    if not scaling or scaling["rope_type"] == "default":
+        return freq
+    if scaling["rope_type"] == "linear":
+        return freq / scaling["factor"]
+    # llama3: long wavelengths are divided by `factor`, short ones kept, those between blended smoothly.
+    wavelength = 2 * math.pi / freq
+    old_len = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    blend = ((old_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * freq / scaling["factor"] + blend * freq
+
+
+def cos_sin(positions: torch.Tensor, freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [B, L] -> cos, sin [B, L, 1, D/2] in fp32."""
+    angles = (positions[..., None].float() * freq)[:, :, None, :]
+    return angles.cos(), angles.sin()
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """ERNIE: channels (2i, 2i+1) form a pair; rotated in fp32 and cast back. x [B, L, N, D]."""
+    x32 = x.float()
+    a, b = x32[..., 0::2], x32[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """LLaMA: channels (i, i + D/2) form a pair; cos and sin in the model's dtype, as HF computes it."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+ROTATIONS = {"pairs": rotate_pairs, "halves": rotate_halves}

@@ -1,0 +1,46 @@
+"""What the program says to a person: one stream, rank 0, plain lines; colour only on a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+_warned: set[str] = set()
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+
+
+def stream() -> TextIO:
+    return sys.stdout
+
+
+def is_main_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def colour_on(out: TextIO | None = None) -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (out or stream()).isatty()
+
+
+def paint(text: str, *styles: str, on: bool | None = None) -> str:
+    if not styles or not (colour_on() if on is None else on):
+        return text
+    return f"\x1b[{';'.join(_CODES[s] for s in styles)}m{text}\x1b[0m"
+
+
+def say(text: str = "") -> None:
+    if is_main_rank():
+        print(text, file=stream(), flush=True)
+
+
+def warn(text: str) -> None:
+    if is_main_rank():
+        print(paint("warning: ", "yellow", on=colour_on(sys.stderr)) + text, file=sys.stderr, flush=True)
+
+
+def warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warn(text)

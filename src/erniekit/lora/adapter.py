@@ -1,0 +1,164 @@
+"""Adapter: low-rank updates by public projection name, the form between files of any kind and a model's parameters.
+
+Read and written by adapter_files.py and paddle_files.py; put into models here; folded into weights by merge.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from erniekit.errors import CheckpointError
+from erniekit.lora.inject import Shape, lora_linears, lora_state, wrap
+from erniekit.lora.layers import Pair
+from erniekit.lora.projections import Projection, projections, short_names
+from erniekit.lora.settings import LoRASettings
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An update scale * B @ A of one projection's weight [rows, in]."""
+
+    A: torch.Tensor  # [r, in]
+    B: torch.Tensor  # [rows, r]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    updates: dict[str, LowRank]  # by public name: model.layers.0.self_attn.q_proj
+    rank: int  # what its config says; single updates may differ (PEFT's rank_pattern)
+    alpha: float
+    rslora: bool = False
+    lora_plus_scale: float = 1.0
+    base: str | None = None  # the model it was trained on, as its config names it
+    where: str = "the adapter"  # folder, for messages
+
+    @property
+    def scale(self) -> float:
+        return LoRASettings(self.rank, self.alpha, self.rslora).scaling
+
+    def settings(self, model: nn.Module, shared_a: bool = False) -> LoRASettings:
+        """The settings `inject` needs to go on training this adapter."""
+        targets = tuple(short_names(list(self.updates), model))
+        return LoRASettings(self.rank, self.alpha, self.rslora, self.lora_plus_scale, targets, shared_a)
+
+
+def adapter_of(
+    model: nn.Module,
+    settings: LoRASettings,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    base: str | None = None,
+) -> Adapter:
+    """The adapters inside a model; `tensors` (our names) stand in for its parameters, e.g. a snapshot being saved."""
+    values = lora_state(model) if tensors is None else tensors
+    by_place = {(p.module, p.part): p.public for p in projections(model)}
+    updates = {}
+    for name, module in lora_linears(model):
+        for key, pair in module.pairs().items():
+            A, B = (values[f"{name}.lora.{key}.{side}"].detach() for side in "AB")
+            for (part, _), rows in zip(pair.parts, B.split([n for _, n in pair.parts])):
+                updates[by_place[name, part]] = LowRank(A, rows, pair.scale)
+    return Adapter(
+        updates, settings.rank, settings.alpha, settings.rslora, settings.lora_plus_scale, base, "this model"
+    )
+
+
+def attach(model: nn.Module, adapter: Adapter, shared_a: bool = False) -> list[Projection]:
+    """Wrap exactly the projections the adapter has and fill them: for chat, export and the API. Nothing is trained.
+
+    A meta model is wrapped only: fill it with `load_adapter` once it has memory.
+    """
+    present = places(model, adapter)
+    wrap(model, {p: Shape(u.rank, u.scale) for p, u in present.items()}, shared_a)
+    if not next(model.parameters()).is_meta:
+        load_adapter(model, adapter)
+    for _, module in lora_linears(model):
+        module.requires_grad_(False)
+    return list(present)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
+    """Fill a model's adapters; every one of them must be in `adapter`, and nothing may be left over.
+
+    under: only modules whose name starts so (one layer of a model that is filled piece by piece).
+    """
+    present = {(p.module, p.part): u for p, u in places(model, adapter).items() if p.module.startswith(under)}
+    for name, module in lora_linears(model):
+        if not name.startswith(under):
+            continue
+        for pair in module.pairs().values():
+            found = [present.pop((name, part), None) for part, _ in pair.parts]
+            _fill(pair, found, name, adapter)
+    if present:
+        extra = sorted({part for _, part in present})
+        raise CheckpointError(
+            f"the adapter also has {len(present)} projections this run does not adapt: {', '.join(extra)}",
+            where=adapter.where,
+            fix=f"set lora_target_modules to what it was trained with: {' '.join(_parts(adapter))}",
+        )
+
+
+def _fill(pair: Pair, found: list[LowRank | None], module: str, adapter: Adapter) -> None:
+    updates = [u for u in found if u is not None]
+    if len(updates) < len(found):
+        raise CheckpointError(
+            f"the adapter has nothing for {pair.parts[found.index(None)][0]} in {module}",
+            where=adapter.where,
+            fix=f"set lora_target_modules to what it was trained with: {' '.join(_parts(adapter))}",
+        )
+    first = updates[0]
+    if any(u.rank != pair.rank or abs(u.scale - pair.scale) > 1e-6 * pair.scale for u in updates):
+        raise CheckpointError(
+            f"the adapter has rank {first.rank} and scale {first.scale:g}; "
+            f"this run asks for rank {pair.rank} and scale {pair.scale:g}",
+            where=adapter.where,
+            fix=f"set lora_rank: {adapter.rank}, lora_alpha: {adapter.alpha:g}, rslora: {adapter.rslora}",
+        )
+    if any(not torch.equal(u.A, first.A) for u in updates[1:]):
+        raise CheckpointError(
+            f"the adapter has an A for each projection of {module}; compat: erniekit trains one A for all of them",
+            where=adapter.where,
+            fix="leave out compat: erniekit to go on training it",
+        )
+    pair.A.copy_(first.A)
+    pair.B.copy_(torch.cat([u.B for u in updates]))
+
+
+def _parts(adapter: Adapter) -> list[str]:
+    return sorted({public.rpartition(".")[2] for public in adapter.updates})
+
+
+def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
+    """Each update with its place in the model; names or shapes the model does not have are refused."""
+    known = {p.public: p for p in projections(model)}
+    strange = [name for name in adapter.updates if name not in known]
+    if strange:
+        raise CheckpointError(
+            f"{len(strange)} adapted layers are not in this model, e.g. {strange[0]}",
+            where=adapter.where,
+            fix="the adapter belongs to another base model" + (f": {adapter.base}" if adapter.base else ""),
+        )
+    out = {}
+    for public, projection in known.items():
+        update = adapter.updates.get(public)
+        if update is None:
+            continue
+        want = ((update.rank, projection.in_features), (projection.rows, update.rank))
+        got = (tuple(update.A.shape), tuple(update.B.shape))
+        if got != want:
+            raise CheckpointError(
+                f"the update of {public} is {got[1]} x {got[0]}; this model needs {want[1]} x {want[0]}",
+                where=adapter.where,
+                fix="the adapter belongs to another base model" + (f": {adapter.base}" if adapter.base else ""),
+            )
+        out[projection] = update
+    return out

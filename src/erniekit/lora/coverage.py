@@ -1,0 +1,108 @@
+"""What LoRA trains and what it leaves alone, as a table printed before the first step.
+
+Called by recipes and doctor. A projection that silently got no adapter is how fine-tunes fail; here it shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from erniekit.lora.inject import is_lora, lora_linears
+from erniekit.lora.projections import Projection, projections
+
+GROUPS = (("attention", ".self_attn."), ("mlp", ".mlp."))
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    group: str
+    adapted: dict[str, int]  # public part name -> projections with an adapter
+    total: dict[str, int]  # public part name -> projections in the model; a weight that never has one: its name -> 0
+    ranks: tuple[int, ...]
+    trainable: int  # parameters
+    parameters: int  # of the base weights in this group
+
+    @property
+    def num_adapted(self) -> int:
+        return sum(self.adapted.values())
+
+    @property
+    def num_total(self) -> int:
+        return sum(self.total.values())
+
+
+def coverage(model: nn.Module) -> list[CoverageRow]:
+    """One row a group of projections, then one for all that LoRA never touches (embeddings, norms, head)."""
+    ranks, sizes = _adapters(model)
+    everything = projections(model)
+    rows = []
+    for group, word in GROUPS:
+        members = [p for p in everything if word in p.public]
+        if not members:
+            continue
+        with_adapter = [p for p in members if (p.module, p.part) in ranks]
+        modules = {p.module for p in members}
+        rows.append(
+            CoverageRow(
+                group,
+                _count(with_adapter),
+                _count(members),
+                tuple(sorted({ranks[p.module, p.part] for p in with_adapter})),
+                sum(size for module, size in sizes.items() if module in modules),
+                sum(p.rows * p.in_features for p in members),
+            )
+        )
+    rows.append(_never(model, everything))
+    return rows
+
+
+def coverage_table(model: nn.Module) -> str:
+    """At most eight lines."""
+    rows = coverage(model)
+    lines = [f"  {'LoRA':<10} {'adapted':<27} {'layers':>9} {'rank':>5} {'trainable':>11}"]
+    for row in rows[:-1]:
+        have = " ".join(_shown(row, part) for part in row.total if row.adapted.get(part)) or "none"
+        count, rank = f"{row.num_adapted}/{row.num_total}", "-".join(map(str, row.ranks)) or "-"
+        lines.append(f"  {row.group:<10} {have:<27} {count:>9} {rank:>5} {row.trainable:>11,}")
+    missing = [_word(part) for row in rows[:-1] for part in row.total if not row.adapted.get(part)]
+    trainable, base = sum(r.trainable for r in rows), sum(r.parameters for r in rows)
+    lines.append(f"  not adapted: {', '.join([*missing, *rows[-1].total])}")
+    lines.append(f"  trainable {trainable:,} of {base + trainable:,} parameters ({trainable / (base + trainable):.2%})")
+    return "\n".join(lines)
+
+
+def _adapters(model: nn.Module) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    ranks: dict[tuple[str, str], int] = {}
+    sizes: dict[str, int] = {}
+    for name, module in lora_linears(model):
+        for pair in module.pairs().values():
+            ranks.update({(name, part): pair.rank for part, _ in pair.parts})
+            sizes[name] = sizes.get(name, 0) + pair.A.numel() + pair.B.numel()
+    return ranks, sizes
+
+
+def _count(members: list[Projection]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for p in members:
+        out[p.part] = out.get(p.part, 0) + 1
+    return out
+
+
+def _never(model: nn.Module, everything: list[Projection]) -> CoverageRow:
+    weights = {p.weight for p in everything} | {p.module + ".base.weight" for p in everything}
+    rest = {n: p for n, p in model.named_parameters() if n not in weights and not is_lora(n)}
+    kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias"}
+    named = [kind for kind, word in kinds.items() if any(word in name for name in rest)]
+    return CoverageRow("rest", {}, dict.fromkeys(named, 0), (), 0, sum(p.numel() for p in rest.values()))
+
+
+def _shown(row: CoverageRow, part: str) -> str:
+    """`q`, or `q(2/3)` when only some layers have it."""
+    have, all_of = row.adapted[part], row.total[part]
+    return _word(part) if have == all_of else f"{_word(part)}({have}/{all_of})"
+
+
+def _word(part: str) -> str:
+    return part.removesuffix("_proj")

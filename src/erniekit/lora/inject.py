@@ -1,0 +1,90 @@
+"""Putting adapters into a model and telling its two kinds of weights apart afterwards.
+
+Called by recipes/build.py (training) and through adapter.py by chat, export and the API.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from erniekit.lora.layers import SHARED, LoRALinear, Pair
+from erniekit.lora.projections import Projection, select
+from erniekit.lora.settings import LoRASettings
+
+
+class Shape(NamedTuple):
+    rank: int
+    scale: float
+
+
+def inject(model: nn.Module, settings: LoRASettings, seed: int) -> list[Projection]:
+    """Adapters on every projection the settings name; all other weights frozen. Returns what was adapted."""
+    chosen = select(model, settings.targets)
+    wrap(model, {p: Shape(settings.rank, settings.scaling) for p in chosen}, settings.shared_a)
+    reset_lora(model, seed)
+    return chosen
+
+
+def wrap(model: nn.Module, shapes: dict[Projection, Shape], shared_a: bool) -> None:
+    """Swap each linear that holds a named projection for a LoRALinear; B is zero, so the model answers as before."""
+    for param in model.parameters():
+        param.requires_grad_(False)
+    by_module: dict[str, list[Projection]] = {}
+    for projection in shapes:
+        by_module.setdefault(projection.module, []).append(projection)
+    for name, parts in by_module.items():
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Linear), f"{name} is adapted already"
+        groups = [(SHARED, parts)] if shared_a and len(parts) > 1 else [(p.part, [p]) for p in parts]
+        pairs = {
+            key: Pair(tuple((p.part, p.rows) for p in group), *shapes[group[0]], like=base.weight)
+            for key, group in groups
+        }
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, LoRALinear(base, parts[0].part, pairs))
+
+
+def reset_lora(model: nn.Module, seed: int) -> None:
+    """Fresh adapters. Each pair draws from its own generator, seeded by its name: no order or layout changes them.
+
+    A meta model is left alone: call this again once it has memory.
+    """
+    for name, module in lora_linears(model):
+        for key, pair in module.pairs().items():
+            if pair.A.is_meta:
+                continue
+            digest = hashlib.sha256(f"{seed}/{name}.lora.{key}.A".encode()).digest()
+            pair.reset(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+
+
+def lora_linears(model: nn.Module) -> list[tuple[str, LoRALinear]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+
+
+def is_lora(name: str) -> bool:
+    return ".lora." in name
+
+
+def is_lora_b(name: str) -> bool:
+    """The parameters whose learning rate LoRA+ multiplies."""
+    return is_lora(name) and name.endswith(".B")
+
+
+def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters alone, by our names: what a LoRA checkpoint saves."""
+    return {name: param for name, param in model.named_parameters() if is_lora(name)}
+
+
+def base_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The frozen weights under the names they have in a model without adapters: what weight tables read and fill."""
+    adapted = {f"{name}.base" for name, _ in lora_linears(model)}
+    out = {}
+    for name, tensor in model.state_dict().items():
+        prefix, _, leaf = name.rpartition(".")
+        if not is_lora(name):
+            out[f"{prefix.removesuffix('.base')}.{leaf}" if prefix in adapted else name] = tensor
+    return out

@@ -1,0 +1,60 @@
+"""Folding adapters into weights: base + scale * B @ A in fp32, rounded to the weight's dtype once.
+
+Called by export/run.py tensor by tensor, and by chat for a model in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from erniekit.lora.adapter import Adapter, LowRank, places
+from erniekit.lora.inject import lora_linears
+
+
+class RowUpdate(NamedTuple):
+    """A low-rank update of rows [start, stop) of one of our (fused) weights."""
+
+    start: int
+    stop: int
+    low_rank: LowRank
+
+
+def row_updates(model: nn.Module, adapter: Adapter) -> dict[str, list[RowUpdate]]:
+    """Our weight names -> what the adapter adds to them. `model` may be on the meta device: only names are read."""
+    out: dict[str, list[RowUpdate]] = {}
+    for place, update in places(model, adapter).items():
+        out.setdefault(place.weight, []).append(RowUpdate(place.start, place.stop, update))
+    return out
+
+
+def merged_in_fp32(weight: torch.Tensor, updates: Sequence[RowUpdate]) -> torch.Tensor:
+    out = weight.to(torch.float32, copy=True)
+    for start, stop, update in updates:
+        out[start:stop].addmm_(update.B.to(out), update.A.to(out), alpha=update.scale)
+    return out
+
+
+def merged_tensor(weight: torch.Tensor, updates: Sequence[RowUpdate]) -> torch.Tensor:
+    return merged_in_fp32(weight, updates).to(weight.dtype)
+
+
+@torch.no_grad()
+def fold(model: nn.Module) -> nn.Module:
+    """Merge a model's adapters in place and give it back its plain linears: the same answers at the base's speed."""
+    for name, module in lora_linears(model):
+        starts, start = {}, 0
+        for part, rows in module.parts:
+            starts[part], start = start, start + rows
+        updates = [
+            RowUpdate(starts[part], starts[part] + rows, LowRank(pair.A, B, pair.scale))
+            for pair in module.pairs().values()
+            for (part, rows), B in zip(pair.parts, pair.B.split([n for _, n in pair.parts]))
+        ]
+        module.base.weight.copy_(merged_tensor(module.base.weight, updates))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.base)
+    return model

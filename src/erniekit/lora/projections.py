@@ -1,0 +1,132 @@
+"""The table every LoRA file works from: each adaptable projection of a model, where it lives and what others call it.
+
+Read off the model's own weight-name tables, so a new family needs nothing here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from erniekit.errors import ConfigError
+from erniekit.lora.layers import LoRALinear
+from erniekit.models import MODELS
+from erniekit.models.layers.linear import parts_of
+from erniekit.registry import nearest
+
+if TYPE_CHECKING:
+    from erniekit.models.config import DecoderConfig
+
+KEY = "lora_target_modules"
+
+
+@dataclass(frozen=True)
+class Projection:
+    public: str  # model.layers.0.self_attn.q_proj: the name in transformers and PEFT
+    paddle: str  # ernie.layers.0.self_attn.qkv_proj: the same for all parts Paddle keeps fused
+    module: str  # layers.0.attn.qkv
+    part: str  # q_proj
+    start: int  # its rows in the module's weight
+    stop: int
+    in_features: int
+
+    @property
+    def weight(self) -> str:
+        """Our name of the tensor it is a part of, whether adapted or not."""
+        return self.module + ".weight"
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+def config_of(model: nn.Module) -> DecoderConfig:
+    return cast("DecoderConfig", model.config)
+
+
+def projections(model: nn.Module) -> list[Projection]:
+    """Every projection the family lets LoRA adapt, in model order. Works on a meta model and on an adapted one."""
+    config = config_of(model)
+    spec = MODELS.get(config.family)
+    in_paddle = {e.ours: e.theirs for e in spec.names(config, "paddle") if not e.copy_of}
+    found = []
+    for entry in spec.names(config, "hf"):
+        module_name, _, kind = entry.ours.rpartition(".")
+        if kind != "weight" or not module_name.startswith("layers."):
+            continue
+        module = model.get_submodule(module_name)
+        linear = module.base if isinstance(module, LoRALinear) else module
+        if not isinstance(linear, nn.Linear):
+            continue
+        publics = [name.removesuffix(".weight") for name in entry.theirs]
+        paddles = [name.removesuffix(".weight") for name in in_paddle[entry.ours]]
+        start = 0
+        for i, (part, rows) in enumerate(parts_of(linear, publics[0].rpartition(".")[2])):
+            if part in spec.lora_targets:
+                paddle = paddles[i if len(paddles) > 1 else 0]
+                place = (module_name, part, start, start + rows, linear.in_features)
+                found.append(Projection(publics[i], paddle, *place))
+            start += rows
+    return found
+
+
+def select(model: nn.Module, targets: Sequence[str] | None) -> list[Projection]:
+    """What `targets` name: each is a name (q_proj; Paddle's qkv_proj), the dotted end of one, or a regex."""
+    candidates = projections(model)
+    if targets is None:
+        return candidates
+    chosen: set[str] = set()
+    for target in targets:
+        pattern = _compile(target)
+        hits = {p.public for p in candidates if pattern.fullmatch(p.public) or pattern.fullmatch(p.paddle)}
+        if not hits:
+            raise _nothing_matches(model, target, pattern, candidates)
+        chosen |= hits
+    return [p for p in candidates if p.public in chosen]
+
+
+def short_names(adapted: Sequence[str], model: nn.Module) -> list[str]:
+    """Public paths as PEFT writes targets: last words when every projection of that name is meant, else whole paths."""
+    present = set(adapted)
+    words = sorted({public.rpartition(".")[2] for public in adapted})
+    meant = {p.public for p in projections(model) if p.part in words}
+    return words if meant == present else sorted(present)
+
+
+def _compile(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(rf"(.*\.)?(?:{target})")
+    except re.error as error:
+        raise ConfigError(
+            f"{target!r} is neither a layer name nor a regular expression: {error}",
+            where=KEY,
+            fix="use names such as q_proj, or a regex such as .*layers\\.[0-3]\\..*",
+        ) from None
+
+
+def _nothing_matches(
+    model: nn.Module, target: str, pattern: re.Pattern[str], candidates: list[Projection]
+) -> ConfigError:
+    config = config_of(model)
+    named = [n for e in MODELS.get(config.family).names(config, "hf") for n in e.theirs]
+    others = {name.rpartition(".")[0] for name in named} - {p.public for p in candidates}
+    others |= {"lm_head", "model.embed_tokens"}
+    refused = next((name for name in sorted(others) if pattern.fullmatch(name)), None)
+    names = sorted({p.part for p in candidates} | {p.paddle.rpartition(".")[2] for p in candidates})
+    if refused is not None:
+        return ConfigError(
+            f"{target!r} names {refused}, which LoRA does not adapt: adapters go on attention and MLP projections; "
+            "head, embeddings, norms and routers stay as they are",
+            where=KEY,
+            fix="take it out, or train every weight with fine_tuning: Full",
+        )
+    near = nearest(target, names, 3)
+    return ConfigError(
+        f"{target!r} matches no layer of this model",
+        where=KEY,
+        fix=f"did you mean {' or '.join(near)}?" if near else "choose from: " + ", ".join(names),
+    )

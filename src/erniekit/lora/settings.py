@@ -1,0 +1,53 @@
+"""LoRASettings: rank, scale and targets after ERNIEKit's rules are applied. Plain numbers, no torch.
+
+Made by recipes/build.py from the lora section, and from an adapter's own config when one is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from erniekit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    rank: int = 8
+    alpha: float = 16
+    rslora: bool = False
+    lora_plus_scale: float = 1.0  # learning rate of B as a multiple of A's
+    targets: tuple[str, ...] | None = None  # public names or regexes; None: all the family's projections
+    shared_a: bool = False  # one A for all parts of a fused linear, as ERNIEKit trains
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora_rank is {self.rank}", where="lora_rank", fix="use 1 or more; 8 is common")
+        if self.alpha <= 0:
+            raise ConfigError(
+                f"lora_alpha is {self.alpha}", where="lora_alpha", fix="use a positive number, or -1 for 2 x rank"
+            )
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @classmethod
+    def resolve(
+        cls,
+        rank: int = 8,
+        alpha: float = -1,
+        *,
+        rslora: bool = False,
+        rslora_plus: bool = False,
+        lora_plus_scale: float = 1.0,
+        targets: Sequence[str] | None = None,
+        shared_a: bool = False,
+    ) -> LoRASettings:
+        """From the keys as typed: alpha -1 is 2 x rank, or 4 with rslora; rslora_plus sets three of them."""
+        if rslora_plus:
+            rslora, lora_plus_scale, alpha = True, 4.0, 4
+        if alpha == -1:
+            alpha = 4 if rslora else 2 * rank
+        return cls(rank, alpha, rslora, lora_plus_scale, tuple(targets) if targets else None, shared_a)

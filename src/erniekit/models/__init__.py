@@ -1,0 +1,45 @@
+"""MODELS: the families this version trains, and how a config.json finds its own. One line here adds a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from erniekit.errors import CheckpointError, LaterError
+from erniekit.registry import Registry
+
+if TYPE_CHECKING:
+    from erniekit.models.spec import ModelSpec
+
+MODELS = Registry(
+    "model",
+    {
+        "ernie4_5": "erniekit.models.ernie_dense:SPEC",
+        "llama": "erniekit.models.llama:SPEC",
+    },
+)
+LATER = {
+    "ernie4_5_moe": "ERNIE-4.5 MoE",
+    "ernie4_5_moe_vl": "ERNIE-4.5-VL",
+    "ernie4_5_vl": "ERNIE-4.5-VL",
+    "ernie4_5_vl_moe": "ERNIE-4.5-VL",
+}
+
+
+def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
+    """The family a config.json describes. Paddle writes dense ERNIE as `ernie4_5_moe` with no experts."""
+    kind = config.get("model_type", "")
+    if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
+        kind = "ernie4_5"
+    if kind in LATER:
+        raise LaterError(
+            f"{LATER[kind]} models (model_type {kind!r}) are not in this version",
+            where=where,
+            fix="use a dense model today: " + ", ".join(MODELS),
+        )
+    if kind not in MODELS:
+        raise CheckpointError(
+            f"model_type {kind!r} is not one erniekit knows",
+            where=where,
+            fix="supported: " + ", ".join(MODELS),
+        )
+    return MODELS.get(kind)

@@ -1,0 +1,112 @@
+"""DecoderConfig: a text model's shape in our words, read from and written to Hugging Face and Paddle `config.json`.
+
+Made by models/*.py from a folder's config.json; plain numbers, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from erniekit.errors import CheckpointError
+
+SCALINGS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    family: str  # the MODELS entry that made it
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_style: str  # pairs | halves
+    tie_word_embeddings: bool
+    max_positions: int
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    init_std: float = 0.02
+    rope_scaling: dict[str, Any] | None = None
+    bos_id: int | None = 1
+    eos_id: int | None = 2
+    pad_id: int | None = 0
+    raw: dict[str, Any] = field(default_factory=dict, compare=False)  # config.json as found
+    raw_layout: str = "hf"  # which world `raw` came from
+
+    def parameters(self) -> int:
+        """Weights in the model, without biases (releases have none); tied embeddings counted once."""
+        attn = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attn + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + tables * self.vocab_size * self.hidden_size + self.hidden_size
+
+
+class Fields:
+    """Reads a config.json with typed, named errors: `need` for what has no sane default, `get` for the rest."""
+
+    def __init__(self, raw: dict[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def need(self, key: str) -> int:
+        value = self.raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"config.json needs a positive integer {key!r}, found {value!r}",
+                where=self.where,
+                fix="check that this folder is a complete model download",
+            )
+        return value
+
+    def get(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """A setting whose other values would need other arithmetic: refused, never ignored."""
+        value = self.raw.get(key)
+        if value is not None and value not in allowed:
+            raise CheckpointError(
+                f"config.json sets {key} to {value!r}; only {', '.join(map(repr, allowed))} is supported",
+                where=self.where,
+                fix="use a model of the supported kind",
+            )
+
+    def token(self, key: str, default: int | None) -> int | None:
+        """A special token's id; the first one where config.json lists several."""
+        value = self.get(key, default)
+        return value[0] if isinstance(value, list) else value
+
+    def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:
+        """transformers 5 nests theta and scaling in rope_parameters, older files and Paddle keep them at the top."""
+        nested = self.raw.get("rope_parameters") or {}
+        scaling = nested or self.raw.get("rope_scaling") or self._paddle_scaling()
+        theta = nested.get("rope_theta") or self.raw.get("rope_theta") or default_theta
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind not in SCALINGS:
+            raise CheckpointError(
+                f"rope scaling {kind!r} is not supported",
+                where=f"{self.where}, rope_parameters",
+                fix="supported: " + ", ".join(SCALINGS),
+            )
+        return float(theta), None if kind == "default" else {**scaling, "rope_type": kind}
+
+    def _paddle_scaling(self) -> dict[str, Any]:
+        kind = self.raw.get("rope_scaling_type")
+        return {"rope_type": kind, "factor": self.get("rope_scaling_factor", 1.0)} if kind else {}
+
+
+def hf_rope(config: DecoderConfig) -> dict[str, Any]:
+    """Both spellings, so transformers 4 and 5, vLLM and ERNIEKit each find theirs."""
+    nested = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    return {"rope_theta": config.rope_theta, "rope_parameters": nested}
+
+
+def hf_dtype(name: str) -> dict[str, str]:
+    """transformers 5 reads `dtype` first; older ones and ERNIEKit know only `torch_dtype`."""
+    return {"dtype": name, "torch_dtype": name}

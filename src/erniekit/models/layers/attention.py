@@ -1,0 +1,57 @@
+"""Grouped-query self-attention with rotary positions, single device. Used by models/layers/decoder.py.
+
+B batch, L length, H hidden, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from erniekit.kernels.attention import attention
+from erniekit.kernels.rope import ROTATIONS
+from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.linear import FusedLinear
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass shares."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    max_doc: int | None
+
+
+class InnerAttention(nn.Module):
+    """The part without weights, held as a collaborator: recompute and context parallel wrap or swap just this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = "auto"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context) -> torch.Tensor:
+        return attention(q, k, v, ctx.cu_seqlens, ctx.max_doc, self.backend)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        D = config.head_dim
+        q, kv = config.num_heads * D, config.num_kv_heads * D
+        self.head_dim = D
+        self.rotate = ROTATIONS[config.rope_style]
+        self.qkv = FusedLinear(
+            config.hidden_size, (("q_proj", q), ("k_proj", kv), ("v_proj", kv)), config.attention_bias
+        )
+        self.out = nn.Linear(q, config.hidden_size, bias=config.attention_bias)
+        self.inner = InnerAttention()
+
+    def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
+        B, L, _ = x_BLH.shape
+        sizes = [rows for _, rows in self.qkv.parts]
+        q, k, v = (t.view(B, L, -1, self.head_dim) for t in self.qkv(x_BLH).split(sizes, dim=-1))
+        q, k = self.rotate(q, ctx.cos, ctx.sin), self.rotate(k, ctx.cos, ctx.sin)
+        return self.out(self.inner(q, k, v, ctx).reshape(B, L, -1))

@@ -1,0 +1,266 @@
+"""The checks before spending: labels, end tokens, leaks, gradients, template, disk, device. Each failure says its fix.
+
+`erniekit doctor RECIPE` runs them alone; every training run starts with them (`doctor: off` skips them).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from erniekit.config import RunConfig, load, refuse_later
+from erniekit.data.formats import read
+from erniekit.data.template import prompt_ids, turns
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import IGNORE, Batch, Conversation
+from erniekit.errors import ErnieKitError
+from erniekit.log import colour_on, paint, say
+from erniekit.losses.causal import causal_loss
+from erniekit.optim.adamw import AdamW
+from erniekit.recipes import opening
+from erniekit.recipes.build import Built, build, device_and_dtype, make_optimizer, open_model
+from erniekit.recipes.datasets import TrainData, open_data
+
+LEAK_TOKENS = 24  # of each document in the leak probe
+GRADIENT_TOKENS = 512
+SAMPLED_ROWS = 200  # samples looked at for end tokens
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    ok: bool
+    text: str
+    fix: str = ""
+
+
+class DoctorError(ErnieKitError):
+    """A run that would have wasted its time."""
+
+
+def before_training(
+    cfg: RunConfig,
+    built: Built,
+    optimizer: AdamW,
+    data: TrainData,
+    tokenizer: Tokenizer,
+    first: Batch,
+) -> list[Check]:
+    """Runs every check, prints one line for those that passed and one for each that did not; raises on failure."""
+    say(sample_lines(first, tokenizer))
+    checks: list[Callable[[], Check]] = [
+        lambda: labels(data),
+        lambda: end_is_trained(data, tokenizer),
+        lambda: no_leak(built),
+        lambda: gradients(built, optimizer, first),
+        lambda: template(cfg, data, tokenizer),
+        lambda: disk(cfg, built, optimizer),
+        lambda: vocabulary(built, tokenizer),
+    ]
+    done = [check() for check in checks]
+    passed = [c for c in done if c.ok]
+    say(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
+    failed = [c for c in done if not c.ok]
+    if failed:
+        raise DoctorError(
+            "; ".join(f"{c.name}: {c.text}" for c in failed),
+            where="doctor",
+            fix="; ".join(c.fix for c in failed) + " (doctor: off skips these checks)",
+        )
+    return done
+
+
+def sample_lines(batch: Batch, tokenizer: Tokenizer, limit: int = 90) -> str:
+    """One example as the model sees it: trained tokens green (or in brackets), the rest dim."""
+    end = min(int(batch.cu_seqlens[1]), limit)
+    ids, labels = batch.input_ids[0, :end].tolist(), batch.labels[0, :end].tolist()
+    # labels[i] is what position i must say, so token i+1 is shown as trained; the last target is shown itself.
+    tokens = [*ids, labels[-1]] if labels[-1] != IGNORE else ids
+    trained = [False] + [label != IGNORE for label in labels]
+    out, run, state = [], "", False
+    for piece, on in zip(tokenizer.pieces(tokens), trained):
+        if on != state:
+            out.append(_styled(run, state))
+            run, state = "", on
+        run += piece
+    out.append(_styled(run, state))
+    more = " ..." if int(batch.cu_seqlens[1]) > limit else ""
+    text = "".join(out).replace("\n", "\\n")
+    return f"sample   {text}{more}"
+
+
+def _styled(text: str, trained: bool) -> str:
+    if not text:
+        return ""
+    if colour_on():
+        return paint(text, "green", "bold") if trained else paint(text, "dim")
+    return f"[{text}]" if trained else text
+
+
+def labels(data: TrainData) -> Check:
+    tokens = sum(s.report.tokens for s in data.sources)
+    trained = sum(s.report.trained_tokens for s in data.sources)
+    share = trained / max(1, tokens)
+    return Check(
+        "labels",
+        trained > 0,
+        f"{share:.0%} of tokens trained",
+        "no token is trained: check the roles and `label` of the data",
+    )
+
+
+def end_is_trained(data: TrainData, tokenizer: Tokenizer) -> Check:
+    """A model that never saw the end of an answer never stops."""
+    ends = {tokenizer.eos_id, tokenizer.end_id} - {None}
+    for source in data.sources:
+        for i in range(min(len(source), SAMPLED_ROWS)):
+            if ends & set(source.sample(i).labels.tolist()):
+                return Check("end token", True, "the end token is trained")
+    return Check(
+        "end token",
+        False,
+        "no answer ends with a trained end token",
+        "raise max_seq_len if answers are cut, or check the tokenizer's eos_token",
+    )
+
+
+@torch.no_grad()
+def no_leak(built: Built) -> Check:
+    """Two documents in one row: changing the first must not move one bit of the second's logits."""
+    vocab, device = built.folder.config.vocab_size, built.device.handle
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (1, 2 * LEAK_TOKENS), generator=generator).to(device)
+    other = ids.clone()
+    other[:, :LEAK_TOKENS] = (ids[:, :LEAK_TOKENS] + 1) % vocab
+    positions = torch.arange(LEAK_TOKENS, device=device).repeat(2)[None]
+    bounds = torch.tensor([0, LEAK_TOKENS, 2 * LEAK_TOKENS], dtype=torch.int32, device=device)
+    a, b = (built.model(x, positions, bounds, LEAK_TOKENS)[:, LEAK_TOKENS:] for x in (ids, other))
+    moved = float((a - b).abs().max())
+    return Check(
+        "packing",
+        moved == 0.0,
+        "packed documents do not see each other" if moved == 0.0 else f"a document leaks into the next by {moved:.1e}",
+        "set attention: reference and report this",
+    )
+
+
+def gradients(built: Built, optimizer: AdamW, first: Batch) -> Check:
+    """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
+    batch = first_tokens(first, GRADIENT_TOKENS)
+    (causal_loss(built.model, batch.to(built.device.handle)) / max(1, batch.num_label_tokens)).backward()
+    parameters = dict(built.model.named_parameters())
+    silent = []
+    for name, master in optimizer.masters.items():
+        partner = parameters.get(name[:-1] + "B") if ".lora." in name and name.endswith(".A") else None
+        excused = partner is not None and not bool(partner.any())
+        if master.grad is None or (not excused and not bool(master.grad.any())):
+            silent.append(name)
+    finite = all(bool(g.isfinite().all()) for g in optimizer.gradients())
+    optimizer.zero_grad()
+    count = len(optimizer.masters)
+    if not finite:
+        return Check(
+            "gradients", False, "a gradient is not finite", "check the model's weights; try compute_type: fp32"
+        )
+    return Check(
+        "gradients",
+        not silent,
+        f"gradients reach all {count} trainable tensors"
+        if not silent
+        else f"{len(silent)} of {count} trainable tensors get no gradient, e.g. {silent[0]}",
+        "those weights would not be trained: check lora_target_modules and the first rows of the data",
+    )
+
+
+def first_tokens(batch: Batch, count: int) -> Batch:
+    """The first document that has labels, cut to `count` tokens around them."""
+    labels, bounds = batch.labels[0], batch.cu_seqlens.tolist()
+    start, end = next(((a, b) for a, b in pairwise(bounds) if (labels[a:b] != IGNORE).any()), (0, bounds[1]))
+    first_label = int((labels[start:end] != IGNORE).nonzero()[0]) if (labels[start:end] != IGNORE).any() else 0
+    start = max(start, start + first_label - count // 2)
+    end = min(end, start + count)
+    ids, kept = batch.input_ids[:1, start:end], batch.labels[:1, start:end]
+    return Batch(
+        input_ids=ids,
+        labels=kept,
+        positions=torch.arange(end - start)[None],
+        cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
+        max_doc=end - start,
+        num_label_tokens=int((kept != IGNORE).sum()),
+        packed=False,
+    )
+
+
+def template(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Check:
+    """The ids a server sends for the first conversation are the ids training starts it with."""
+    conversation = next(conversations(cfg, data), None)
+    if conversation is None:
+        return Check("template", True, "no conversation to compare")
+    first = next(k for k, m in enumerate(conversation.messages) if m.role == "assistant")
+    asked = prompt_ids(conversation.messages[:first], tokenizer, conversation.tools)
+    trained = turns(conversation, tokenizer)[0].query_ids
+    same = list(asked) == list(trained)
+    return Check(
+        "template",
+        same,
+        "prompts are rendered as a server will send them"
+        if same
+        else "training and serving render a prompt differently",
+        "the chat template treats a prompt with an answer differently; give the tokenizer another chat_template",
+    )
+
+
+def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
+    for source in data.sources:
+        for _, row in read(source.path, source.report.format, compat=cfg.train.compat == "erniekit"):
+            if isinstance(row, Conversation) and any(m.role == "assistant" for m in row.messages):
+                yield row
+
+
+def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
+    weights = sum(t.numel() * t.element_size() for t in built.tensors().values())
+    states = sum(12 * m.numel() if optimizer.has_masters else 8 * m.numel() for m in optimizer.masters.values())
+    one = weights + (0 if cfg.checkpoint.ignore_save_lr_and_optim else states)
+    kept = cfg.checkpoint.save_total_limit or 2
+    need = int(one * (kept + 1) * 1.1)
+    free = shutil.disk_usage(Path(cfg.train.output_dir or ".").resolve()).free
+    return Check(
+        "disk",
+        free > one * 1.1,
+        f"{kept} checkpoints of {one / 1e9:.2g} GB fit the disk"
+        if free > need
+        else f"room for {int(free / max(1, one * 1.1))} checkpoints of {one / 1e9:.2g} GB",
+        "free some disk, choose another output_dir, or set ignore_save_lr_and_optim: True",
+    )
+
+
+def vocabulary(built: Built, tokenizer: Tokenizer) -> Check:
+    rows, ids = built.folder.config.vocab_size, tokenizer.vocab_size
+    return Check(
+        "vocabulary",
+        ids <= rows,
+        f"{ids:,} token ids fit the {rows:,}-row embedding",
+        "the tokenizer belongs to another model: check tokenizer_name",
+    )
+
+
+def doctor_command(args: list[str]) -> int:
+    cfg = load(args, "train")
+    refuse_later(cfg)
+    output = Path(cfg.train.output_dir or "output")
+    output.mkdir(parents=True, exist_ok=True)
+    device, dtype = device_and_dtype(cfg)
+    folder, tokenizer = open_model(cfg)
+    opening.show_plan(cfg, folder, device)
+    data = open_data(cfg, tokenizer, output)
+    opening.show_data(data)
+    built = build(cfg, folder, device, dtype)
+    opening.show_coverage(built)
+    before_training(cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch())
+    say(f"next     erniekit train {' '.join(args)}")
+    return 0

@@ -1,0 +1,93 @@
+"""The end of a run: final model in output_dir, result files, the report, and what to type next. For recipes/sft.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from erniekit.config import RunConfig
+from erniekit.log import paint, say
+from erniekit.recipes.build import Built
+from erniekit.recipes.result import RunResult
+from erniekit.track import Trackers
+from erniekit.track.report import write_report
+from erniekit.track.results import write_results, write_trainer_state
+from erniekit.train.eval_hook import EvalHook
+from erniekit.train.save import Saver, published_files
+from erniekit.train.trainer import Trainer
+
+
+def close_run(
+    cfg: RunConfig,
+    output: Path,
+    built: Built,
+    trainer: Trainer,
+    saver: Saver,
+    trackers: Trackers,
+    started: float,
+) -> RunResult:
+    state = trainer.state
+    evaluation = next((hook.last for hook in trainer.hooks if isinstance(hook, EvalHook)), {})
+    seconds = time.perf_counter() - started
+    metrics = {
+        "train_loss": state.loss_sum / max(1, state.updates),
+        "train_runtime": seconds,
+        "train_samples_per_second": (state.packs - trainer.began_at[1]) / seconds,
+        "train_steps_per_second": (state.step - trainer.began_at[0]) / seconds,
+        "train_tokens": float(state.tokens),
+        "skipped_steps": float(state.skipped_steps),
+        **evaluation,
+    }
+    best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
+    chosen = saver.manager.output_dir / f"checkpoint-{best if best is not None else state.step}"
+    publish_final(chosen, output)
+    trackers.log(state.step, metrics, "end")
+    training = {k: v for k, v in metrics.items() if not k.startswith("eval_")}
+    write_results(output, train=training, evaluation=evaluation or None)
+    write_trainer_state(
+        output,
+        global_step=state.step,
+        max_steps=trainer.max_steps,
+        num_train_epochs=cfg.train.num_train_epochs,
+        best_metric=state.best_metric,
+        best_model_checkpoint=str(output / f"checkpoint-{state.best_step}") if state.best_step else None,
+        summary=training,
+    )
+    return RunResult(output, metrics, state.step, next_commands(output, built))
+
+
+def publish_final(checkpoint: Path, output: Path) -> None:
+    """The final model is the last checkpoint's weight files, shared on disk (hard links) where the disk allows."""
+    for stale in output.glob("*.safetensors*"):
+        stale.unlink()
+    for source in published_files(checkpoint):
+        waiting = output / f".new-{source.name}"
+        waiting.unlink(missing_ok=True)
+        try:
+            os.link(source, waiting)
+        except OSError:
+            shutil.copyfile(source, waiting)
+        os.replace(waiting, output / source.name)
+
+
+def next_commands(output: Path, built: Built) -> list[str]:
+    if built.lora:
+        export = f"erniekit export model_name_or_path={built.folder.path} output_dir={output} lora=True"
+        return [f"erniekit chat {output}", export, f"erniekit chat {output / 'export'}"]
+    return [f"erniekit chat {output}", f"erniekit split output_dir={output} max_shard_size=5"]
+
+
+def say_goodbye(output: Path, result: RunResult, trainer: Trainer) -> None:
+    report = write_report(output)
+    m = result.metrics
+    evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
+    if trainer.stop_reason:
+        say(trainer.stop_reason)
+    say(
+        f"{paint('done', 'green', 'bold')}     {result.steps} steps in {m['train_runtime']:.0f} s, "
+        f"train_loss {m['train_loss']:.4f}{evaluation}"
+    )
+    say(f"result   {output}    report {report}")
+    say("next     " + f"\n{'':9}".join(result.next_commands))

@@ -1,0 +1,83 @@
+"""The first lines of a run: what will happen, with which data, on what; the same facts go to run.json. For sft.py."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+import erniekit
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig
+from erniekit.data.report import short, total_lines
+from erniekit.devices.base import Device
+from erniekit.log import paint, say
+from erniekit.lora.coverage import coverage, coverage_table
+from erniekit.recipes.build import Built
+from erniekit.recipes.datasets import TrainData
+from erniekit.track.runfile import RunRecord
+
+SHOWN_NOTES = 4
+
+
+def version() -> str:
+    return erniekit.__version__
+
+
+def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device) -> None:
+    c = folder.config
+    how = f"LoRA rank {cfg.lora.lora_rank}" if cfg.lora.lora else "all weights"
+    say(
+        f"{paint('erniekit', 'bold')} {version()}  {cfg.train.stage}, {how}, {cfg.precision.compute_type}, "
+        f"{device.name}, seed {cfg.train.seed}" + (", compat: erniekit" if cfg.train.compat else "")
+    )
+    layout = "Paddle" if folder.layout == "paddle" else "HF"
+    say(f"model    {folder.path} ({c.family}, {short(c.parameters())} weights, {c.num_layers} layers, {layout} layout)")
+    notes = [note for note in cfg.notes if not note.quiet]
+    for note in notes[:SHOWN_NOTES]:
+        say(f"note     {note}")
+    if len(notes) > SHOWN_NOTES:
+        say(f"note     and {len(notes) - SHOWN_NOTES} more: `erniekit config` shows all")
+
+
+def show_data(data: TrainData) -> None:
+    for label, sources in (("data", data.sources), ("eval", data.evaluation)):
+        lines = [line for source in sources for line in source.report.lines()]
+        for k, line in enumerate(lines + total_lines([s.report for s in sources])):
+            say(f"{label if k == 0 else '':<9}{line}")
+    fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
+    say(
+        f"steps    {data.max_steps} of {data.packs_per_step} packs; {data.packs_per_epoch:,} packs of "
+        f"{data.stream.max_seq_len} tokens an epoch, {min(fill, 1):.0%} full"
+    )
+
+
+def show_coverage(built: Built) -> list[Any]:
+    share = built.trainable() / max(1, built.total())
+    say(f"train    {built.trainable():,} of {built.total():,} weights ({share:.2%})")
+    if not built.lora:
+        return [{"group": "all weights", "trainable": built.trainable(), "total": built.total()}]
+    for line in coverage_table(built.model).splitlines():
+        say(f"         {line}")
+    return [vars(row) for row in coverage(built.model)]
+
+
+def describe(record: RunRecord, cfg: RunConfig, data: TrainData, coverage: list[Any], device: Device) -> None:
+    record.describe(
+        config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
+        notes=[str(note) for note in cfg.notes],
+        environment={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": device.name,
+            "system": platform.platform(),
+        },
+        data={
+            "train": [s.report.to_dict() for s in data.sources],
+            "eval": [s.report.to_dict() for s in data.evaluation],
+            "packs_per_epoch": data.packs_per_epoch,
+            "max_steps": data.max_steps,
+        },
+        coverage=coverage,
+    )

@@ -1,0 +1,14 @@
+"""RunResult: what a finished command hands to a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunResult:
+    output_dir: Path
+    metrics: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    next_commands: list[str] = field(default_factory=list)

@@ -1,0 +1,88 @@
+"""Going on where a run stopped: which checkpoint, whether it may be continued, and the proof that it came back whole.
+
+Called by recipes/sft.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from erniekit.checkpoint import state as states
+from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.state import TrainState
+from erniekit.config import RunConfig
+from erniekit.errors import CheckpointError, ConfigError
+from erniekit.log import say, warn
+from erniekit.recipes.datasets import TrainData
+from erniekit.train.save import Saver
+
+
+def find(cfg: RunConfig, manager: CheckpointManager) -> Path | None:
+    """The folder asked for, or the newest good checkpoint of output_dir; None starts afresh."""
+    asked = cfg.checkpoint.resume_from_checkpoint
+    if asked and str(asked).lower() not in ("true", "false", "none"):
+        path = Path(asked).expanduser()
+        if not path.is_dir():
+            raise CheckpointError(
+                f"no such checkpoint: {asked}", where="resume_from_checkpoint", fix="check the path, or leave it out"
+            )
+        manager.verify(path)
+        return path
+    if cfg.checkpoint.overwrite_output_dir:
+        return None
+    return manager.latest_good()
+
+
+def promises(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
+    """What decides the next step's numbers: fixed keys, the step count a schedule decays over, and the data itself."""
+    return {**cfg.resume_keys(), "max_steps": data.max_steps, "train data": data.fingerprints()}
+
+
+def check_promises(cfg: RunConfig, point: Path | None, data: TrainData) -> None:
+    if point is None:
+        return
+    saved, _ = states.load(point)
+    changed = states.changed_promises(saved.promise, promises(cfg, data))
+    if not changed:
+        return
+    if cfg.checkpoint.override_resume:
+        warn(f"resuming {point.name} with other settings, as override_resume asks: {'; '.join(changed)}")
+        return
+    raise ConfigError(
+        f"{point.name} was trained with other settings, so going on would not be the same run",
+        where="; ".join(changed),
+        fix="put them back, or set override_resume: True to go on anyway, or choose another output_dir",
+    )
+
+
+def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData) -> TrainState:
+    state = TrainState()
+    if point is not None:
+        saver.with_optimizer = saver.with_optimizer and not cfg.checkpoint.ignore_load_lr_and_optim
+        state, verdict = saver.restore(point)
+        saver.with_optimizer = not cfg.checkpoint.ignore_save_lr_and_optim
+        proof = f"; {verdict.line()}" if verdict else ""
+        say(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
+        if state.step >= data.max_steps:
+            say("note     this run is finished; to train on, raise max_steps and set override_resume=True")
+        if state.best_step is not None:
+            saver.manager.protect(state.best_step)
+        saver.last_saved = state.step
+    state.promise = promises(cfg, data)
+    return state
+
+
+def roll_back(saver: Saver, state: TrainState) -> None:
+    """Non-finite losses in a row: weights and optimiser as they were last saved."""
+    point = saver.manager.latest_good()
+    if point is None:
+        raise CheckpointError(
+            f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, and there is no checkpoint yet",
+            where=f"step {state.step}",
+            fix="lower learning_rate, look at the data, or train in fp32 (compute_type: fp32)",
+        )
+    saved, _ = saver.restore(point)
+    warn(f"going back to {point.name} and skipping the data since")
+    for name, value in vars(saved).items():
+        setattr(state, name, value)

@@ -1,0 +1,43 @@
+"""`erniekit train` and `erniekit eval`: config in, stage picked, result out. Called by cli/main.py and api.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from erniekit.config import RunConfig, load, refuse_later
+from erniekit.recipes import STAGES
+from erniekit.recipes.result import RunResult
+
+
+def train_command(args: list[str]) -> int:
+    run_train(load(args, "train"), ["erniekit", "train", *args])
+    return 0
+
+
+def eval_command(args: list[str]) -> int:
+    run_eval(load(args, "eval"))
+    return 0
+
+
+def run_train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    refuse_later(cfg)
+    return STAGES.get(cfg.train.stage)(cfg, command or sys.argv)
+
+
+def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    from erniekit.recipes.evaluate import evaluate_run
+
+    refuse_later(cfg)
+    return evaluate_run(cfg)
+
+
+def run(command: str, *args: Any, **keys: Any) -> RunResult:
+    """What a notebook calls: run("train", "recipe.yaml", max_steps=3)."""
+    from erniekit.export.run import run_export
+    from erniekit.export.split import run_split
+
+    words = [str(a) for a in args] + [f"{k}={v}" for k, v in keys.items()]
+    table = {"train": run_train, "eval": run_eval, "export": run_export, "split": run_split}
+    return table[command](load(words, command), ["erniekit", command, *words])

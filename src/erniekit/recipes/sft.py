@@ -1,0 +1,162 @@
+"""Supervised fine-tuning, full or LoRA, from config to result. Registered in recipes/__init__.py.
+
+`train` reads top to bottom: open, build, check, resume, fit, finish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.probe import probe_from
+from erniekit.config import RunConfig
+from erniekit.data.types import Batch
+from erniekit.losses.causal import causal_loss
+from erniekit.optim.adamw import AdamW
+from erniekit.recipes import doctor, finish, opening, resume
+from erniekit.recipes.build import Built, build, device_and_dtype, make_optimizer, make_schedule, open_model
+from erniekit.recipes.datasets import TrainData, eval_batches, open_data
+from erniekit.recipes.result import RunResult
+from erniekit.track import Trackers, make_trackers
+from erniekit.track.runfile import RunRecord
+from erniekit.train.eval_hook import BestRule, EvalHook
+from erniekit.train.evaluate import evaluate
+from erniekit.train.guard import FiniteGuard, Signals
+from erniekit.train.hooks import Hook
+from erniekit.train.metrics import LogHook
+from erniekit.train.save import SaveHook, Saver
+from erniekit.train.step import TrainStep
+from erniekit.train.trainer import Trainer
+
+
+def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    started = time.perf_counter()
+    output = Path(cfg.train.output_dir or "output")
+    output.mkdir(parents=True, exist_ok=True)
+    device, dtype = device_and_dtype(cfg)
+    folder, tokenizer = open_model(cfg)
+    opening.show_plan(cfg, folder, device)
+    record = RunRecord(output, command=list(command), version=opening.version())
+    with checkpoints(cfg, output) as manager, Signals() as signals, trackers_for(cfg, output, record) as trackers:
+        point = resume.find(cfg, manager)
+        data = open_data(cfg, tokenizer, output)
+        opening.show_data(data)
+        resume.check_promises(cfg, point, data)
+
+        built = build(cfg, folder, device, dtype)
+        optimizer = make_optimizer(cfg, built)
+        first = data.first_batch()
+        opening.describe(record, cfg, data, opening.show_coverage(built), device)
+        if cfg.train.doctor == "on":
+            doctor.before_training(cfg, built, optimizer, data, tokenizer, first)
+
+        saver = saver_for(cfg, manager, built, optimizer, first)
+        state = resume.restore(cfg, saver, point, data)
+        hooks = hooks_for(cfg, built, data, saver, trackers)
+        trainer = Trainer(
+            step=step_for(cfg, built, optimizer, data),
+            state=state,
+            batches_from=lambda pack: iter(data.loader(cfg, pack)),
+            max_steps=data.max_steps,
+            packs_per_step=data.packs_per_step,
+            hooks=hooks,
+            guard=FiniteGuard(cfg.train.max_bad_steps),
+            signals=signals,
+            roll_back=lambda s: resume.roll_back(saver, s),
+        )
+        trainer.fit()
+        result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
+    record.finish("finished", result.metrics, result.next_commands)
+    finish.say_goodbye(output, result, trainer)
+    return result
+
+
+def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:
+    return CheckpointManager(
+        output,
+        keep_last=cfg.checkpoint.save_total_limit,
+        keep_every=cfg.checkpoint.keep_every,
+        verify=cfg.checkpoint.verify,  # type: ignore[arg-type]
+        async_save="async_save" in cfg.checkpoint.unified_checkpoint_config,
+    )
+
+
+def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
+    return make_trackers(
+        cfg.tracking.report_to,
+        output,
+        cfg.tracking.logging_dir,
+        run_name=cfg.tracking.run_name or "",
+        config=cfg.flat(),
+        disable_tqdm=cfg.tracking.disable_tqdm,
+        explicit=cfg.given("report_to"),
+        record=record,
+    )
+
+
+def step_for(cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData) -> TrainStep:
+    return TrainStep(
+        built.model,
+        optimizer,
+        make_schedule(cfg, data.max_steps),
+        causal_loss,
+        built.device.handle,
+        cfg.optim.max_grad_norm,
+        cfg.train.compat == "erniekit",
+    )
+
+
+def saver_for(cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch) -> Saver:
+    return Saver(
+        manager,
+        built.model,
+        optimizer,
+        built.device,
+        probe_from(first, cfg.checkpoint.probe_tokens) if cfg.checkpoint.probe_tokens else None,
+        built.tensors,
+        built.write_weights,
+        built.read_weights,
+        with_optimizer=not cfg.checkpoint.ignore_save_lr_and_optim,
+        extra={"config": cfg.to_dict(), "version": opening.version()},
+    )
+
+
+def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, trackers: Trackers) -> list[Hook]:
+    """Log first, so that a step's numbers are out before its evaluation and its checkpoint."""
+    log = LogHook(
+        trackers,
+        built.device,
+        built.folder.config,
+        built.dtype,
+        cfg.tracking.logging_steps,
+        data.packs_per_step,
+        data.packs_per_epoch,
+        frozen_base=built.lora is not None,
+    )
+    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s)
+    if not data.evaluation:
+        return [log, save]
+
+    def run_evaluation() -> dict[str, float]:
+        batches = eval_batches(cfg, data.evaluation, data.pad_id)
+        limit, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
+        return evaluate(built.model, batches, causal_loss, built.device.handle, limit, compat)
+
+    def keep(trainer: Trainer) -> None:
+        """The best so far is saved now and spared by rotation until a better one comes."""
+        save.save(trainer)
+        saver.manager.protect(trainer.state.step)
+
+    on_best = keep if cfg.checkpoint.load_best_model_at_end else None
+    return [log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save]
+
+
+def best_rule(cfg: RunConfig) -> BestRule:
+    metric = cfg.checkpoint.metric_for_best_model or "eval_loss"
+    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    greater = cfg.checkpoint.greater_is_better
+    if greater is None:
+        greater = not metric.endswith(("loss", "ppl"))
+    return BestRule(metric, greater, cfg.train.early_stopping_patience, cfg.train.early_stopping_threshold)

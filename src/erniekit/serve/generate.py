@@ -1,0 +1,154 @@
+"""Text from a model in this process, piece by piece: transformers' generation loop on our weights. Used by chat.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.checkpoint.transformers_bridge import to_transformers
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.errors import DataError
+from erniekit.lora.merge import fold
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_new_tokens: int = 1024
+    min_tokens: int = 0
+    temperature: float = 0.95  # 0 always takes the likeliest token
+    top_p: float = 0.7
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_model_len: int = 2048  # prompt and answer together, in tokens
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_p == 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    ids: list[int]  # as generated, the stop token apart
+    text: str
+    stopped: str  # stop: the model ended it; length: a limit did; interrupt: the person did
+
+
+class Generator:
+    """Folds adapters into the model it is given: the answers are those of the merged export."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        config: Any = model.config
+        self.tokenizer, self.max_positions, self.vocab_size = tokenizer, config.max_positions, config.vocab_size
+        self.stop_ids = sorted({tokenizer.eos_id, tokenizer.end_id, *stop_ids})
+        self.twin: Any = to_transformers(fold(model).eval(), config)
+
+    @torch.no_grad()
+    def answer(
+        self, prompt: Sequence[int], sampling: Sampling, on_text: Callable[[str], None] = lambda text: None
+    ) -> Answer:
+        """Whole characters go to `on_text` as they come. Ctrl-C ends the answer and keeps what was said."""
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        room = min(sampling.max_model_len, self.max_positions) - len(prompt)
+        if room < 1:
+            raise DataError(
+                f"the conversation is {len(prompt)} tokens long; {len(prompt) + room} is the limit",
+                where="max_model_len" if sampling.max_model_len <= self.max_positions else "the model's positions",
+                fix="start anew with clear, or raise max_model_len (a model's own positions are its end)",
+            )
+        limit = min(sampling.max_new_tokens, room)
+        chances = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        settings = GenerationConfig(
+            max_new_tokens=limit,
+            min_new_tokens=min(sampling.min_tokens, limit) or None,
+            do_sample=not sampling.greedy,
+            repetition_penalty=sampling.repetition_penalty,
+            eos_token_id=self.stop_ids,
+            pad_token_id=self.tokenizer.pad_id,
+            **({} if sampling.greedy else chances),
+        )
+        ids = torch.tensor([list(prompt)], device=self.twin.device)
+        said = _Said(self.tokenizer, self.stop_ids, on_text)
+        stopped = ""
+        try:
+            self.twin.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList(self._processors(len(prompt), sampling)),
+                streamer=said,
+            )
+        except KeyboardInterrupt:
+            stopped = "interrupt"
+        said.flush()
+        return Answer(said.ids, said.text, stopped or ("stop" if said.ended else "length"))
+
+    def _processors(self, prompt_length: int, sampling: Sampling) -> list[Callable[..., torch.Tensor]]:
+        out: list[Callable[..., torch.Tensor]] = []
+        if self.vocab_size > self.tokenizer.vocab_size:
+            out.append(lambda ids, scores: _mask_padding(scores, self.tokenizer.vocab_size))
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            out.append(lambda ids, scores: _penalise(ids[:, prompt_length:], scores, sampling))
+        return out
+
+
+def _mask_padding(scores: torch.Tensor, known: int) -> torch.Tensor:
+    """Embedding rows beyond the tokenizer's are padding to a round size; they spell nothing."""
+    scores[:, known:] = -float("inf")
+    return scores
+
+
+def _penalise(said: torch.Tensor, scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """OpenAI's two penalties: per time a token was said, and once for having been said. said [1, n], scores [1, V]."""
+    counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+    return scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0).to(scores.dtype)
+
+
+class _Said:
+    """A streamer as transformers' loop calls it: first the prompt, then one token at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], on_text: Callable[[str], None]) -> None:
+        self.tokenizer, self.stop_ids, self.on_text = tokenizer, frozenset(stop_ids), on_text
+        self.ids: list[int] = []
+        self.text, self.ended = "", False
+        self._prompt_seen = False
+        # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's spelling
+        # may depend on the one before it (spaces, bytes of one character), never on far ones.
+        self._start = self._done = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        for id in value.flatten().tolist():
+            if id in self.stop_ids:
+                self.ended = True
+            else:
+                self.ids.append(id)
+                self._show(whole=True)
+
+    def end(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        self._show(whole=False)
+
+    def _show(self, whole: bool) -> None:
+        before = self.tokenizer.decode(self.ids[self._start : self._done])
+        now = self.tokenizer.decode(self.ids[self._start :])
+        if whole and now.endswith("\ufffd"):  # the first bytes of a character: wait for the rest
+            return
+        new = now[len(before) :]
+        self._start, self._done = self._done, len(self.ids)
+        if new:
+            self.text += new
+            self.on_text(new)

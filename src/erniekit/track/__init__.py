@@ -1,0 +1,76 @@
+"""What a user sees during and after a run: the trackers by name, and the one call that makes them.
+
+The recipes call make_trackers early (a missing package stops the run before any work), start before step 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from erniekit.log import is_main_rank
+from erniekit.registry import Registry
+from erniekit.track.base import MissingPackage, RunInfo, Tracker, Trackers
+
+if TYPE_CHECKING:
+    from erniekit.track.runfile import RunRecord
+
+TRACKERS = Registry(
+    "tracker (report_to)",
+    {
+        "console": "erniekit.track.console:ConsoleTracker",
+        "jsonl": "erniekit.track.jsonl:JsonlTracker",
+        "tensorboard": "erniekit.track.tensorboard:TensorBoardTracker",
+        "visualdl": "erniekit.track.visualdl:VisualDLTracker",
+        "wandb": "erniekit.track.wandb:WandbTracker",
+    },
+)
+ALWAYS = ("jsonl", "console")  # every run has these, whatever report_to says
+
+__all__ = ["TRACKERS", "RunInfo", "Tracker", "Trackers", "make_trackers"]
+
+
+def make_trackers(
+    report_to: Sequence[str],
+    output_dir: str | Path,
+    logging_dir: str | Path | None = None,
+    *,
+    run_name: str = "",
+    config: Mapping[str, Any] | None = None,
+    disable_tqdm: bool | None = None,
+    explicit: bool = True,
+    record: RunRecord | None = None,
+) -> Trackers:
+    """The trackers of one run, not yet started; none on ranks other than 0.
+
+    `explicit` is False when report_to is the default and not the user's wish: then a tracker whose package is
+    absent is left out instead of stopping the run. `all` means those that are installed.
+    """
+    info = RunInfo(
+        output_dir=Path(output_dir),
+        logging_dir=Path(logging_dir) if logging_dir else None,
+        name=run_name,
+        config=config or {},
+        disable_tqdm=disable_tqdm,
+    )
+    if not is_main_rank():
+        return Trackers([], info)
+    trackers: list[Tracker] = [TRACKERS.get(name)() for name in ALWAYS]
+    for name in _wanted(report_to):
+        try:
+            trackers.append(TRACKERS.get(name)())
+        except MissingPackage:
+            if explicit and "all" not in report_to:
+                raise
+    if record is not None:
+        trackers.insert(1, record)
+    return Trackers(trackers, info)
+
+
+def _wanted(report_to: Sequence[str]) -> list[str]:
+    names = [report_to] if isinstance(report_to, str) else list(report_to)
+    if "all" in names:
+        names += list(TRACKERS)
+    wanted = [name for name in names if name not in ("all", "none", *ALWAYS)]
+    return list(dict.fromkeys(wanted))

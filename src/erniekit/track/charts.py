@@ -1,0 +1,133 @@
+"""Line charts as inline SVG, readable without a script and with exact values on hover. Used by report.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from erniekit.track.curves import Curve
+from erniekit.track.units import short
+
+WIDTH, HEIGHT = 560, 230
+LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 26  # room for tick labels
+MARKERS_UP_TO = 60  # points; more would hide the line
+
+
+@dataclass(frozen=True)
+class Series:
+    """`slot` picks the colour (1 train, 2 evaluation); a faint line is the noise behind its mean."""
+
+    name: str
+    curve: Curve
+    slot: int = 1
+    faint: bool = False
+    markers: bool = False
+
+    @property
+    def look(self) -> str:
+        """Its classes in the style sheet."""
+        return f"s{self.slot} faint" if self.faint else f"s{self.slot}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values low..high of the data on pixels start..stop of the picture."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+
+def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False, note: str = "") -> str:
+    """One figure: title, legend where there is something to tell apart, picture, numbers for hover."""
+    series = [one for one in series if len(one.curve)]
+    steps = [step for one in series for step in (one.curve.steps[0], one.curve.steps[-1])]
+    values = [value for one in series for value in (min(one.curve.values), max(one.curve.values))]
+    x = Scale(*_span(min(steps), max(steps), 0.0), LEFT, WIDTH - RIGHT)
+    low, high = _span(min(values), max(values), 0.06)
+    y = Scale(0.0 if from_zero and min(values) >= 0 else low, high, HEIGHT - BOTTOM, TOP)
+    picture = "".join([_grid(x, y), *(_draw(one, x, y) for one in series)])
+    return (
+        f'<figure class="chart"><figcaption><h3>{escape(title)}</h3>{_legend(series)}</figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_spoken(title, series))}">'
+        f"{picture}"
+        f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}" hidden></line></svg>'
+        f'<div class="tip" hidden></div>{f"<p class=note>{escape(note)}</p>" if note else ""}'
+        f'<script type="application/json">{_numbers(series, x)}</script></figure>'
+    )
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) within low..high, near `about` of them."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _span(low: float, high: float, margin: float) -> tuple[float, float]:
+    if low == high:
+        reach = abs(low) * 0.1 or 1.0
+        return low - reach, high + reach
+    return low - (high - low) * margin, high + (high - low) * margin
+
+
+def _grid(x: Scale, y: Scale) -> str:
+    parts = []
+    for value in ticks(y.low, y.high, 4):
+        at = f"{y(value):.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"></line>')
+        parts.append(f'<text x="{LEFT - 8}" y="{at}" dy="0.32em" text-anchor="end">{short(value)}</text>')
+    for value in ticks(x.low, x.high, 5):
+        if value == int(value):  # half a step is no step
+            at = f"{x(value):.1f}"
+            parts.append(f'<text x="{at}" y="{HEIGHT - 8}" text-anchor="middle">{short(value)}</text>')
+    parts.append(f'<text x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.start}" y2="{y.start}"></line>')
+    return "".join(parts)
+
+
+def _draw(one: Series, x: Scale, y: Scale) -> str:
+    points = [(x(step), y(value)) for step, value in zip(one.curve.steps, one.curve.values)]
+    path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
+    drawn = f'<path class="{one.look}" d="{path}"></path>'
+    if len(points) == 1 or (one.markers and len(points) <= MARKERS_UP_TO):
+        dots = (f'<circle class="s{one.slot}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"></circle>' for px, py in points)
+        drawn += "".join(dots)
+    return drawn
+
+
+def _legend(series: Sequence[Series]) -> str:
+    if len(series) < 2:
+        return ""
+    keys = (f'<span><i class="key {one.look}"></i>{escape(one.name)}</span>' for one in series)
+    return f'<div class="legend">{"".join(keys)}</div>'
+
+
+def _spoken(title: str, series: Sequence[Series]) -> str:
+    ends = (f"{one.name} {short(one.curve.values[0])} to {short(one.curve.values[-1])}" for one in series)
+    return f"{title} over steps: " + ", ".join(ends)
+
+
+def _numbers(series: Sequence[Series], x: Scale) -> str:
+    shown = [
+        {
+            "name": one.name,
+            "look": one.look,
+            "steps": list(one.curve.steps),
+            "values": [float(f"{value:.6g}") for value in one.curve.values],
+        }
+        for one in series
+    ]
+    numbers = {"low": x.low, "high": x.high, "left": LEFT, "right": RIGHT, "width": WIDTH, "series": shown}
+    # "<" never appears in the page's script blocks, so a name cannot end one.
+    return json.dumps(numbers, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")

@@ -1,0 +1,67 @@
+"""<output_dir>/metrics.jsonl: one object for each logged step and each evaluation. On in every run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from erniekit.track.atomic import plain, replacing
+from erniekit.track.base import Kind, RunInfo, Tracker
+
+FILE = "metrics.jsonl"
+
+
+class JsonlTracker(Tracker):
+    """Floats keep every digit; NaN and infinities are null. Each line is on disk before the next step."""
+
+    name = "jsonl"
+
+    def __init__(self) -> None:
+        self._out: TextIO | None = None
+
+    def start(self, run: RunInfo) -> None:
+        path = run.output_dir / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if run.start_step > 0:
+            keep_until(path, run.start_step)
+        else:
+            path.unlink(missing_ok=True)
+        self._out = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
+        # The whole-run numbers are no step of the curve: they are in run.json and train_results.json.
+        if self._out is None or kind == "end":
+            return
+        record = {"global_step": step, **plain(metrics)}
+        self._out.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        if self._out is not None:
+            self._out.close()
+            self._out = None
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file; a line torn by a kill is passed over."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("global_step"), int):
+                yield record
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what a killed run logged after the checkpoint now resumed: those steps will be logged again."""
+    if path.is_file():
+        with replacing(path) as out:
+            for record in read(path):
+                if record["global_step"] <= step:
+                    out.write(json.dumps(record, ensure_ascii=False) + "\n")

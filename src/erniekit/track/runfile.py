@@ -1,0 +1,135 @@
+"""<output_dir>/run.json: the whole story of a run for machines and for report.html. The recipes keep it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from erniekit.log import is_main_rank
+from erniekit.track.atomic import plain, write_json
+from erniekit.track.base import Kind, RunInfo, Tracker
+
+FILE = "run.json"
+FORMAT = 1
+MAX_EVENTS = 1000  # the newest; each event rewrites the file, which must stay small
+
+
+class RunRecord(Tracker):
+    """A tracker too: handed to make_trackers it hears every event and the last numbers of the run.
+
+    Rewritten (whole or not at all) at start, at every event, on `describe` and at the end; not on `log`.
+    """
+
+    name = "run.json"
+
+    def __init__(self, output_dir: str | Path, *, command: Sequence[str] | str, version: str) -> None:
+        self.path = Path(output_dir) / FILE
+        before = read(output_dir)  # kept on a resume, dropped by start() on a fresh run
+        self._inherited = len(before.get("events", []))
+        self._story: dict[str, Any] = {
+            "format": FORMAT,
+            "command": command if isinstance(command, str) else shlex.join(command),
+            "version": version,
+            "status": "running",
+            "started": before.get("started", _now()),
+            "updated": _now(),
+            "total_steps": 0,
+            "start_step": 0,
+            "config": [],
+            "notes": [],
+            "environment": {},
+            "data": {},
+            "coverage": [],
+            "events": before.get("events", []),
+            "events_dropped": before.get("events_dropped", 0),
+            "latest": {},
+            "metrics": {},
+            "next_commands": [],
+        }
+
+    def describe(
+        self,
+        *,
+        config: Sequence[Mapping[str, Any]] | None = None,
+        notes: Sequence[Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        coverage: Any = None,
+        next_commands: Sequence[str] | None = None,
+    ) -> None:
+        """Set what is given. `config`: {key, value, origin}; `notes`: text or {key, old, new, reason}."""
+        given = dict(
+            config=config,
+            notes=notes,
+            environment=environment,
+            data=data,
+            coverage=coverage,
+            next_commands=next_commands,
+        )
+        self._story.update({name: plain(part) for name, part in given.items() if part is not None})
+        self._write()
+
+    def start(self, run: RunInfo) -> None:
+        """A resumed run keeps the start time and the events of the runs before it; they did happen."""
+        if not run.start_step:
+            del self._story["events"][: self._inherited]
+            self._inherited = 0
+            self._story.update(started=_now(), events_dropped=0)
+        self._story.update(total_steps=run.total_steps, start_step=run.start_step)
+        self._write()
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
+        if kind == "end":
+            self._story["metrics"].update(plain(metrics))
+            self._write()
+        else:
+            self._story["latest"][kind] = {"global_step": step, **plain(metrics)}
+
+    def event(self, step: int, name: str, text: str = "") -> None:
+        events = self._story["events"]
+        events.append({"time": _now(), "step": step, "name": name, "text": text})
+        excess = max(0, len(events) - MAX_EVENTS)
+        del events[:excess]
+        self._inherited = max(0, self._inherited - excess)
+        self._story["events_dropped"] += excess
+        self._write()
+
+    def finish(
+        self,
+        status: str = "finished",
+        metrics: Mapping[str, Any] | None = None,
+        next_commands: Sequence[str] | None = None,
+    ) -> None:
+        """The end, whichever it is: finished, stopped (a signal, early stop) or failed."""
+        self._story["status"] = status
+        self._story["finished"] = _now()
+        self._story["metrics"].update(plain(metrics or {}))
+        if next_commands is not None:
+            self._story["next_commands"] = list(next_commands)
+        self._write()
+
+    def close(self) -> None:
+        if self._story["status"] == "running":
+            self.finish("finished" if self._story["metrics"] else "stopped")
+
+    def _write(self) -> None:
+        if is_main_rank():
+            self._story["updated"] = _now()
+            write_json(self.path, self._story)
+
+
+def read(output_dir: str | Path) -> dict[str, Any]:
+    """The run.json of a folder; empty when there is none or it is no JSON object."""
+    try:
+        story = json.loads((Path(output_dir) / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return story if isinstance(story, dict) else {}
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,48 @@
+"""Weights & Biases (`report_to: wandb`): the same tags, the config, and a run that a resume goes on with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from erniekit.track.atomic import plain, write_text
+from erniekit.track.base import Kind, MissingPackage, RunInfo, Tracker, tagged
+
+RUN_ID_FILE = "wandb_run_id"
+
+
+class WandbTracker(Tracker):
+    name = "wandb"
+
+    def __init__(self) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingPackage(self.name, error) from None
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        id_file = run.output_dir / RUN_ID_FILE
+        resumed = id_file.read_text().strip() if run.start_step and id_file.is_file() else None
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "erniekit"),  # wandb's own variable, kept in wandb's file
+            name=run.name or run.output_dir.name,
+            id=resumed,
+            resume="allow" if resumed else None,
+            dir=str(run.output_dir),
+            config=plain(run.config),
+        )
+        write_text(id_file, f"{self._run.id}\n")
+        # Our own step axis: wandb's counter never goes back, and a resume from an earlier checkpoint does.
+        self._run.define_metric("train/global_step")
+        self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
+        self._run.log(tagged(step, metrics))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

@@ -1,0 +1,84 @@
+"""What stops or slows a run before it does harm: signals, and losses that are not numbers. Used by train/trainer.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from types import FrameType
+from typing import Any
+
+from erniekit.checkpoint.state import TrainState
+from erniekit.errors import ErnieKitError
+from erniekit.log import warn
+from erniekit.train.step import StepResult
+
+
+class Signals:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the end of the step; asking twice stops at once."""
+
+    WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self.requested_at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in self.WATCHED:
+            self._before[number] = signal.signal(number, self._on)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None:
+            os._exit(128 + number)
+        self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
+
+
+class NotFinite(ErnieKitError):
+    """Too many steps in a row gave a loss or gradient that is not a number."""
+
+    exit_code = 3
+
+
+class FiniteGuard:
+    """Counts steps that were skipped; decides when a run goes back, and when it ends."""
+
+    def __init__(self, max_bad_steps: int = 5) -> None:
+        self.max_bad_steps = max_bad_steps
+        self.bad_packs: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=32)  # (step, packs) of skipped steps
+
+    def after(self, result: StepResult, state: TrainState, packs: tuple[int, ...]) -> bool:
+        """Books the step; True when the last checkpoint should be restored and this stretch of data skipped."""
+        if result.applied:
+            state.bad_in_a_row = 0
+            return False
+        state.skipped_steps += 1
+        state.bad_in_a_row += 1
+        self.bad_packs.append((result.step, packs))
+        warn(
+            f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}: update skipped "
+            f"({state.bad_in_a_row} in a row, packs {_span(packs)})"
+        )
+        if state.bad_in_a_row < self.max_bad_steps:
+            return False
+        if state.rollbacks:
+            raise self.report(state)
+        return True
+
+    def report(self, state: TrainState) -> NotFinite:
+        where = "; ".join(f"step {step}: packs {_span(packs)}" for step, packs in self.bad_packs)
+        return NotFinite(
+            f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, also after going back once",
+            where=where,
+            fix="lower learning_rate, look at these rows of the data, or train in fp32 (compute_type: fp32)",
+        )
+
+
+def _span(packs: tuple[int, ...]) -> str:
+    return f"{min(packs)}-{max(packs)}" if packs else "none"

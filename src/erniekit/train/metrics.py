@@ -1,0 +1,96 @@
+"""The numbers of a logged step, with ERNIEKit's names: loss, rates, memory, and the share of the card's peak (MFU).
+
+Used as a hook by recipes/; everything goes to the trackers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from erniekit.devices.base import Device
+from erniekit.models.config import DecoderConfig
+from erniekit.track import Trackers
+from erniekit.train.hooks import Hook
+from erniekit.train.step import StepResult
+
+if TYPE_CHECKING:
+    from erniekit.train.trainer import Trainer
+
+
+def step_flops(c: DecoderConfig, tokens: int, trained: int, sum_squares: int, frozen_base: bool) -> float:
+    """Multiply-adds x 2, forward and backward. Causal attention is counted once (half the square), the head only
+    where it runs: on trained tokens. A frozen base (LoRA) forms no weight gradient: 4 instead of 6 per weight."""
+    per_weight = 4 if frozen_base else 6
+    in_layers = c.parameters() - c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    matmul = per_weight * (in_layers * tokens + c.vocab_size * c.hidden_size * trained)
+    return matmul + 6.0 * c.num_layers * c.num_heads * c.head_dim * sum_squares
+
+
+class LogHook(Hook):
+    """Every `every` steps: one record to the trackers. Skipped steps are events."""
+
+    def __init__(
+        self,
+        trackers: Trackers,
+        device: Device,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        every: int,
+        packs_per_step: int,
+        packs_per_epoch: int,
+        frozen_base: bool,
+        first: bool = True,
+    ) -> None:
+        self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
+        self.every, self.packs_per_step, self.packs_per_epoch = max(1, every), packs_per_step, packs_per_epoch
+        self.frozen_base, self.first = frozen_base, first
+        self._reset()
+
+    def _reset(self) -> None:
+        self._losses: list[float] = []
+        self._tokens = self._trained = self._squares = self._steps = 0
+        self._since = time.perf_counter()
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._reset()
+        self.trackers.start(total_steps=trainer.max_steps, start_step=trainer.state.step)
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._steps += 1
+        self._tokens += result.tokens
+        self._trained += result.trained_tokens
+        self._squares += result.sum_squares
+        if result.applied:
+            self._losses.append(result.loss)
+        else:
+            self.trackers.event(result.step, "skipped", f"loss {result.loss}, gradient norm {result.grad_norm}")
+        due = result.step % self.every == 0 or (self.first and result.step == 1) or result.step == trainer.max_steps
+        if due and self._losses:
+            self.trackers.log(result.step, self._record(trainer, result), "train")
+            self._reset()
+        self.trackers.advance(result.step)
+
+    def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
+        self.device.synchronise()
+        seconds = max(1e-9, time.perf_counter() - self._since)
+        loss = sum(self._losses) / len(self._losses)
+        flops = step_flops(self.config, self._tokens, self._trained, self._squares, self.frozen_base)
+        peak = self.device.peak_flops.get(self.dtype)
+        return {
+            "loss": loss,
+            "ppl": math.exp(min(loss, 700.0)),
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": self._tokens / seconds,
+            "trained_tokens_per_second": self._trained / seconds,
+            "mfu": flops / seconds / peak if peak else None,
+            **self.device.memory(),
+            "interval_runtime": seconds,
+            "interval_samples_per_second": self._steps * self.packs_per_step / seconds,
+            "interval_steps_per_second": self._steps / seconds,
+            "progress_or_epoch": trainer.state.packs / max(1, self.packs_per_epoch),
+        }

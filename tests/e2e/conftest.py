@@ -1,0 +1,68 @@
+"""A tiny real model, tiny real data, and runs in this process: no download, a second each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded dense ERNIE (144 k weights) with its tokenizer, Paddle layout."""
+    folder = tmp_path_factory.mktemp("model")
+    for source in ("dense_old", "tokenizer"):
+        for file in (paddle / source).iterdir():
+            shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded rows that are whole: 16 samples of 10 to 79 tokens at max_seq_len 96."""
+    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    good = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
+    return path
+
+
+@pytest.fixture
+def train(tiny_model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """train(output_dir, key=value, ...) -> RunResult, on the tiny model in fp32."""
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+
+    def go(output: Path, **keys: object):
+        import erniekit
+
+        values = dict(
+            model_name_or_path=tiny_model,
+            train_dataset_path=rows,
+            output_dir=output,
+            fine_tuning="Full",
+            compute_type="fp32",
+            max_seq_len=96,
+            max_steps=6,
+            learning_rate=1e-3,
+            gradient_accumulation_steps=3,
+            dataloader_num_workers=2,
+            report_to="none",
+            device="cpu",
+        )
+        return erniekit.run("train", **{**values, **keys})
+
+    return go
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def weights() -> Callable[[Path], dict[str, str]]:
+    """File name -> sha256 of everything that holds weights or optimiser state in a folder."""
+    return lambda folder: {p.name: sha(p) for p in sorted(Path(folder).glob("*.safetensors"))}

@@ -1,0 +1,88 @@
+"""Each check of the doctor, shown a run that has its fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from erniekit.errors import DataError
+from erniekit.kernels import attention as kernel
+from erniekit.recipes.doctor import DoctorError
+
+
+def test_a_sound_run_says_what_was_checked(train: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    train(tmp_path, max_steps=1)
+    said = capsys.readouterr().out
+    checks = next(line for line in said.splitlines() if line.startswith("checks"))
+    for word in ("trained", "end token", "do not see each other", "gradients reach all 20", "server", "disk", "512"):
+        assert word in checks
+    sample = next(line for line in said.splitlines() if line.startswith("sample"))
+    assert "Assistant: [" in sample, "trained tokens are marked"
+    assert "</s>]" in sample
+    start = said.splitlines().index(next(line for line in said.splitlines() if line.startswith("loss:")))
+    assert start <= 20, "about a screen before the first step"
+
+
+def test_attention_that_leaks_between_documents_is_caught(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "_per_document", lambda q, k, v, cu: kernel._causal(q, k, v))
+    with pytest.raises(DoctorError, match="leaks"):
+        train(tmp_path, max_steps=1)
+
+
+def test_a_weight_without_gradient_is_named(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from erniekit.models.layers.decoder import DecoderLayer
+
+    plain = DecoderLayer.forward
+
+    def forward(self, x, ctx):
+        return plain(self, x, ctx) if not self.mlp.down.weight.requires_grad else self.attend(x, ctx)
+
+    monkeypatch.setattr(DecoderLayer, "forward", forward)
+    with pytest.raises(DoctorError, match=r"layers\.0\.m"):
+        train(tmp_path, max_steps=1)
+
+
+def test_lora_before_its_first_step_is_no_false_alarm(train: Callable, tmp_path: Path) -> None:
+    """B is zero at the start, so A's gradient is zero too: that is how LoRA begins, not a fault."""
+    train(tmp_path, max_steps=1, fine_tuning="LoRA")
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_caught(train: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors":
+            (small / file.name).write_bytes(file.read_bytes())
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "vocab_size": 506}))
+    with pytest.raises((DoctorError, IndexError)) as caught:
+        train(tmp_path / "run", model_name_or_path=small, continue_training=False, max_steps=1)
+    assert isinstance(caught.value, DoctorError)
+    assert "512" in str(caught.value)
+
+
+def test_data_where_nothing_is_trained_stops_before_the_model_is_built(train: Callable, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"src": ["a question here"], "tgt": ["an answer there"], "label": [0]}) + "\n")
+    with pytest.raises(DataError):
+        train(tmp_path / "run", train_dataset_path=rows, max_steps=1)
+
+
+def test_answers_that_are_all_cut_have_no_trained_end(train: Callable, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    text = " ".join(["thunder"] * 400)
+    rows.write_text("".join(json.dumps({"src": ["the lamp?"], "tgt": [f"{k} {text}"]}) + "\n" for k in range(4)))
+    with pytest.raises(DoctorError, match="end token"):
+        train(tmp_path / "run", train_dataset_path=rows, overlong="truncate", max_steps=1)
+
+
+def test_doctor_off_skips_the_checks(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_per_document", lambda q, k, v, cu: kernel._causal(q, k, v))
+    train(tmp_path, max_steps=1, doctor="off")
+    assert torch.is_grad_enabled()

@@ -1,0 +1,77 @@
+"""A file of 1,000,000 rows: flat memory, tokenised once, and a first batch at once from then on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ROWS = 100_000
+LIMIT = 1.5 * 2**30  # bytes, the process and its workers together
+
+# A process of its own, so that its peak is not that of the test suite.
+SCRIPT = """
+import json, resource, sys, time
+from erniekit.data.mix import SampleOrder
+from erniekit.data.pack import PackStream
+from erniekit.data.tokenizer import load_tokenizer
+from erniekit.data import tokens
+path, folder, cache, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+told = {}
+if steps:
+    from erniekit.data.loader import BatchLoader  # torch; it has its own budget
+    tokens.tokenise_file = None  # a warm start must not get there
+began = time.monotonic()
+source = tokens.open_source(path, None, load_tokenizer(folder), max_seq_len=512, cache_dir=cache, num_proc=2)
+told |= {"samples": len(source), "cached": source.report.from_cache, "opened_s": time.monotonic() - began}
+if steps:
+    stream = PackStream(SampleOrder([len(source)], seed=23), [source.lengths], 512)
+    loader = BatchLoader(stream, [source], 4, 2, num_workers=2)
+    trained = 0
+    for number, step in enumerate(loader):
+        told.setdefault("first_batch_s", time.monotonic() - began)
+        trained += sum(batch.num_label_tokens for batch in step)
+        if number + 1 == steps:
+            break
+    loader.close()
+    told["trained"] = trained
+    began = time.monotonic()
+    last = stream.count_packs(1) - 1
+    told |= {"packs": last + 1, "in_last": len(stream[last]), "skipped_s": time.monotonic() - began}
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the largest of the two
+told["peak_bytes"] = 1024 * (peak + 2 * worker)
+print(json.dumps(told))
+"""
+
+
+def run(*args):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *map(str, args)], stdout=subprocess.PIPE, check=True)
+    print(done.stdout); return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def million(tmp_path_factory):
+    path = tmp_path_factory.mktemp("million") / "rows.jsonl"
+    with open(path, "w") as file:
+        for i in range(ROWS):
+            file.write(f'{{"src": ["{i}"], "tgt": ["no {i % 977}"]}}\n')
+    return path
+
+
+def test_a_million_rows_are_tokenised_once_in_flat_memory_and_start_at_once_after(million, paddle):
+    cache = million.parent / "cache"
+    cold = run(million, paddle / "tokenizer", cache, 0)
+    assert (cold["samples"], cold["cached"]) == (ROWS, False)
+    assert cold["peak_bytes"] < LIMIT  # 0.2 GiB measured
+    assert cold["opened_s"] < 180
+
+    warm = run(million, paddle / "tokenizer", cache, 200)
+    assert (warm["samples"], warm["cached"]) == (ROWS, True)
+    assert warm["first_batch_s"] < 5  # 0.5 s measured: the file's digest, then one window of packs
+    assert warm["peak_bytes"] < LIMIT  # 0.5 GiB measured, torch included
+    assert warm["trained"] > 0
+    assert warm["in_last"] > 0
+    assert warm["skipped_s"] < 5  # seconds of a loaded machine; 0.6 measured

@@ -1,0 +1,108 @@
+"""kill -9 at random times and at every system call of a save: nothing published is lost or torn, no loss differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from erniekit.checkpoint import manifest
+from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.errors import CheckpointError
+
+SERVER = Path(__file__).with_name("kill_server.py")
+
+# Saves without end; each is slow enough (20 files) for a kill to land inside one.
+TRAINER = """
+import sys
+from pathlib import Path
+from erniekit.checkpoint.manager import CheckpointManager
+def write(folder):
+    for i in range(20):
+        (folder / str(i)).write_bytes(bytes(50_000))
+with CheckpointManager(Path(sys.argv[1])) as manager:
+    step = 0
+    while True:
+        step += 1
+        manager.save(step, write)
+        print(step, flush=True)
+"""
+
+
+def run_server(folder: Path, kills: int, inside: int) -> dict:
+    seed = os.environ.get("FAULT_SEED", str(time.time_ns() % 1_000_000))
+    options = [str(folder), "--kills", str(kills), "--inside", str(inside), "--seed", seed]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(SERVER), *options], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"FAULT_SEED={seed}\n{done.stderr[-3000:]}"
+    return {"FAULT_SEED": seed, **json.loads((folder / "result.json").read_text())}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    """One warm server for both tests: importing torch and its optimisers takes longer than thirty kills."""
+    return run_server(tmp_path_factory.mktemp("kills"), kills=60, inside=20)
+
+
+def judge_random_kills(results: dict, kills: int, inside: int) -> None:
+    result, story = results["random"], str(results)
+    assert result["lost"] == [], story
+    assert result["torn"] == [], story
+    assert result["different"] == [], story
+    # the faults happened, and where they hurt
+    assert result["kills"] >= kills, story
+    assert result["inside"] >= inside, story
+    assert result["inside_background"] > 0, story
+    assert result["stale_locks"] >= kills // 2, story
+    assert result["runs_completed"] >= kills // 20, story
+    assert result["losses_compared"] > 30 * result["runs_completed"], story
+
+
+def test_sixty_kills_at_random_times_lose_no_checkpoint_and_change_no_loss(results):
+    judge_random_kills(results, kills=60, inside=20)
+
+
+@pytest.mark.full
+def test_six_hundred_kills_at_random_times_lose_no_checkpoint_and_change_no_loss(tmp_path):
+    judge_random_kills(run_server(tmp_path, kills=600, inside=200), kills=600, inside=200)
+
+
+def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new(results):
+    result = results["calls"]
+    for kind in ("wrong", "torn", "different", "left"):
+        assert result[kind] == [], result
+    for name, case in result["points"].items():
+        assert case["kills"] == case["points"] >= case["calls"], (name, case)  # every single point was hit
+    assert result["points"]["first save"]["calls"] >= 15
+    assert result["points"]["later save, with rotation"]["calls"] >= 20
+    assert result["resumed"] == sum(case["points"] for case in result["points"].values())
+
+
+def test_a_second_trainer_is_refused_until_the_first_is_killed_and_then_takes_over(tmp_path):
+    inside = 0
+    for trial in range(4):
+        with subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as first:
+            assert first.stdout is not None
+            saved = [int(first.stdout.readline()) for _ in range(3)][-1]
+            for _ in range(3):
+                with pytest.raises(CheckpointError, match=f"pid {first.pid} on "):
+                    CheckpointManager(tmp_path).start()
+            time.sleep(0.004 * trial)
+            first.send_signal(signal.SIGKILL)
+        inside += any(path.name.startswith((".tmp-", ".del-", ".old-")) for path in tmp_path.iterdir())
+        with CheckpointManager(tmp_path) as second:
+            newest = second.latest_good()
+            assert newest is not None
+            assert manifest.load(newest).info["step"] >= saved
+            assert not [path for path in tmp_path.iterdir() if path.name.startswith((".tmp-", ".del-", ".old-"))]
+            for path in second.list():
+                manifest.check(path)
+    assert inside >= 1  # the killed trainers did nothing but save

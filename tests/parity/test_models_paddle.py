@@ -1,0 +1,151 @@
+"""Our decoders against numbers recorded from ERNIEKit on Paddle: logits, loss, gradients and twenty optimiser steps.
+
+Tolerances are the recording's own advice: another BLAS on another machine moves logits of size 8 by up to 2e-5.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.kernels.cross_entropy import linear_cross_entropy
+from erniekit.models.names import Entry, hf_decoder_names
+from erniekit.optim.adamw import AdamW
+from erniekit.optim.groups import make_groups
+
+LOGITS = {"atol": 1e-4, "rtol": 0.0}
+LOSS = 1e-4
+NORM = 1e-4  # relative
+
+
+@pytest.fixture(scope="module")
+def dense(paddle: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    return json.loads((paddle / "dense.json").read_text()), load_file(paddle / "dense.safetensors")
+
+
+@pytest.fixture(scope="module")
+def llama(paddle: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    return json.loads((paddle / "llama.json").read_text()), load_file(paddle / "llama.safetensors")
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over supervised tokens, through the head the trainer uses. Labels come shifted."""
+    total = linear_cross_entropy(model.hidden(ids).flatten(0, 1), model.head_weight(), labels.flatten())
+    return total / (labels != -100).sum()
+
+
+def norms(entries: list[Entry], tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Norms of our fused tensors under another world's names; the second copy of a tied head has no gradient there."""
+    return {
+        name: float(part.double().norm())
+        for entry in entries
+        if not entry.copy_of
+        for name, part in zip(entry.theirs, entry.write(tensors[entry.ours]))
+    }
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", ["dense_old", "dense_new"])
+def test_dense_logits_equal_paddles_from_both_layouts(paddle, dense, layout):
+    _, numbers = dense
+    folder = ModelFolder(paddle / layout)
+    assert folder.layout == {"dense_old": "paddle", "dense_new": "hf"}[layout]
+    torch.testing.assert_close(folder.build()(numbers["input_ids"]), numbers["logits"], **LOGITS)
+
+
+def test_llama_logits_equal_paddles(paddle, llama):
+    _, numbers = llama
+    model = ModelFolder(paddle / "llama_fused").build()
+    torch.testing.assert_close(model(numbers["input_ids"]), numbers["logits"], **LOGITS)
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["running_positions", "restarting_positions"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_packed_logits_equal_paddles(paddle, dense, restart, backend):
+    _, numbers = dense
+    model = ModelFolder(paddle / "dense_old").build()
+    for layer in model.layers:
+        layer.attn.inner.backend = backend
+    lengths = numbers["packed.lengths"]
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    ids = numbers["input_ids"][:1]  # the recorded pack: the first row, cut in two documents
+    positions = torch.cat([torch.arange(int(n)) for n in lengths])[None] if restart else None
+    logits = model(ids, positions, bounds, int(lengths.max()))
+    expected = numbers["packed.logits_restarting_positions" if restart else "packed.logits"]
+    torch.testing.assert_close(logits, expected, **LOGITS)
+
+
+@pytest.mark.parametrize("layout", ["dense_old", "dense_new"])
+def test_dense_loss_and_gradient_norms_equal_paddles_under_every_name(paddle, dense, layout):
+    record, numbers = dense
+    folder = ModelFolder(paddle / layout)
+    model = folder.build()
+    loss = loss_of(model, numbers["input_ids"], numbers["labels_shifted"])
+    loss.backward()
+    assert float(loss) == pytest.approx(record["ce_loss"], abs=LOSS)
+    grads = gradients(model)
+    total = torch.stack([g.double().norm() for g in grads.values()]).norm()
+    assert float(total) == pytest.approx(record["grad_norm_total"], rel=NORM)
+    fused = norms(folder.spec.names(folder.config, "paddle"), grads)
+    assert fused == pytest.approx(record["grad_norms_fused_names"], rel=NORM)
+    assert norms(hf_decoder_names(folder.config), grads) == pytest.approx(record["grad_norms_hf_names"], rel=NORM)
+
+
+def test_dense_gradients_equal_paddles_element_by_element(paddle, dense):
+    _, numbers = dense
+    folder = ModelFolder(paddle / "dense_old")
+    model = folder.build()
+    loss_of(model, numbers["input_ids"], numbers["labels_shifted"]).backward()
+    grads = gradients(model)
+    ours = {e.theirs[0]: e.write(grads[e.ours])[0] for e in folder.entries() if not e.copy_of}
+    stored = {key.removeprefix("grad."): value for key, value in numbers.items() if key.startswith("grad.")}
+    assert len(stored) == 8
+    for name, expected in stored.items():
+        torch.testing.assert_close(ours[name], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_llama_loss_and_gradient_norms_equal_paddles(paddle, llama):
+    record, numbers = llama
+    folder = ModelFolder(paddle / "llama_fused")
+    model = folder.build()
+    loss = loss_of(model, numbers["input_ids"], numbers["labels_shifted"])
+    loss.backward()
+    assert float(loss) == pytest.approx(record["ce_loss"], abs=LOSS)
+    ours = norms(folder.entries(), gradients(model))
+    assert ours == pytest.approx(record["grad_norms_fused_names"], rel=NORM)
+
+
+def test_twenty_full_steps_follow_paddles_curve(paddle, dense):
+    record, numbers = dense
+    run = record["full_finetune"]
+    folder = ModelFolder(paddle / "dense_old")
+    model = folder.build()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimiser = AdamW(make_groups(model, run["weight_decay"]), (run["beta1"], run["beta2"]), run["epsilon"])
+    losses, grad_norms = [], []
+    for step in range(run["steps"]):
+        k = step % 4
+        loss = loss_of(model, numbers[f"train_ids.{k}"], numbers[f"train_labels_shifted.{k}"])
+        loss.backward()
+        norm = optimiser.gradient_norm()
+        optimiser.clip(norm, run["max_grad_norm"])
+        optimiser.step(run["learning_rate"])
+        optimiser.zero_grad()
+        losses.append(float(loss)), grad_norms.append(float(norm))
+    assert losses == pytest.approx(run["loss"], abs=LOSS)
+    assert grad_norms == pytest.approx(run["grad_norm_before_clip"], rel=NORM)
+    moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    changes = norms(hf_decoder_names(folder.config), moved)
+    assert changes == pytest.approx(run["final_param_change_norm_hf_names"], rel=NORM)
+    with torch.no_grad():
+        logits = model(numbers["input_ids"][:1])
+    torch.testing.assert_close(logits, numbers["logits_after_training"], **LOGITS)

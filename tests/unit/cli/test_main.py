@@ -1,0 +1,112 @@
+"""What the person at the terminal gets back: exit codes, one clear message, and no traceback unless asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from erniekit.cli import main as cli
+from erniekit.errors import DataError, Preempted
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Makes `erniekit probe` run the given function."""
+
+    def install(function):
+        monkeypatch.setattr(cli, "probe", function, raising=False)
+        monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("erniekit.cli.main:probe", "x", "x", ("x",)))
+
+    return install
+
+
+def fails_with(error):
+    def run(args):
+        raise error
+
+    return run
+
+
+def test_no_word_prints_help(capsys):
+    assert cli.main([]) == 0
+    assert "erniekit train" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_nearest_and_exits_2(capsys):
+    assert cli.main(["trein"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown command 'trein'" in err
+    assert "erniekit train" in err
+
+
+@pytest.mark.parametrize("word", ["server", "webui", "quantize", "plan", "rehearse"])
+def test_later_commands_are_refused_by_name(word, capsys):
+    assert cli.main([word, "recipe.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "not in this version" in err
+    assert f"erniekit {word}" in err
+
+
+def test_version_prints_the_banner(capsys):
+    assert cli.main(["version"]) == 0
+    out = capsys.readouterr().out
+    assert "Welcome to ErnieKit" in out
+    assert re.search(r"version : \d", out)
+    assert re.search(r"commit : (unknown|[0-9a-f]{40}(\.dirty)?)\n", out)
+
+
+def test_the_command_gets_its_words_and_gives_the_exit_code(command):
+    seen = []
+    command(lambda args: seen.extend(args) or 7)
+    assert cli.main(["probe", "a", "--b"]) == 7
+    assert seen == ["a", "--b"]
+
+
+def test_a_users_error_is_three_lines_and_exit_2(command, capsys):
+    command(fails_with(DataError("no rows", where="a.jsonl", fix="add some")))
+    assert cli.main(["probe"]) == 2
+    assert capsys.readouterr().err == "error: no rows\nwhere: a.jsonl\nfix:   add some\n"
+
+
+def test_preempted_is_75_and_interrupt_is_130(command, capsys):
+    command(fails_with(Preempted("saved step 3")))
+    assert cli.main(["probe"]) == 75
+    assert "saved step 3" in capsys.readouterr().err
+    command(fails_with(KeyboardInterrupt()))
+    assert cli.main(["probe"]) == 130
+
+
+def test_our_own_fault_is_one_line_and_a_file_with_the_traceback(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("ERNIEKIT_DEBUG", raising=False)
+    command(fails_with(ZeroDivisionError("oops")))
+    assert cli.main(["probe"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "ZeroDivisionError: oops" in err
+    path = Path(err.split("written to ")[1].strip())
+    assert "Traceback" in path.read_text()
+
+
+def test_the_crash_file_holds_no_secret(command, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    command(fails_with(ZeroDivisionError("oops")))
+    cli.main(["probe", "wandb_api_key=hush", "--wandb-api-key", "hush", "--seed", "3"])
+    (path,) = tmp_path.iterdir()
+    assert "hush" not in path.read_text()
+    assert "--seed 3" in path.read_text()
+
+
+def test_debug_shows_the_traceback(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("ERNIEKIT_DEBUG", "1")
+    command(fails_with(ZeroDivisionError("oops")))
+    assert cli.main(["probe"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_help_wins_over_the_other_words(command, capsys):
+    assert cli.main(["train", "no_such_file.yaml", "-h"]) == 0
+    assert "learning_rate" in capsys.readouterr().out

@@ -1,0 +1,118 @@
+"""Typed conversion: whatever form a value comes in, the key's declared type comes out, or a clear error."""
+
+from __future__ import annotations
+
+import pytest
+
+from erniekit.config.convert import convert
+from erniekit.config.flat import KEYS
+from erniekit.errors import ConfigError
+
+
+def value_of(name, value):
+    return convert(KEYS[name], value, "here")
+
+
+@pytest.mark.parametrize("given", ["5e-7", "5.0e-07", 5e-7, "0.0000005"])
+def test_numbers_in_any_notation_become_floats(given):
+    assert value_of("learning_rate", given) == 5e-7
+
+
+@pytest.mark.parametrize("given", [6000000, 6000000.0, "6000000.0", "6e6", "6_000_000", " 6000000 "])
+def test_whole_numbers_written_as_floats_become_ints(given):
+    out = value_of("num_samples_each_epoch", given)
+    assert out == 6_000_000
+    assert isinstance(out, int)
+
+
+def test_an_int_given_to_a_float_key_becomes_a_float():
+    assert isinstance(value_of("num_train_epochs", 1), float)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(True, True), ("1", True), (1, True), ("True", True), ("on", True), ("0", False), ("False", False), (0, False)],
+)
+def test_truth_in_any_spelling(given, expected):
+    assert value_of("recompute", given) is expected
+
+
+def test_lists_come_from_commas_spaces_brackets_or_lists():
+    assert value_of("no_recompute_layers", "[0, 4,5]") == (0, 4, 5)
+    assert value_of("no_recompute_layers", "0 4 5") == (0, 4, 5)
+    assert value_of("no_recompute_layers", [0, 4, 5]) == (0, 4, 5)
+    assert value_of("train_dataset_prob", "0.2, 0.8") == (0.2, 0.8)
+    assert value_of("train_dataset_prob", 1.0) == (1.0,)
+
+
+def test_paths_may_hold_spaces_and_in_a_list_commas():
+    assert value_of("train_dataset_path", "my data/a.jsonl, b.jsonl") == ("my data/a.jsonl", "b.jsonl")
+    assert value_of("train_dataset_path", ["odd, name.jsonl"]) == ("odd, name.jsonl",)
+
+
+def test_report_to_none_is_an_empty_list():
+    assert value_of("report_to", "none") == ()
+    assert value_of("report_to", "tensorboard,wandb") == ("tensorboard", "wandb")
+
+
+def test_the_word_none_means_no_value_where_one_may_be_missing():
+    assert value_of("output_dir", "None") is None
+    assert value_of("eval_steps", "") is None
+    assert value_of("train_dataset_path", "") == ()
+
+
+def test_an_empty_text_stays_an_empty_text():
+    assert value_of("moe_multimodal_dispatch_use_allgather", "") == ""
+
+
+def test_choices_ignore_case_and_read_yaml_booleans():
+    assert value_of("fine_tuning", "lora") == "LoRA"
+    assert value_of("doctor", False) == "off"
+    assert value_of("doctor", True) == "on"
+    assert value_of("evaluation_strategy", False) == "no"
+
+
+def test_a_mapping_may_be_written_as_text():
+    assert value_of("limit_mm_per_prompt", '{"image": 100, "video": 100}') == {"image": 100, "video": 100}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("max_steps", "three"),
+        ("max_steps", 2.5),
+        ("max_steps", True),
+        ("max_steps", None),
+        ("max_steps", [1]),
+        ("learning_rate", "nan"),
+        ("learning_rate", -1),
+        ("recompute", "maybe"),
+        ("batch_size", 0),
+        ("top_p", 1.5),
+        ("compute_type", "int3"),
+        ("seed", {"a": 1}),
+        ("model_config", "12"),
+        ("pipeline_parallel_config", "no_such_word"),
+        ("train_dataset_prob", "half"),
+        ("output_dir", ["a", "b"]),
+    ],
+)
+def test_a_wrong_type_names_the_key_the_place_what_came_and_what_is_expected(name, given):
+    with pytest.raises(ConfigError) as e:
+        value_of(name, given)
+    assert name in e.value.what
+    assert "expected" in e.value.what
+    assert e.value.where == "here"
+    assert e.value.fix
+
+
+def test_a_near_choice_is_suggested():
+    with pytest.raises(ConfigError) as e:
+        value_of("lr_scheduler_type", "cosin")
+    assert "did you mean cosine" in e.value.fix
+
+
+def test_a_secret_is_not_repeated_in_an_error():
+    with pytest.raises(ConfigError) as e:
+        value_of("wandb_api_key", {"token": "hush"})
+    assert "hush" not in str(e.value)

@@ -1,0 +1,231 @@
+"""`erniekit export`: what it finds, what it writes, what it proves, and that a failure leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from erniekit.checkpoint import manifest
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.model_writer import write_model
+from erniekit.checkpoint.probe import Probe
+from erniekit.errors import CheckpointError
+from erniekit.export.run import export, export_command
+from erniekit.lora.adapter import adapter_of, attach
+from erniekit.lora.adapter_files import read_adapter, write_adapter
+from erniekit.lora.inject import inject
+from erniekit.lora.settings import LoRASettings
+from erniekit.models.init import init_weights
+
+IDS = torch.arange(3, 27)[None]
+
+
+def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    model = ModelFolder(folder).build()
+    if adapter is not None:
+        attach(model, read_adapter(adapter, model))
+    with torch.no_grad():
+        return model(IDS)
+
+
+def test_the_command_merges_the_newest_checkpoint_and_says_what_to_type_next(
+    run: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_command([f"output_dir={run}", f"model_name_or_path={base}", "lora=True"]) == 0
+    out = run / "export"
+    want = logits(base, run / "checkpoint-10")
+    torch.testing.assert_close(logits(out), want, atol=1e-4, rtol=0)  # the tolerance the command itself states
+    assert (want - logits(base)).abs().max() > 0.1
+    said = capsys.readouterr().out
+    assert "checkpoint-10" in said
+    assert "merged logits within" in said
+    assert "the checkpoint's own probe within" in said
+    assert said.splitlines()[-1] == f"next     erniekit chat {out}"
+    assert len(said.splitlines()) <= 6
+
+
+def test_the_base_named_by_the_adapter_is_used_when_none_is_given(run: Path, base: Path) -> None:
+    assert export_command([f"output_dir={run}"]) == 0
+    assert manifest.check(run / "export").info["base"] == str(base)
+
+
+def test_an_adapter_in_output_dir_itself_goes_before_checkpoints(run: Path, base: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(run / "checkpoint-5" / name, run / name)
+    export_command([f"output_dir={run}", f"model_name_or_path={base}"])
+    torch.testing.assert_close(logits(run / "export"), logits(base, run / "checkpoint-5"), atol=1e-4, rtol=0)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    run: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = run / "checkpoint-10" / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    export_command([f"output_dir={run}", f"model_name_or_path={base}"])
+    torch.testing.assert_close(logits(run / "export"), logits(base, run / "checkpoint-5"), atol=1e-4, rtol=0)
+    assert "checkpoint-10 is damaged" in capsys.readouterr().err
+
+
+def test_an_empty_output_dir_is_an_error_with_the_key_to_set(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither an adapter nor a model") as error:
+        export_command([f"output_dir={tmp_path}"])
+    assert "output_dir" in error.value.where
+    assert error.value.fix
+
+
+def test_a_fully_trained_model_is_rewritten_bit_for_bit_in_the_layout_asked(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(base, output_dir / "checkpoint-7")
+    export_command([f"output_dir={output_dir}", "save_format=paddle"])
+    out = ModelFolder(output_dir / "export")
+    assert out.layout == "paddle"
+    want, got = ModelFolder(base).build().state_dict(), out.build().state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert "every tensor bit-identical" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddle"])
+def test_layouts_hold_the_same_merged_numbers(run: Path, base: Path, tmp_path: Path, layout: str) -> None:
+    out = export(base, run / "checkpoint-10", tmp_path / layout, layout=layout)
+    assert ModelFolder(out).layout == layout
+    torch.testing.assert_close(logits(out), logits(base, run / "checkpoint-10"), atol=1e-4, rtol=0)
+
+
+def test_tokenizer_and_generation_config_travel_and_copy_tokenizer_can_be_off(
+    run: Path, base: Path, tmp_path: Path
+) -> None:
+    with_it = export(base, run / "checkpoint-10", tmp_path / "with")
+    without = export(base, run / "checkpoint-10", tmp_path / "without", copy_tokenizer=False)
+    names = {"tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"}
+    assert names <= {f.name for f in with_it.iterdir()}
+    assert not names & {f.name for f in without.iterdir()}
+    assert (without / "generation_config.json").is_file()
+
+
+def test_shards_stay_below_the_asked_size_and_the_index_names_every_tensor(
+    run: Path, base: Path, tmp_path: Path
+) -> None:
+    out = export(base, run / "checkpoint-10", tmp_path / "out", max_shard_size=2e-4)
+    shards = sorted(out.glob("model-*-of-*.safetensors"))
+    assert len(shards) > 2
+    held = [load_file(str(f)) for f in shards]
+    assert all(sum(t.numel() * t.element_size() for t in shard.values()) <= 200_000 for shard in held)
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {name: f.name for f, shard in zip(shards, held) for name in shard}
+
+
+def test_bf16_is_merged_in_fp32_and_checked_against_measured_rounding(
+    run: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = ModelFolder(base).build(torch.bfloat16)
+    write_model(tmp_path / "half", half.config, half.state_dict().__getitem__)
+    out = export(tmp_path / "half", run / "checkpoint-10", tmp_path / "out")
+    got = ModelFolder(out).build()
+    update = read_adapter(run / "checkpoint-10", got).updates["model.layers.1.self_attn.o_proj"]
+    exact = half.layers[1].attn.out.weight.float() + update.scale * (update.B @ update.A)
+    assert torch.equal(got.layers[1].attn.out.weight, exact.to(torch.bfloat16))
+    proof = manifest.check(out).info["proof"]
+    assert 1e-4 < proof["merged"] <= proof["merged_allowed"] < 1.0  # rounding shows, and is bounded
+    assert "allowed" in capsys.readouterr().out
+
+
+def test_an_update_lost_in_bf16_rounding_is_told(
+    run: Path, base: Path, paddle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = ModelFolder(base).build(torch.bfloat16)
+    write_model(tmp_path / "half", half.config, half.state_dict().__getitem__)
+    shutil.copytree(run / "checkpoint-10", tmp_path / "tiny")
+    config = json.loads((tmp_path / "tiny" / "adapter_config.json").read_text())
+    (tmp_path / "tiny" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1e-3}))
+    export(tmp_path / "half", tmp_path / "tiny", tmp_path / "out")
+    assert "too small for this dtype" in capsys.readouterr().err
+
+
+def test_a_failed_proof_publishes_nothing_and_keeps_the_export_before(run: Path, base: Path, tmp_path: Path) -> None:
+    out = export(base, run / "checkpoint-5", tmp_path / "out")
+    before = manifest.check(out)
+    wrong = Probe(IDS, IDS.roll(-1), 0.0, torch.zeros(4, 512), "", "cpu/float32/x")
+    with pytest.raises(CheckpointError, match="as the checkpoint did when saved"):
+        export(base, run / "checkpoint-10", out, probe=wrong)
+    assert manifest.check(out) == before
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_wrong_base_is_found_by_the_checkpoints_probe(run: Path, base: Path, tmp_path: Path) -> None:
+    """Same shapes, other weights: merging works and its logits are consistent; only the saved answer can tell."""
+    other = ModelFolder(base).build()
+    init_weights(other, seed=1, std=0.1)
+    write_model(tmp_path / "other", other.config, other.state_dict().__getitem__)
+    with pytest.raises(CheckpointError, match="as the checkpoint did when saved") as error:
+        export_command([f"output_dir={run}", f"model_name_or_path={tmp_path / 'other'}"])
+    assert "model_name_or_path" in error.value.fix
+    assert not (run / "export").exists()
+
+
+def test_the_source_is_never_overwritten(base: Path) -> None:
+    with pytest.raises(CheckpointError, match="replace its own source"):
+        export(base, None, base)
+
+
+# Memory this process owns; pages of mapped files, which the system can drop, are not counted.
+PEAK = """
+import sys, threading
+from pathlib import Path
+from erniekit.export.run import export
+
+def owned():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+warm_base, warm_adapter, base, adapter, out, shard = sys.argv[1:]
+export(Path(warm_base), Path(warm_adapter), Path(out + "-warm"))  # what a first use of torch costs is not ours
+start, peak, done = owned(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, owned())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+export(Path(base), Path(adapter), Path(out), max_shard_size=float(shard))
+done.set()
+watcher.join()
+print(peak - start)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from /proc")
+def test_memory_is_bounded_by_a_shard_and_a_layer_not_by_the_model(run: Path, base: Path, tmp_path: Path) -> None:
+    """A 16-layer model of 77 MB in shards of 8 MB, merged and proven."""
+    spec = ModelFolder(base).spec
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 1024}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64, "tie_word_embeddings": True}
+    config = spec.read_config({"model_type": "ernie4_5", **shape, **heads}, "hf", False, "")
+    model = spec.build(config)
+    write_model(tmp_path / "base", config, model.state_dict().__getitem__, max_shard_size=0.008)
+    total = sum(p.numel() * 4 for p in model.parameters())
+    assert total > 75e6
+    settings = LoRASettings.resolve(rank=4)
+    inject(model, settings, seed=1)
+    write_adapter(tmp_path / "adapter", adapter_of(model, settings), model)
+    # freed blocks go back to the system at once, so that what is owned is what is in use
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    folders = (base, run / "checkpoint-10", *(tmp_path / name for name in ("base", "adapter", "out")))
+    command = [sys.executable, "-c", PEAK, *map(str, folders), "0.008"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    # a shard twice (held and being written), a layer of 5 MB, activations; the model alone would be 77 MB
+    assert int(done.stdout.split()[-1]) < 40e6
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()

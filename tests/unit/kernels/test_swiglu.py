@@ -1,0 +1,23 @@
+"""SwiGLU on the fused projection against transformers' separate gate and up, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from erniekit.kernels.swiglu import swiglu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_transformers_with_the_gate_half_first(dtype):
+    torch.manual_seed(0)
+    act = LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2)).act_fn
+    gate, up = (torch.randn(3, 5, 16).to(dtype).requires_grad_() for _ in range(2))
+    fused = torch.cat([gate, up], dim=-1).detach().requires_grad_()
+    theirs, ours = act(gate) * up, swiglu(fused)
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    upstream = torch.randn(3, 5, 16).to(dtype)
+    theirs.backward(upstream), ours.backward(upstream)
+    torch.testing.assert_close(fused.grad, torch.cat([gate.grad, up.grad], dim=-1), atol=0, rtol=0)

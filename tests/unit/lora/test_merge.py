@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.lora.adapter import LowRank, adapter_of
+from erniekit.lora.inject import base_state
+from erniekit.lora.merge import RowUpdate, fold, merged_tensor, row_updates
+from erniekit.lora.settings import LoRASettings
+
+IDS = torch.arange(20).view(2, 10)
+
+
+def test_merging_is_exact_in_fp32_and_rounds_once() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(10, 6).to(torch.bfloat16)
+    A, B = torch.randn(2, 6).to(torch.bfloat16), torch.randn(4, 2).to(torch.bfloat16)
+    exact = weight.double()
+    exact[3:7] += 0.7 * B.double() @ A.double()
+    merged = merged_tensor(weight, [RowUpdate(3, 7, LowRank(A, B, 0.7))])
+    # a product of two bf16 is exact in fp32: one rounding of the exact value, not one for each step
+    assert torch.equal(merged, exact.to(torch.bfloat16))
+    assert torch.equal(merged[:3], weight[:3])
+    assert torch.equal(merged[7:], weight[7:])
+
+
+def test_merging_leaves_the_base_tensor_alone() -> None:
+    weight = torch.zeros(4, 4)
+    merged_tensor(weight, [RowUpdate(0, 4, LowRank(torch.ones(1, 4), torch.ones(4, 1), 1.0))])
+    assert not weight.any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_a": True}, {"targets": ["k_proj", "up_proj"]}, {"rslora": True}])
+def test_a_folded_model_has_plain_linears_and_the_same_logits(ernie: nn.Module, trained, settings: dict) -> None:
+    model = trained(ernie, LoRASettings.resolve(rank=3, **settings))
+    want, names = model(IDS), list(base_state(model))
+    folded = fold(model)
+    assert list(folded.state_dict()) == names
+    # merged against two GEMMs in fp32, on logits near 10
+    torch.testing.assert_close(folded(IDS), want, atol=1e-4, rtol=0)
+
+
+def test_row_updates_name_only_the_weights_an_adapter_touches(paddle: Path, ernie: nn.Module, trained) -> None:
+    settings = LoRASettings.resolve(rank=3, targets=["v_proj", "down_proj"])
+    adapter = adapter_of(trained(ernie, settings), settings)
+    folder = ModelFolder(paddle / "dense_old")
+    with torch.device("meta"):
+        empty = folder.spec.build(folder.config)
+    updates = row_updates(empty, adapter)
+    assert updates.keys() == {f"layers.{i}.{m}.weight" for i in range(3) for m in ("attn.qkv", "mlp.down")}
+    (v,) = updates["layers.1.attn.qkv.weight"]
+    assert (v.start, v.stop) == (192, 256)

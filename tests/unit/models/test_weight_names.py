@@ -1,0 +1,140 @@
+"""The weight-name tables: exact inverses, every tensor of a model covered once, and the layouts' known traps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from erniekit.models import MODELS, find
+from erniekit.models.names import grouped_qkv
+
+SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 12,
+    "intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 6,
+}
+VARIANTS = {
+    "ernie_tied": {"model_type": "ernie4_5", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "ernie_untied_bias": {
+        "model_type": "ernie4_5",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "use_bias": True,
+    },
+    "ernie_tied_bias": {
+        "model_type": "ernie4_5",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "use_bias": True,
+    },
+    "ernie_mha": {
+        "model_type": "ernie4_5",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "use_bias": True,
+    },
+    "llama": {"model_type": "llama", "num_key_value_heads": 2},
+    "llama_tied": {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama_bias": {"model_type": "llama", "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "llama_fused": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "fuse_attention_qkv": True,
+        "fuse_attention_ffn": True,
+    },
+    "llama_fused_bias": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "fuse_attention_qkv": True,
+        "fuse_attention_ffn": True,
+    },
+}
+
+
+def model_and_entries(variant: str, layout: str):
+    raw = {**SIZES, **VARIANTS[variant]}
+    spec = find(raw)
+    config = spec.read_config(raw, layout, False, "config.json")
+    return spec.build(config), spec.names(config, layout)
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddle"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_writing_and_reading_are_exact_inverses_for_every_tensor(variant, layout):
+    model, entries = model_and_entries(variant, layout)
+    for entry in entries:
+        ours = torch.randn(model.state_dict()[entry.ours].shape)
+        assert torch.equal(entry.read([t.contiguous() for t in entry.write(ours)]), ours), entry.ours
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddle"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_tensor_of_the_model_has_one_entry_and_no_name_is_used_twice(variant, layout):
+    model, entries = model_and_entries(variant, layout)
+    assert sorted(e.ours for e in entries if not e.copy_of) == sorted(model.state_dict())
+    theirs = [name for e in entries for name in e.theirs]
+    assert len(theirs) == len(set(theirs))
+
+
+def test_a_tied_paddle_model_writes_its_head_a_second_time():
+    _, entries = model_and_entries("ernie_tied", "paddle")
+    copies = [e for e in entries if e.copy_of]
+    assert [(e.ours, e.theirs, e.copy_of) for e in copies] == [
+        ("embed.weight", ("lm_head.weight",), "ernie.embed_tokens.weight")
+    ]
+    embed = torch.randn(20, 12)
+    assert copies[0].write(embed)[0].shape == (20, 12)  # [V, H], not transposed as an untied one is
+
+
+def test_paddles_untied_head_is_transposed():
+    _, entries = model_and_entries("ernie_untied_bias", "paddle")
+    head = next(e for e in entries if e.theirs == ("lm_head.weight",))
+    assert head.write(torch.randn(20, 12))[0].shape == (12, 20)
+
+
+def test_gate_rows_come_before_up_rows_in_every_layout():
+    gate, up = torch.full((10, 12), 1.0), torch.full((10, 12), 2.0)
+    fused = torch.cat([gate, up])
+    _, hf = model_and_entries("ernie_tied", "hf")
+    entry = next(e for e in hf if e.ours == "layers.0.mlp.gate_up.weight")
+    assert entry.theirs == ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    assert torch.equal(entry.write(fused)[0], gate)
+    _, paddle = model_and_entries("ernie_tied", "paddle")
+    entry = next(e for e in paddle if e.ours == "layers.0.mlp.gate_up.weight")
+    assert torch.equal(entry.write(fused)[0], torch.cat([gate.t(), up.t()], dim=1))
+
+
+def test_grouped_qkv_goes_kv_head_by_kv_head():
+    """4 query heads, 2 kv heads of one channel: rows q0 q1 q2 q3 k0 k1 v0 v1 -> columns q0 q1 k0 v0 q2 q3 k1 v1."""
+    entry = grouped_qkv("ours", "theirs", heads=4, kv_heads=2, head_dim=1)
+    order = [0, 1, 4, 6, 2, 3, 5, 7]
+    weight = torch.arange(8.0)[:, None].expand(8, 3)
+    assert entry.write(weight)[0].shape == (3, 8)
+    assert entry.write(weight)[0][0].tolist() == order
+    assert entry.write(torch.arange(8.0))[0].tolist() == order  # a bias goes the same way
+
+
+def test_ernies_ungrouped_qkv_goes_head_by_head_and_its_grouped_one_in_blocks():
+    _, mha = model_and_entries("ernie_mha", "paddle")
+    entry = next(e for e in mha if e.ours == "layers.0.attn.qkv.bias")
+    q, k, v = (torch.arange(4).repeat_interleave(6) + 10 * n for n in (1, 2, 3))
+    columns = entry.write(torch.cat([q, k, v]))[0][::6].tolist()
+    assert columns == [10, 20, 30, 11, 21, 31, 12, 22, 32, 13, 23, 33]
+    _, gqa = model_and_entries("ernie_tied", "paddle")
+    entry = next(e for e in gqa if e.ours == "layers.0.attn.qkv.weight")
+    weight = torch.randn(48, 12)
+    assert torch.equal(entry.write(weight)[0], weight.t())
+
+
+def test_lora_targets_are_names_of_the_table():
+    for kind in MODELS:
+        spec = MODELS.get(kind)
+        variant = {"ernie4_5": "ernie_tied", "llama": "llama"}[kind]
+        _, entries = model_and_entries(variant, "hf")
+        projections = {n.split(".")[-2] for e in entries for n in e.theirs}
+        assert set(spec.lora_targets) <= projections

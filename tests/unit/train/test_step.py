@@ -1,0 +1,100 @@
+"""One optimiser step: what divides the loss, what is skipped, and what packing may not change."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from erniekit.data.collate import collate
+from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.losses.causal import causal_loss
+from erniekit.models.config import DecoderConfig
+from erniekit.models.init import init_weights
+from erniekit.models.layers.decoder import Decoder
+from erniekit.optim.adamw import AdamW
+from erniekit.optim.groups import make_groups
+from erniekit.optim.schedule import Schedule
+from erniekit.train.step import TrainStep
+
+CONFIG = DecoderConfig(
+    family="ernie4_5", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True, max_positions=128,
+)  # fmt: skip
+
+
+def model() -> Decoder:
+    built = Decoder(CONFIG)
+    init_weights(built, seed=1, std=0.3)
+    return built
+
+
+def samples(count: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    out = []
+    for _ in range(count):
+        n = int(rng.integers(3, 20))
+        ids, labels = rng.integers(3, 61, n).astype(np.int32), rng.integers(3, 61, n).astype(np.int32)
+        labels[: int(rng.integers(0, n))] = IGNORE
+        out.append(Sample(ids, labels))
+    return out
+
+
+def run(batches: list[Batch], steps: int = 3, compat: bool = False) -> tuple[Decoder, list[float]]:
+    built = model()
+    optimizer = AdamW(make_groups(built, 0.1), (0.9, 0.95), 1e-8)
+    step = TrainStep(built, optimizer, Schedule("constant", 1e-3, 99), causal_loss, torch.device("cpu"), compat=compat)
+    losses = [step(batches, k).loss for k in range(1, steps + 1)]
+    return built, losses
+
+
+def far(a: torch.nn.Module, b: torch.nn.Module) -> float:
+    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters()))
+
+
+def test_one_batch_of_eight_equals_eight_accumulated_batches_of_one() -> None:
+    rows = [Pack((s,)) for s in samples(8)]
+    whole, a = run([collate(rows)])
+    parts, b = run([collate([row]) for row in rows])
+    assert a == pytest.approx(b, abs=1e-6)
+    assert far(whole, parts) < 1e-6
+
+
+def test_under_compat_accumulation_changes_the_loss_as_it_does_in_erniekit() -> None:
+    rows = [Pack((s,)) for s in samples(8)]
+    _, a = run([collate(rows)], steps=1, compat=True)
+    _, b = run([collate([row]) for row in rows], steps=1, compat=True)
+    assert abs(a[0] - b[0]) > 1e-3
+
+
+def test_packed_rows_train_exactly_as_unpacked_ones() -> None:
+    docs = samples(6)
+    apart, a = run([collate([Pack((s,)) for s in docs])])
+    packed, b = run([collate([Pack(tuple(docs[:3])), Pack(tuple(docs[3:]))])])
+    assert a == pytest.approx(b, abs=1e-6)
+    assert far(apart, packed) < 1e-6
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    built = model()
+    optimizer = AdamW(make_groups(built, 0.1), (0.9, 0.95), 1e-8)
+
+    def broken(m: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return causal_loss(m, batch) * float("nan")
+
+    step = TrainStep(built, optimizer, Schedule("constant", 1e-2, 9), broken, torch.device("cpu"))
+    before = [p.detach().clone() for p in built.parameters()]
+    result = step([collate([Pack((samples(1)[0],))])], 1)
+    assert not result.applied and math.isnan(result.loss)
+    assert all(torch.equal(p, q) for p, q in zip(before, built.parameters()))
+    assert optimizer.gradients() == [], "no broken gradient is left for the next step"
+
+
+def test_a_micro_batch_without_labels_adds_nothing() -> None:
+    good = collate([Pack((samples(3)[2],))])
+    empty = collate([Pack((Sample(np.arange(3, 9, dtype=np.int32), np.full(6, IGNORE, dtype=np.int32)),))])
+    _, a = run([good])
+    _, b = run([good, empty])
+    assert a == b
