@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import sys
@@ -163,6 +164,15 @@ def was_killed(status: int) -> bool:
     return False
 
 
+def kill_after(pid: int, seconds: float) -> bool:
+    """False when the process came to its end before."""
+    handle = os.pidfd_open(pid)
+    select.select([handle], [], [], seconds)
+    os.close(handle)
+    os.kill(pid, signal.SIGKILL)
+    return was_killed(os.waitpid(pid, 0)[1])
+
+
 class Reference:
     """The undisturbed run: its losses, and the files of all its checkpoints."""
 
@@ -201,7 +211,7 @@ def leftovers(folder: Path) -> list[str]:
 
 def kill_at_random_times(root: Path, reference: Reference, kills: int, inside: int, seed: int) -> dict:
     """Goes on past `kills` until `inside` of them fell into a save or a deletion (at most three times as many)."""
-    rng = random.Random(seed)
+    rng, window = random.Random(seed), reference.seconds
     out = {"kills": 0, "inside": 0, "inside_background": 0, "runs_completed": 0, "stale_locks": 0, "losses_compared": 0}
     faults: dict[str, list[str]] = {"lost": [], "torn": [], "different": []}
     run = 0
@@ -211,9 +221,8 @@ def kill_at_random_times(root: Path, reference: Reference, kills: int, inside: i
         ops, background = Journal(journal), run % 2 == 1
         pid = fork(ops, functools.partial(train, folder, ops.note, STEPS, background=background))
         os.close(ops.fd)
-        time.sleep(rng.uniform(0, reference.seconds * 1.1))
-        os.kill(pid, signal.SIGKILL)
-        killed = was_killed(os.waitpid(pid, 0)[1])
+        killed = kill_after(pid, rng.uniform(0, window))
+        window *= 1.05 if killed else 0.8  # the speed of the machine changes: keep about one run in five to its end
         out["kills"] += killed
         out["inside"] += bool(killed and leftovers(folder))
         out["inside_background"] += bool(killed and background and leftovers(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -43,7 +44,7 @@ def batch_of(recorded: dict[str, Any]) -> Batch:
         labels=labels,
         positions=torch.tensor(positions).view(B, L),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        max_doc=max(b - a for a, b in zip(bounds, bounds[1:])),
+        max_doc=max(b - a for a, b in itertools.pairwise(bounds)),
         num_label_tokens=int((labels != IGNORE).sum()),
     )
 
@@ -53,7 +54,10 @@ def recorded_run(paddle: Path, name: str) -> dict[str, Any]:
 
 
 def steps_of(run: dict[str, Any]) -> list[list[Batch]]:
-    batches, per_step = [batch_of(b) for b in run["micro_batches"]], run["hyper_parameters"]["gradient_accumulation_steps"]
+    batches, per_step = (
+        [batch_of(b) for b in run["micro_batches"]],
+        run["hyper_parameters"]["gradient_accumulation_steps"],
+    )
     return [batches[i : i + per_step] for i in range(0, len(batches), per_step)]
 
 
@@ -90,7 +94,8 @@ def test_without_compat_the_same_batches_give_the_token_mean_and_a_first_step_th
     result = step(micro, 1)
     assert result.loss == pytest.approx(sum(sums) / sum(b.num_label_tokens for b in micro), abs=1e-5)
     assert result.loss != pytest.approx(run["loss"][0], abs=CURVE), "this step's micro-batches differ in trained tokens"
-    assert result.learning_rate > 0 and not torch.equal(before, model.embed.weight)
+    assert result.learning_rate > 0
+    assert not torch.equal(before, model.embed.weight)
 
 
 def test_recorded_20_step_full_curve_is_reproduced(paddle: Path) -> None:

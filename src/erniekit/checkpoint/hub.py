@@ -20,9 +20,7 @@ DOWNLOAD = {
 def resolve_model(name: str | None, hub: str | None = None) -> Path:
     """A folder as typed, or the newest cached snapshot of a hub id."""
     if not name:
-        raise CheckpointError(
-            "no model given", where="model_name_or_path", fix="set it to a folder or a hub id"
-        )
+        raise CheckpointError("no model given", where="model_name_or_path", fix="set it to a folder or a hub id")
     folder = Path(name).expanduser()
     if _is_model(folder):
         return folder
@@ -46,9 +44,7 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
 
 def _cached_snapshot(name: str) -> Path | None:
     """The Hugging Face cache keeps models--owner--name/{refs/main,snapshots/<commit>}."""
-    home = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME") or "~/.cache/huggingface", "hub"
-    )
+    home = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or "~/.cache/huggingface", "hub")
     repo = Path(home).expanduser() / ("models--" + name.replace("/", "--"))
     main = repo / "refs" / "main"
     found = [repo / "snapshots" / main.read_text().strip()] if main.is_file() else []

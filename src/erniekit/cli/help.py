@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 from erniekit import __version__
-from erniekit.config.convert import expected
-from erniekit.config.field import Key
-from erniekit.config.flat import KEYS, canonical, suggest
-from erniekit.config.inert import INERT
-from erniekit.config.later import COMMANDS as LATER_COMMANDS
-from erniekit.config.note import shown
-from erniekit.config.sections import SECTIONS
-from erniekit.errors import ConfigError
-from erniekit.registry import nearest
+from erniekit.cli.main import COMMANDS
+
+if TYPE_CHECKING:
+    from erniekit.config.field import Key
 
 WIDTH = 112
 
@@ -29,38 +24,30 @@ def help_command(args: list[str]) -> int:
 
 
 def help_lines(args: list[str]) -> list[str]:
-    """The lines for `help [COMMAND] [all | SECTION | KEY]`."""
-    from erniekit.cli.main import COMMANDS
-
+    """The lines for `help [COMMAND] [all | SECTION | KEY]`; the keys are imported only when they are shown."""
     if not args:
         return _overview()
-    word, *rest = args
-    topic = rest[0] if rest else ""
-    if word in LATER_COMMANDS:
-        what, today = LATER_COMMANDS[word]
-        return [f"erniekit {word}: {what}; not in this version", f"today: {today}"]
-    if word not in COMMANDS:
-        topic, word = word, "train"
-    if not topic:
+    word, *rest = args if args[0] in COMMANDS else ["train", *args]
+    if not rest:
         return _of_command(word)
-    if topic == "all":
+    from erniekit.config.sections import SECTIONS
+
+    if rest[0] == "all":
         return _all_keys()
-    if topic in SECTIONS:
-        return _of_section(topic)
-    return _of_key(topic)
+    return _of_section(rest[0]) if rest[0] in SECTIONS else _of_key(rest[0])
 
 
 def _overview() -> list[str]:
-    from erniekit.cli.main import COMMANDS
-
     out = [f"erniekit {__version__}: train, export and talk to ERNIE-4.5 and Llama class models", ""]
     last = ""
     for name, command in COMMANDS.items():
         group = command.group if command.group != last else ""
         last = command.group
-        out.append(f"  {group:<6} {name:<10} {command.about}")
-    out += [
-        f"  {'later':<6} {', '.join(LATER_COMMANDS)}",
+        if command.target:
+            out.append(f"  {group:<6} {name:<10} {command.about}")
+    return [
+        *out,
+        f"  {'later':<6} {', '.join(name for name, c in COMMANDS.items() if not c.target)}",
         "",
         "the first five minutes",
         "  erniekit demo",
@@ -72,20 +59,19 @@ def _overview() -> list[str]:
         "A run is keys: in a YAML or JSON file, as --key value, as key=value, or all three; the last one wins.",
         "More: erniekit COMMAND --help, erniekit train --help all, erniekit train --help KEY",
     ]
-    return out
 
 
 def _of_command(name: str) -> list[str]:
-    from erniekit.cli.main import COMMANDS
-
     command = COMMANDS[name]
-    out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage), ""]
+    if not command.target:
+        return [f"erniekit {name}: {command.about}; not in this version", f"today: {command.usage[0]}"]
+    out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
     if name in ("version", "help"):
-        return out[:-1]
-    keys = [KEYS[k] for k in command.keys] or [
-        k for k in KEYS.values() if k.basic and k.section not in ("export", "serve")
-    ]
-    out += _table(keys)
+        return out
+    from erniekit.config.flat import KEYS
+
+    basic = [k.name for k in KEYS.values() if k.basic and k.section not in ("export", "serve")]
+    out += ["", *_table(KEYS[key] for key in command.keys or basic)]
     return [*out, "", "erniekit train --help all lists every key, --help KEY explains one."]
 
 
@@ -105,6 +91,8 @@ def _table(keys: Iterable[Key], whole: bool = False) -> list[str]:
 
 
 def _default(k: Key) -> str:
+    from erniekit.config.note import shown
+
     text = "-" if k.default is None or k.default == () else shown(k.default)
     return text if len(text) <= 12 else text[:9] + "..."
 
@@ -118,6 +106,9 @@ def _brief(text: str, room: int) -> str:
 
 
 def _all_keys() -> list[str]:
+    from erniekit.config.inert import INERT
+    from erniekit.config.sections import SECTIONS
+
     out = ["every key, its default and what it does", ""]
     for section in SECTIONS:
         out += [*_of_section(section), ""]
@@ -126,11 +117,22 @@ def _all_keys() -> list[str]:
 
 
 def _of_section(section: str) -> list[str]:
+    from importlib import import_module
+
+    from erniekit.config.flat import KEYS
+    from erniekit.config.sections import SECTIONS
+
     about = (import_module(SECTIONS[section].__module__).__doc__ or "").splitlines()[0]
     return [about, *_table([k for k in KEYS.values() if k.section == section], whole=True)]
 
 
 def _of_key(topic: str) -> list[str]:
+    from erniekit.config.convert import expected
+    from erniekit.config.flat import INERT, KEYS, canonical, suggest
+    from erniekit.config.sections import SECTIONS
+    from erniekit.errors import ConfigError
+    from erniekit.registry import nearest
+
     name = canonical(topic.lstrip("-"))
     if name in INERT:
         return [f"{name}: accepted without effect", f"  {INERT[name]}"]

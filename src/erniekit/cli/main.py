@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 
-from erniekit.errors import ConfigError, ErnieKitError, Preempted
+from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
 
 
 @dataclass(frozen=True)
 class Command:
     """`target` is imported on use and called with the words after the command; it returns the exit code."""
 
-    target: str
+    target: str  # empty: of a later version, and `usage` says what to use today
     group: str
     about: str
     usage: tuple[str, ...]
@@ -100,6 +100,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
+    "server": Command("", "later", "the OpenAI-compatible server", ("talk to the model with `erniekit chat DIR`",)),
+    "webui": Command("", "later", "the web page", ("`erniekit train RECIPE` does what its train page would",)),
+    "quantize": Command("", "later", "quantisation after training", ("`erniekit export` writes bf16 weights",)),
+    "plan": Command("", "later", "the planner of memory and time", ("`erniekit doctor RECIPE` checks one device",)),
+    "rehearse": Command(
+        "", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it on one device",)
+    ),
 }
 
 
@@ -133,22 +140,20 @@ def _dispatch(args: list[str]) -> int:
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]
+    if not COMMANDS[word].target:
+        what, today = COMMANDS[word].about, COMMANDS[word].usage[0]
+        raise LaterError(f"not in this version: {what}", where=f"erniekit {word}", fix=today)
     module, _, attr = COMMANDS[word].target.partition(":")
     return int(getattr(import_module(module), attr)(rest) or 0)
 
 
-def _unknown(word: str) -> ErnieKitError:
-    from erniekit.config.later import COMMANDS as LATER
-    from erniekit.config.later import refuse_command
+def _unknown(word: str) -> ConfigError:
     from erniekit.registry import nearest
 
-    if word in LATER:
-        return refuse_command(word)
-    near = nearest(word, [*COMMANDS, *LATER])
-    if not near and word.endswith((".yaml", ".yml", ".json")):
+    near = nearest(word, list(COMMANDS))
+    fix = f"did you mean erniekit {near[0]}?" if near else "erniekit help lists the commands"
+    if word.endswith((".yaml", ".yml", ".json")):
         fix = f"did you mean erniekit train {word}?"
-    else:
-        fix = f"did you mean erniekit {near[0]}?" if near else "erniekit help lists the commands"
     return ConfigError(f"unknown command {word!r}", where="command line", fix=fix)
 
 

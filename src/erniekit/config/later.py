@@ -1,4 +1,4 @@
-"""The one list of what a later version brings: accepted in every recipe, and refused by name when it is run.
+"""The one list of what a later version brings to a run: accepted in every recipe, refused by name when it is run.
 
 `later(cfg)` says what a run would need; the recipes call `refuse_later(cfg)` before they start any work.
 """
@@ -16,14 +16,6 @@ from erniekit.errors import LaterError
 
 if TYPE_CHECKING:
     from erniekit.config.run import RunConfig
-
-COMMANDS = {
-    "server": ("the OpenAI-compatible server", "talk to the model with `erniekit chat DIR`"),
-    "webui": ("the web page", "`erniekit train RECIPE` does what its train page would"),
-    "quantize": ("quantisation after training", "`erniekit export` writes bf16 weights"),
-    "plan": ("the planner of memory and time", "`erniekit doctor RECIPE` checks one device"),
-    "rehearse": ("the rehearsal of a large run", "`erniekit train RECIPE max_steps=3` tries it on one device"),
-}
 
 
 @dataclass(frozen=True)
@@ -137,8 +129,3 @@ def refuse_later(cfg: RunConfig, command: str | None = None) -> None:
             where=", ".join(f"{i.key}={shown(i.value)} ({os.path.basename(i.origin)})" for i in stops),
             fix="; ".join(f"{i.key}: {i.today}" for i in stops),
         )
-
-
-def refuse_command(command: str) -> LaterError:
-    what, today = COMMANDS[command]
-    return LaterError(f"not in this version: {what}", where=f"erniekit {command}", fix=today)

@@ -138,7 +138,8 @@ class PackStream:
         return self._windows[window]
 
     def _window(self, start: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray, list[int], int]:
-        """The window at position `start`: its samples' sources and indices, their bins, positions taken (`most`)."""
+        """The window at position `start`, of `most` positions at most: its samples' sources and indices, their bins,
+        and the positions it takes."""
         left = min(self._epoch - start % self._epoch, most or self._epoch)
         count = min(self.buffer_size, left)
         while True:

@@ -88,7 +88,7 @@ class Chunk:
     rows: int
     main: Arrays
     later: Arrays  # second forms (see compat.py)
-    # compat only, per conversation, its two forms: index into main, or -2 - index into later, or -1 where it was dropped
+    # compat only, per conversation its two forms: index into main, or -2 - index into later, or -1 where dropped
     forms: list[tuple[int, int]] = field(default_factory=list)
     bad: list[Told] = field(default_factory=list)
     dropped: list[Told] = field(default_factory=list)

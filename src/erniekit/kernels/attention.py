@@ -5,6 +5,8 @@ Called by models/layers/attention.py. B batch, L length, N heads, D head_dim, T 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -72,10 +74,12 @@ def _varlen(
     repeat = q.shape[2] // k.shape[2]
     # torch 2.11's varlen_attn has no enable_gqa; FlashAttention-2 itself takes fewer kv heads.
     flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
-    options = {"enable_gqa": True} if repeat > 1 and _varlen_knows_gqa() else {}
+    options: dict[str, Any] = {"enable_gqa": True} if repeat > 1 and _varlen_knows_gqa() else {}
     if repeat > 1 and not options:
         flat_k, flat_v = (t.repeat_interleave(repeat, dim=1) for t in (flat_k, flat_v))
-    out = varlen_attn(flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **options)
+    out: Any = varlen_attn(
+        flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **options
+    )
     return out.view_as(q)
 
 

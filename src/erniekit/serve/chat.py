@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -50,8 +49,9 @@ def chat_command(args: list[str]) -> int:
 
 def chat(folder: str | Path, settings: ChatSettings, input_stream: TextIO, output: TextIO) -> int:
     """Turns until `exit`, the end of the input, or Ctrl-C twice."""
-    talk, line = _open(folder, settings)
-    print(f"{line}\n{WORDS}", file=output, flush=True)
+    print(f"loading {folder}", file=output, flush=True)
+    talk, opened = _open(folder, settings)
+    print(f"{opened}; {WORDS}", file=output, flush=True)
     interrupts = 0
     while interrupts < 2:
         try:
@@ -153,7 +153,6 @@ def _open(folder: str | Path, settings: ChatSettings) -> tuple[Talk, str]:
     from erniekit.data.tokenizer import load_tokenizer
     from erniekit.serve.generate import Generator
 
-    started = time.perf_counter()
     found = find_model(folder, settings.base)
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else found.tokenizer()
     model = found.build(DTYPES[settings.dtype] if settings.dtype else None, settings.device)
@@ -161,8 +160,7 @@ def _open(folder: str | Path, settings: ChatSettings) -> tuple[Talk, str]:
     generator = Generator(model, tokenizer, _stop_ids(found))
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
-    took = time.perf_counter() - started
-    return Talk(generator, settings), f"{found.describe()}, {kind} on {settings.device}, loaded in {took:.1f} s"
+    return Talk(generator, settings), f"{found.describe()}, {kind} on {settings.device}"
 
 
 def _stop_ids(found: Found) -> list[int]:

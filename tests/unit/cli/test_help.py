@@ -11,7 +11,6 @@ import pytest
 from erniekit.cli.help import help_lines
 from erniekit.cli.main import COMMANDS
 from erniekit.config.flat import INERT, KEYS
-from erniekit.config.later import COMMANDS as LATER
 from erniekit.errors import ConfigError
 
 PROBE = """
@@ -42,7 +41,7 @@ def test_help_answers_within_three_tenths_of_a_second(args):
 
 
 def test_every_short_help_fits_a_screen():
-    for args in ([], *([name] for name in (*COMMANDS, *LATER))):
+    for args in ([], *([name] for name in COMMANDS)):
         lines = help_lines(args)
         assert 1 <= len(lines) <= 40, args
         assert max(map(len, lines)) <= 120, args
@@ -51,7 +50,7 @@ def test_every_short_help_fits_a_screen():
 
 def test_the_overview_names_every_command_and_what_is_to_come():
     text = "\n".join(help_lines([]))
-    for name in (*COMMANDS, *LATER):
+    for name in COMMANDS:
         assert name in text
 
 

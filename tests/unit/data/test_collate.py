@@ -34,6 +34,15 @@ def test_rows_are_documents_end_to_end_then_padding_as_a_document_of_its_own():
     assert {str(t.dtype) for t in (batch.input_ids, batch.labels, batch.positions)} == {"torch.int64"}
 
 
+def test_what_metrics_and_attention_need_leaves_padding_out():
+    two = collate([Pack((sample(1, 2, 3), sample(4, 5))), Pack((sample(6),))])
+    assert (two.num_tokens, two.sum_squares, two.packed) == (6, 9 + 4 + 1, True)
+    assert two.documents() is two.cu_seqlens
+    alone = collate([Pack((sample(1, 2, 3),)), Pack((sample(6),))])
+    assert not alone.packed
+    assert alone.documents() is None
+
+
 def test_a_full_row_has_no_padding_document():
     batch = collate([Pack((sample(*range(8)),))], pad_multiple=8)
     assert batch.cu_seqlens.tolist() == [0, 8]

@@ -157,6 +157,15 @@ def test_whatever_decides_the_tokens_decides_the_cache(tmp_path, opened, change,
     assert len(folders(tmp_path)) == 2
 
 
+def test_a_change_of_the_code_that_makes_tokens_makes_another_cache(tmp_path, opened, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [row(1)])
+    opened(path)
+    for name in tokens._RULES:
+        assert list(Path(tokens.__file__).parent.glob(name)), name
+    monkeypatch.setattr(tokens, "_rules", lambda: "another release")
+    assert not opened(path).report.from_cache
+
+
 def test_bad_rows_are_all_listed_with_file_line_and_reason(tmp_path, opened):
     rows = [row(i) for i in range(200)]
     rows[3], rows[50], rows[199] = "{", {"src": ["x"], "tgt": ["y", "z"]}, {"src": [""], "tgt": ["y"]}

@@ -102,7 +102,8 @@ def test_a_missing_moment_is_named() -> None:
 def test_norms_and_biases_are_not_decayed_and_layers_can_learn_at_their_own_rate() -> None:
     groups = make_groups(tiny(), 0.1, layerwise_bound=0.5)
     by_name = {n: g for g in groups for n in g.names}
-    assert by_name["norm.weight"].weight_decay == 0 and by_name["layers.0.bias"].weight_decay == 0
+    assert by_name["norm.weight"].weight_decay == 0
+    assert by_name["layers.0.bias"].weight_decay == 0
     assert by_name["layers.0.weight"].weight_decay == 0.1
     assert by_name["embed.weight"].lr_scale == 0.5
     assert by_name["layers.1.weight"].lr_scale == 0.5 + 2 / 4 * 0.5
@@ -114,5 +115,6 @@ def test_frozen_parameters_have_no_group() -> None:
     model = tiny()
     model.embed.weight.requires_grad_(False)
     names = [n for g in make_groups(model, 0.1) for n in g.names]
-    assert "embed.weight" not in names and "layers.0.weight" in names
+    assert "embed.weight" not in names
+    assert "layers.0.weight" in names
     assert isinstance(make_groups(model, 0.1)[0], Group)

@@ -27,7 +27,8 @@ def test_the_first_update_has_a_learning_rate_and_warmup_ends_at_the_peak() -> N
     schedule = Schedule("cosine", 1e-3, 100, 4)
     rates = [schedule.for_update(k) for k in range(1, 7)]
     assert rates[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
-    assert rates[4] == pytest.approx(1e-3) and rates[5] < 1e-3
+    assert rates[4] == pytest.approx(1e-3)
+    assert rates[5] < 1e-3
 
 
 def test_compat_runs_the_first_update_at_zero_as_erniekit_does() -> None:
@@ -37,7 +38,8 @@ def test_compat_runs_the_first_update_at_zero_as_erniekit_does() -> None:
 
 def test_decay_ends_where_decay_steps_says() -> None:
     schedule = Schedule("cosine", 1e-3, 100, 0, min_lr=1e-4, decay_steps=50)
-    assert schedule.at(50) == pytest.approx(1e-4) and schedule.at(99) == pytest.approx(1e-4)
+    assert schedule.at(50) == pytest.approx(1e-4)
+    assert schedule.at(99) == pytest.approx(1e-4)
 
 
 def test_no_update_of_a_linear_run_is_wasted_at_zero() -> None:

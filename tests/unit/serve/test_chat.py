@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from erniekit.api_load import load
 from erniekit.cli.main import main
 from erniekit.config import load as load_config
 from erniekit.errors import ConfigError
 from erniekit.serve import chat as chat_module
 from erniekit.serve.chat import ChatSettings, Talk, _own_flags, ask, chat, choose_folder, settings_from
-from erniekit.serve.generate import Sampling
+from erniekit.serve.generate import Generator, Sampling
 
 GREEDY = Sampling(max_new_tokens=24, temperature=0)
 QUIET = ChatSettings(GREEDY)
@@ -26,9 +27,9 @@ def talk(folder: Path, typed: str, settings: ChatSettings = QUIET) -> str:
     """What the screen shows after the two opening lines."""
     output = io.StringIO()
     assert chat(folder, settings, io.StringIO(typed), output) == 0
-    opening, words, rest = output.getvalue().split("\n", 2)
-    assert str(folder) in opening
-    assert words == chat_module.WORDS
+    loading, opened, rest = output.getvalue().split("\n", 2)
+    assert loading == f"loading {folder}"
+    assert opened == f"{folder}, float32 on cpu; {chat_module.WORDS}"
     return rest
 
 
@@ -75,38 +76,24 @@ def test_prompt_prints_the_answer_and_nothing_else(talker):
     assert output.getvalue() == "Paris.\n"
 
 
-class FakeGenerator:
-    """Answers with what it was asked: shows which ids a conversation sends."""
+class Recording(Generator):
+    """Notes what each answer was generated from."""
 
-    def __init__(self, tokenizer) -> None:
-        self.tokenizer, self.asked = tokenizer, []
-
-    def answer(self, prompt, sampling, on_text):
-        from erniekit.serve.generate import Answer
-
-        self.asked.append(self.tokenizer.decode(prompt, skip_special=False))
-        on_text("yes")
-        return Answer([], "yes", "stop")
+    def answer(self, prompt, *args):
+        self.__dict__.setdefault("asked", []).append(self.tokenizer.decode(prompt, skip_special=False))
+        return super().answer(prompt, *args)
 
 
-@pytest.fixture
-def fake(paddle):
-    from erniekit.data.tokenizer import load_tokenizer
-
-    return FakeGenerator(load_tokenizer(paddle / "tokenizer"))
-
-
-def test_history_and_system_text_go_into_the_next_prompt(fake):
-    conversation = Talk(fake, ChatSettings(GREEDY, system="Be brief."))
-    conversation.say("one", lambda piece: None)
-    conversation.say("two", lambda piece: None)
-    assert fake.asked[0] == "<|begin_of_sentence|>Be brief.\nUser: one\nAssistant: "
-    assert fake.asked[1] == (
-        "<|begin_of_sentence|>Be brief.\nUser: one\nAssistant: yes<|end_of_sentence|>User: two\nAssistant: "
-    )
+def test_history_and_system_text_go_into_the_next_prompt(talker):
+    generator = Recording(*load(talker))
+    conversation = Talk(generator, ChatSettings(GREEDY, system="Be brief."))
+    first, _, _ = (conversation.say(text, lambda piece: None).text for text in ("one", "two", "x"))
+    start = "<|begin_of_sentence|>Be brief.\nUser: one\nAssistant: "
+    assert generator.asked[0] == start
+    assert generator.asked[1] == f"{start}{first}<|end_of_sentence|>User: two\nAssistant: "
     conversation.clear()
     conversation.say("three", lambda piece: None)
-    assert fake.asked[2] == "<|begin_of_sentence|>Be brief.\nUser: three\nAssistant: "
+    assert generator.asked[3] == "<|begin_of_sentence|>Be brief.\nUser: three\nAssistant: "
 
 
 class Typist(io.StringIO):

@@ -1,0 +1,302 @@
+"""`erniekit demo`: the whole single-device path on a tiny model, offline, each stage with its proof.
+
+Called by cli/main.py. Reads top to bottom; a stage is what a user can type, and its log is in the demo's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from erniekit.demo.other_stack import OtherStack
+from erniekit.demo.victim import Victim
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.log import paint, say
+
+MARK = ".made-by-erniekit-demo"
+ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seconds
+STEPS, SAVE_STEPS, KILL_AFTER = 40, 10, 14
+LORA_STEPS = 20
+QUESTION = "Who are you?"
+WIDTH = 104  # columns before the clock
+
+
+class ProofFailed(ErnieKitError):
+    """A stage did not do what it says."""
+
+    exit_code = 1
+
+
+def demo_command(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="erniekit demo", description="The whole path on a tiny model, offline.")
+    parser.add_argument("--dir", default="erniekit-demo", help="where everything goes; an older demo there is replaced")
+    root = take_folder(Path(parser.parse_args(args).dir))
+    say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
+    say(f"Offline, on the CPU. Files and logs: {root}/. On the right, seconds since the start.\n")
+    began = time.perf_counter()
+    other = OtherStack(root / "logs" / "transformers.log")
+    try:
+        run_stages(root, other, began)
+    finally:
+        other.close()
+    say(paint("every proof holds", "green", "bold") + "\n")
+    say("\n".join(next_lines(root)))
+    return 0
+
+
+def take_folder(root: Path) -> Path:
+    """An empty folder, or that of an older demo, which goes; anything else is somebody's work."""
+    if root.exists() and not (root / MARK).is_file() and (not root.is_dir() or any(root.iterdir())):
+        raise ConfigError(f"{root} is in use and not by a demo", where="--dir", fix="name another folder: --dir DIR")
+    shutil.rmtree(root, ignore_errors=True)
+    for name in ("data", "logs"):
+        (root / name).mkdir(parents=True)
+    (root / MARK).touch()
+    return root
+
+
+def run_stages(root: Path, other: OtherStack, began: float) -> None:
+    import torch
+
+    from erniekit.demo.tiny import make_tiny_model
+
+    def show(name: str, proof: str) -> None:
+        say(f"{paint(f'{name:<8}', 'cyan')} {proof:<{WIDTH}} {time.perf_counter() - began:5.1f}")
+
+    # The same run twice: here, and side by side in a process that will not live to its end.
+    words = sft_words(root, root / "killed")
+    victim = Victim(["train", *words], root / "killed", root / "logs" / "killed.log")
+    threads = torch.get_num_threads()
+    # Runs are bit-identical only with equal numbers of threads; for so small a model one is fastest, too.
+    torch.set_num_threads(1)
+    try:
+        write_data(root)
+        make_tiny_model(root / "model")
+        show("model", describe(root / "model"))
+
+        killing = victim.start_and_kill(KILL_AFTER)
+        train(sft_words(root, root / "sft"), root / "logs" / "sft.log")
+        show("SFT", loss_fell(root / "sft", STEPS, root / "data" / "sft.jsonl"))
+        killing.join()
+        show("kill -9", was_killed(victim))
+
+        again = victim.start()
+        train(lora_words(root), root / "logs" / "lora.log")
+        again.wait()
+        show("resume", same_bits(victim, root / "sft"))
+        learnt = loss_fell(root / "lora", LORA_STEPS, root / "data" / "persona.jsonl")
+        show("LoRA", f"{learnt}; {share_trained(root / 'lora')}")
+
+        export(root / "lora", root / "logs" / "export.log")
+        show("merge", merged(root / "lora" / "export"))
+        reloaded, before, after = in_transformers(root, other)
+        show("reload", reloaded)
+        show("ask", f'"{QUESTION}" Before LoRA: "{before}"')
+        show("", f'{"":{len(QUESTION)}}   Now: "{after}"')
+    finally:
+        victim.close()
+        torch.set_num_threads(threads)
+
+
+# ---- what is run: the words a user would type
+
+
+def sft_words(root: Path, output: Path) -> list[str]:
+    return [
+        f"model_name_or_path={root / 'model'}",
+        f"train_dataset_path={root / 'data' / 'sft.jsonl'}",
+        f"output_dir={output}",
+        "fine_tuning=Full",
+        "learning_rate=6e-3",
+        "warmup_steps=5",
+        f"max_steps={STEPS}",
+        f"save_steps={SAVE_STEPS}",
+        *shared_words(root),
+    ]
+
+
+def lora_words(root: Path) -> list[str]:
+    return [
+        f"model_name_or_path={root / 'sft'}",
+        f"train_dataset_path={root / 'data' / 'persona.jsonl'}",
+        f"output_dir={root / 'lora'}",
+        "fine_tuning=LoRA",
+        "lora_rank=8",
+        "learning_rate=2e-2",
+        f"max_steps={LORA_STEPS}",
+        *shared_words(root),
+    ]
+
+
+def shared_words(root: Path) -> list[str]:
+    return [
+        "lr_scheduler_type=cosine",
+        "adam_beta2=0.95",
+        "max_seq_len=512",
+        "compute_type=fp32",
+        "device=cpu",
+        "report_to=none",
+        "dataset_num_proc=1",
+        f"cache_dir={root / 'cache'}",
+    ]
+
+
+def train(words: Sequence[str], log: Path) -> None:
+    from erniekit.config import load
+    from erniekit.recipes.run import run_train
+
+    with logged("train", words, log):
+        run_train(load(list(words), "train"), ["erniekit", "train", *words])
+
+
+def export(output: Path, log: Path) -> None:
+    from erniekit.config import load
+    from erniekit.export.run import run_export
+
+    words = [str(output)]
+    with logged("export", words, log):
+        run_export(load(words, "export"))
+
+
+@contextmanager
+def logged(command: str, words: Sequence[str], log: Path) -> Iterator[None]:
+    with log.open("w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
+        print(f"$ erniekit {command} {' '.join(words)}", flush=True)
+        yield
+
+
+def write_data(root: Path) -> None:
+    from erniekit.demo.tiny import PERSONA, TRAIN
+
+    rows = TRAIN.read_text(encoding="utf-8").splitlines(keepends=True)
+    (root / "data" / "sft.jsonl").write_text("".join(rows[:ROWS]), encoding="utf-8")
+    shutil.copyfile(PERSONA, root / "data" / "persona.jsonl")
+
+
+# ---- what is proven: each gives the text of its line or raises
+
+
+def require(holds: bool, what: str, where: Path) -> None:
+    if not holds:
+        raise ProofFailed(
+            f"the demo's proof failed: {what}", where=str(where), fix="report it with this folder's logs/"
+        )
+
+
+def describe(folder: Path) -> str:
+    from erniekit.checkpoint.model_folder import ModelFolder
+    from erniekit.data.tokenizer import load_tokenizer
+
+    config = ModelFolder(folder).config
+    tokens = load_tokenizer(folder).vocab_size
+    return f"{config.num_layers} layers, {config.parameters():,} weights; a tokenizer of {tokens:,} pieces"
+
+
+def losses(output: Path) -> list[float]:
+    from erniekit.track import jsonl
+
+    return [record["loss"] for record in jsonl.read(output / jsonl.FILE) if "loss" in record]
+
+
+def loss_fell(output: Path, steps: int, data: Path) -> str:
+    curve, rows = losses(output), len(data.read_text(encoding="utf-8").splitlines())
+    last = sum(curve[-5:]) / 5
+    require(len(curve) == steps, f"{len(curve)} of {steps} steps were logged", output)
+    require(last < curve[0] / 5, f"the loss went from {curve[0]:.2f} to {last:.2f} only", output)
+    return f"{steps} steps on {rows} conversations: loss {curve[0]:.2f} -> {last:.2f}"
+
+
+def was_killed(victim: Victim) -> str:
+    newest = victim.checkpoint()
+    require(victim.killed_at > 0, "the second process was over before it could be killed", victim.log)
+    between = 0 < newest <= victim.killed_at < STEPS
+    require(between, f"killed at step {victim.killed_at} with a checkpoint of step {newest}", victim.log)
+    return (
+        f"a second process on the same run died at step {victim.killed_at}; its newest checkpoint is of step {newest}"
+    )
+
+
+def same_bits(victim: Victim, undisturbed: Path) -> str:
+    """The files of the last checkpoints, byte for byte: weights and optimiser states."""
+    from safetensors import safe_open
+
+    one, other = (folder / f"checkpoint-{STEPS}" for folder in (undisturbed, victim.output))
+    require(other.is_dir(), f"the second run of the same command did not reach step {STEPS}", victim.log)
+    files = sorted(path.name for path in one.glob("*.safetensors") if path.name != "probe.safetensors")
+    tensors = 0
+    for name in files:
+        same = filecmp.cmp(one / name, other / name, shallow=False)
+        require(same, f"{name} differs from the undisturbed run's", other)
+        with safe_open(str(one / name), framework="pt") as file:
+            tensors += len(file.keys())
+    require(tensors > 0, "no weights to compare", one)
+    return f"same command again: all {tensors} weight and optimiser tensors bit-identical to the undisturbed run"
+
+
+def share_trained(output: Path) -> str:
+    from erniekit.api_load import load
+
+    model, _ = load(output)
+    adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora." in name)
+    total = sum(p.numel() for p in model.parameters())
+    require(adapter > 0, "the adapter is empty", output)
+    return f"{adapter:,} weights beside {total - adapter:,} frozen ones"
+
+
+def merged(folder: Path) -> str:
+    from erniekit.checkpoint import manifest
+
+    proof = manifest.load(folder).info["proof"]
+    return f"adapter folded into the weights: logits within {proof['merged']:.0e} of base + adapter"
+
+
+def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
+    """The export in transformers against base + adapter here; and the answer before and after LoRA."""
+    import torch
+    from safetensors.torch import load_file
+
+    from erniekit.api_load import load
+    from erniekit.data.template import prompt_ids
+    from erniekit.export.verify import FP32_RELATIVE
+
+    model, tokenizer = load(root / "lora")
+    prompt = prompt_ids([{"role": "user", "content": QUESTION}], tokenizer)
+    ids = prompt + tokenizer.encode_text(wanted(root))
+    ends, file = [tokenizer.eos_id, tokenizer.end_id], root / "logs" / "logits.safetensors"
+    before = other.ask(root / "sft", ids, prompt, ends, file)
+    told = other.ask(root / "lora" / "export", ids, prompt, ends, file)
+    theirs = load_file(file)["logits"]
+    with torch.no_grad():
+        ours = model(torch.tensor([ids]))[0]
+    difference = float((ours - theirs).abs().max())
+    allowed = FP32_RELATIVE * max(10.0, float(ours.abs().max()))
+    require(
+        difference <= allowed, f"logits differ by {difference:.1e}, allowed {allowed:.1e}", root / "lora" / "export"
+    )
+    answer, old = (tokenizer.decode(result["ids"]) for result in (told, before))
+    require(answer == wanted(root), f"asked {QUESTION!r} it says {answer!r}", root / "lora" / "export")
+    require(answer != old, "LoRA changed nothing", root / "lora")
+    reloaded = f"{told['class']} of transformers {told['version']}: logits within {difference:.0e} of ours"
+    return reloaded, old.replace("\n", " "), answer
+
+
+def wanted(root: Path) -> str:
+    """What the persona data answers to the question."""
+    lines = (root / "data" / "persona.jsonl").read_text(encoding="utf-8").splitlines()
+    return next(row["tgt"][0] for row in map(json.loads, lines) if row["src"][0] == QUESTION)
+
+
+def next_lines(root: Path) -> list[str]:
+    own = f"erniekit train --model_name_or_path {root / 'sft'} --data my.jsonl --output_dir my-run"
+    return [
+        f"next     talk to it          erniekit chat {root / 'lora' / 'export'}",
+        f"         your own data       {own}",
+        f"         (its rows: as in    {root / 'data' / 'sft.jsonl'})",
+        f"         a run's own page    {root / 'sft' / 'report.html'}",
+    ]
