@@ -26,9 +26,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[int]]:
     def arrange(numbers: set[int]) -> list[int]:
         plain, hits, count = sft.causal_loss, [], [0]
 
-        def loss(model, batch):
+        def loss(model, batch, *chunk):
             count[0] += 1
-            value = plain(model, batch)
+            value = plain(model, batch, *chunk)
             if count[0] in numbers and torch.is_grad_enabled():
                 hits.append(count[0])
                 return value * float("nan")

@@ -131,11 +131,15 @@ class ModelFolder:
     def dtype(self) -> torch.dtype:
         return self.tensor(self.entries()[0].theirs[0]).dtype
 
+    def meta(self) -> nn.Module:
+        """The model's modules and names, without memory for its weights."""
+        with torch.device("meta"):
+            return self.spec.build(self.config)
+
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
         """The model with these weights: built without memory, then filled tensor by tensor."""
         self.check_names()
-        with torch.device("meta"):
-            model = self.spec.build(self.config)
+        model = self.meta()
         self.check_shapes(model)
         model.to(dtype=dtype or self.dtype()).to_empty(device=device)
         state = model.state_dict()

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from erniekit.checkpoint.shards import readable_by_all
 from erniekit.data.types import IGNORE, Batch
 from erniekit.errors import CheckpointError
 
@@ -63,6 +64,7 @@ def save(folder: Path, probe: Probe) -> None:
     # and two equal checkpoints should be equal files.
     said = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
     save_file(tensors, str(folder / FILE), metadata={"probe": json.dumps(said)})
+    readable_by_all(folder / FILE)
 
 
 def load(folder: Path) -> Probe | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ GB = 1000**3
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def readable_by_all(path: Path) -> None:
+    """The library makes files only their owner can read; a server may run as somebody else. As any new file is made."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def write_shards(
@@ -34,6 +42,7 @@ def write_shards(
         # Working names until the number of shards is known.
         part = folder / f".{stem}-part-{len(parts)}.safetensors"
         save_file(held, str(part), metadata={"format": tag})
+        readable_by_all(part)
         parts.append((part, list(held)))
         held.clear()
 

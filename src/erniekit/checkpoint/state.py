@@ -72,9 +72,7 @@ def restore_random(states: dict[str, Any], device: Device) -> None:
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state(
-        (kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached)
-    )
+    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
     if device.type in states:
         device.set_rng_state(_unpack(states[device.type]))
 
@@ -97,6 +95,4 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
 
 def changed_promises(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`key: saved -> now` for everything a resume must not change."""
-    return [
-        f"{key}: {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]
-    ]
+    return [f"{key}: {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]]

@@ -117,8 +117,7 @@ def _label(kept: list[Turn], tokenizer: Tokenizer, begins: bool, ends: bool, com
     if ends and not tokenizer.is_special(ids[-1]):
         ids.append(tokenizer.eos_id)  # the template closes answers with nothing the model could stop at
         target.append(target[-1])
-    tokens = np.array(ids, dtype=np.int32)
-    labels = np.where(target[1:], tokens[1:], IGNORE).astype(np.int32)
     # A turn's end token separates turns in the input; what the model learns to say there is eos.
-    labels[labels == tokenizer.end_id] = tokenizer.eos_id
-    return Sample(tokens[:-1], labels)
+    end, eos = tokenizer.end_id, tokenizer.eos_id
+    labels = [(eos if id == end else id) if trained else IGNORE for id, trained in zip(ids[1:], target[1:])]
+    return Sample(np.array(ids[:-1], dtype=np.int32), np.array(labels, dtype=np.int32))

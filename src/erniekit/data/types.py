@@ -63,9 +63,7 @@ class Batch:
     input_ids: torch.Tensor  # int64 [B, L]
     labels: torch.Tensor  # int64 [B, L], shifted, IGNORE where not trained
     positions: torch.Tensor  # int64 [B, L], restart at 0 in each document
-    cu_seqlens: (
-        torch.Tensor
-    )  # int32 [documents + 1], bounds in the flattened [B * L] tokens; rows are bounds too
+    cu_seqlens: torch.Tensor  # int32 [documents + 1], bounds in the flattened [B * L] tokens; rows are bounds too
     max_doc: int  # longest document
     num_label_tokens: int  # labels != IGNORE
     num_tokens: int = 0  # real tokens, padding apart
@@ -74,7 +72,7 @@ class Batch:
     sum_squares: int = 0  # sum of squared document lengths, for FLOP counts
 
     def documents(self) -> torch.Tensor | None:
-        """cu_seqlens for the model; None when plain causal rows say the same (padding comes last, nobody attends to it)."""
+        """cu_seqlens for the model; None when plain causal rows say the same: padding comes last, nobody sees it."""
         return self.cu_seqlens if self.packed else None
 
     def to(self, device: torch.device) -> Batch:

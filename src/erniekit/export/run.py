@@ -22,14 +22,13 @@ from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
 from erniekit.export.source import find_source
-from erniekit.export.streamed import meta_model
 from erniekit.export.verify import Proof, prove
 from erniekit.log import paint, say, warn
 from erniekit.lora import paddle_files, peft_files
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.merge import RowUpdate, merged_in_fp32, row_updates
-from erniekit.recipes.result import RunResult
+from erniekit.result import RunResult
 
 
 def export_command(args: list[str]) -> int:
@@ -88,7 +87,7 @@ def export(
     source.check_names()
     if out.resolve() == base.resolve():
         raise CheckpointError("the result would replace its own source", where=str(out), fix="choose another folder")
-    model = meta_model(source)
+    model = source.meta()
     source.check_shapes(model)
     loaded = read_adapter(adapter, model) if adapter else None
     updates = row_updates(model, loaded) if loaded else {}

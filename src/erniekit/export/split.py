@@ -14,7 +14,7 @@ from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
 from erniekit.export.run import export, result_of
 from erniekit.export.source import find_source
-from erniekit.recipes.result import RunResult
+from erniekit.result import RunResult
 
 
 def split_command(args: list[str]) -> int:

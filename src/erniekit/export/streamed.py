@@ -17,15 +17,9 @@ from erniekit.lora.inject import base_state
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (our name, fp32 weight) -> the weight to use
 
 
-def meta_model(folder: ModelFolder) -> nn.Module:
-    """The model's modules and names, without memory for its weights."""
-    with torch.device("meta"):
-        return folder.spec.build(folder.config)
-
-
 def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change | None = None) -> nn.Module:
     """The folder's model, with the adapter if given. Embedding, norm and head stay; layers come and go."""
-    model = meta_model(folder)
+    model = folder.meta()
     if adapter is not None:
         attach(model, adapter)
     entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}

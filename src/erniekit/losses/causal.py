@@ -6,11 +6,14 @@ import torch
 from torch import nn
 
 from erniekit.data.types import IGNORE, Batch
-from erniekit.kernels.cross_entropy import linear_cross_entropy
+from erniekit.kernels.cross_entropy import CHUNK, linear_cross_entropy
 
 
-def causal_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The SUM of token losses (fp32): the caller divides by the tokens of the whole global batch."""
+def causal_loss(model: nn.Module, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
+    """The SUM of token losses (fp32): the caller divides by the tokens of the whole global batch.
+
+    chunk: rows of logits alive at once (loss_subbatch_seqlen).
+    """
     hidden = model.hidden(batch.input_ids, batch.positions, batch.documents(), batch.max_doc)  # type: ignore[operator]
     return linear_cross_entropy(
         hidden.flatten(0, 1),
@@ -18,4 +21,5 @@ def causal_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         batch.labels.flatten(),
         model.head_bias_or_none(),  # type: ignore[operator]
         ignore=IGNORE,
+        chunk=chunk,
     )

@@ -1,6 +1,7 @@
 """Activation checkpointing: forget what a layer computed, and compute it again in backward. Called by recipes/build.py.
 
-full = whole decoder layers, full_attn = their attention block, core_attn = only the weightless inner attention.
+full = whole decoder layers, full_attn = their attention block, core_attn (or selective) = only the weightless
+inner attention.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-GRANULARITIES = ("full", "full_attn", "core_attn")
 
 
 def apply_recompute(model: nn.Module, granularity: str, skip_layers: Collection[int] = ()) -> int:
@@ -24,6 +23,7 @@ def apply_recompute(model: nn.Module, granularity: str, skip_layers: Collection[
             "full": (layer, "forward"),
             "full_attn": (layer, "attend"),
             "core_attn": (layer.attn.inner, "forward"),
+            "selective": (layer.attn.inner, "forward"),
         }[granularity]
         setattr(owner, method, _again(getattr(owner, method)))
         wrapped += 1

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.hub import resolve_model
-from erniekit.checkpoint.model_folder import TOKENIZER_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
@@ -42,6 +42,7 @@ class Built:
     dtype: torch.dtype
     lora: LoRASettings | None
     save_format: str
+    tokenizer_folder: Path  # whose files go beside the weights: what trained is what serves
 
     def trainable(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -58,14 +59,15 @@ class Built:
         if self.lora:
             adapter = adapter_of(self.model, self.lora, tensors, base=str(self.folder.path))
             write_adapter(target, adapter, self.model, self.save_format)
-            copy_side_files(self.folder.path, target, TOKENIZER_FILES)
+            copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
             return
+        copy_side_files(self.folder.path, target, SIDE_FILES)
+        copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
         write_model(
             target,
             self.folder.config,
             tensors.__getitem__,
             layout=self.save_format,
-            tokenizer_from=self.folder.path,
         )
 
     @torch.no_grad()
@@ -83,6 +85,7 @@ class Built:
 
 def device_and_dtype(cfg: RunConfig) -> tuple[Device, torch.dtype]:
     device = pick(cfg.train.device, cfg.train.no_cuda)
+    device.reset_peak()
     torch.manual_seed(cfg.train.seed)
     return device, DTYPES[cfg.precision.compute_type]
 
@@ -126,10 +129,11 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         layer.attn.inner.backend = cfg.model.attention
     if cfg.memory.recompute:
         apply_recompute(model, cfg.memory.recompute_granularity, cfg.memory.no_recompute_layers)
+    tokenizer_folder = Path(cfg.model.tokenizer_name).expanduser() if cfg.model.tokenizer_name else folder.path
     if cfg.model.compile:
         for layer in model.layers:  # type: ignore[union-attr]
             layer.compile()
-    return Built(folder, model.train(), device, dtype, settings, cfg.checkpoint.save_format)
+    return Built(folder, model.train(), device, dtype, settings, cfg.checkpoint.save_format, tokenizer_folder)
 
 
 def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:

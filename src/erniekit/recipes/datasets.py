@@ -28,6 +28,7 @@ class TrainData:
     packs_per_step: int
     packs_per_epoch: int
     max_steps: int
+    log_every: int
     save_every: int
     eval_every: int
     pad_id: int
@@ -95,6 +96,7 @@ def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path) -> TrainData:
         per_step,
         per_epoch,
         max_steps,
+        every(cfg.tracking.logging_strategy, cfg.tracking.logging_steps, steps_per_epoch),
         every(cfg.checkpoint.save_strategy, cfg.checkpoint.save_steps, steps_per_epoch),
         every(t.evaluation_strategy, t.eval_steps or max_steps, steps_per_epoch),
         tokenizer.pad_id if tokenizer.pad_id is not None else 0,
@@ -125,7 +127,8 @@ def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path
         compat=cfg.train.compat == "erniekit",
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
-        max_bad_fraction=d.max_bad_fraction,
+        # ERNIEKit never stops for bad rows.
+        max_bad_fraction=1.0 if cfg.train.compat == "erniekit" else d.max_bad_fraction,
         bad_rows_path=bad_rows,
     )
 

@@ -24,7 +24,6 @@ ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seco
 STEPS, SAVE_STEPS, KILL_AFTER = 40, 10, 14
 LORA_STEPS = 20
 QUESTION = "Who are you?"
-WIDTH = 104  # columns before the clock
 
 
 class ProofFailed(ErnieKitError):
@@ -35,10 +34,10 @@ class ProofFailed(ErnieKitError):
 
 def demo_command(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="erniekit demo", description="The whole path on a tiny model, offline.")
-    parser.add_argument("--dir", default="erniekit-demo", help="where everything goes; an older demo there is replaced")
+    parser.add_argument("--dir", "--output_dir", default="erniekit-demo", help="an older demo there is replaced")
     root = take_folder(Path(parser.parse_args(args).dir))
     say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
-    say(f"Offline, on the CPU. Files and logs: {root}/. On the right, seconds since the start.\n")
+    say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
     other = OtherStack(root / "logs" / "transformers.log")
     try:
@@ -67,7 +66,7 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
     from erniekit.demo.tiny import make_tiny_model
 
     def show(name: str, proof: str) -> None:
-        say(f"{paint(f'{name:<8}', 'cyan')} {proof:<{WIDTH}} {time.perf_counter() - began:5.1f}")
+        say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
 
     # The same run twice: here, and side by side in a process that will not live to its end.
     words = sft_words(root, root / "killed")
@@ -97,8 +96,8 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
         show("merge", merged(root / "lora" / "export"))
         reloaded, before, after = in_transformers(root, other)
         show("reload", reloaded)
-        show("ask", f'"{QUESTION}" Before LoRA: "{before}"')
-        show("", f'{"":{len(QUESTION)}}   Now: "{after}"')
+        show("ask", f'"{QUESTION}" before LoRA: "{before}"')
+        show("answer", f'"{QUESTION}" merged:      "{after}"')
     finally:
         victim.close()
         torch.set_num_threads(threads)
@@ -283,7 +282,7 @@ def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
     require(answer == wanted(root), f"asked {QUESTION!r} it says {answer!r}", root / "lora" / "export")
     require(answer != old, "LoRA changed nothing", root / "lora")
     reloaded = f"{told['class']} of transformers {told['version']}: logits within {difference:.0e} of ours"
-    return reloaded, old.replace("\n", " "), answer
+    return reloaded, " ".join(old.split())[:60], answer
 
 
 def wanted(root: Path) -> str:

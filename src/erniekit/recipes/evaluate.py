@@ -11,7 +11,7 @@ from erniekit.log import paint, say
 from erniekit.losses.causal import causal_loss
 from erniekit.recipes.build import device_and_dtype
 from erniekit.recipes.datasets import eval_batches, sources_for
-from erniekit.recipes.result import RunResult
+from erniekit.result import RunResult
 from erniekit.track.results import write_results
 from erniekit.train.evaluate import evaluate
 
@@ -22,7 +22,9 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     output = Path(cfg.train.output_dir or "output")
     device, dtype = device_and_dtype(cfg)
     trained = has_result(output)
-    source = output if trained else cfg.model.model_name_or_path
+    if not trained:
+        need(cfg, "model_name_or_path")
+    source = output if trained else Path(str(cfg.model.model_name_or_path))
     model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
     output.mkdir(parents=True, exist_ok=True)

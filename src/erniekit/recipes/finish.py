@@ -10,7 +10,7 @@ from pathlib import Path
 from erniekit.config import RunConfig
 from erniekit.log import paint, say
 from erniekit.recipes.build import Built
-from erniekit.recipes.result import RunResult
+from erniekit.result import RunResult
 from erniekit.track import Trackers
 from erniekit.track.report import write_report
 from erniekit.track.results import write_results, write_trainer_state

@@ -54,12 +54,11 @@ def show_data(data: TrainData) -> None:
 
 
 def show_coverage(built: Built) -> list[Any]:
-    share = built.trainable() / max(1, built.total())
-    say(f"train    {built.trainable():,} of {built.total():,} weights ({share:.2%})")
     if not built.lora:
+        say(f"train    all {built.trainable():,} weights")
         return [{"group": "all weights", "trainable": built.trainable(), "total": built.total()}]
-    for line in coverage_table(built.model).splitlines():
-        say(f"         {line}")
+    for k, line in enumerate(coverage_table(built.model).splitlines()):
+        say(f"{'train' if k == 0 else '':<9}{line.removeprefix('  ')}")
     return [vars(row) for row in coverage(built.model)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.recipes import STAGES
-from erniekit.recipes.result import RunResult
+from erniekit.result import RunResult
 
 
 def train_command(args: list[str]) -> int:

@@ -18,16 +18,16 @@ from erniekit.optim.adamw import AdamW
 from erniekit.recipes import doctor, finish, opening, resume
 from erniekit.recipes.build import Built, build, device_and_dtype, make_optimizer, make_schedule, open_model
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data
-from erniekit.recipes.result import RunResult
+from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
 from erniekit.train.eval_hook import BestRule, EvalHook
 from erniekit.train.evaluate import evaluate
 from erniekit.train.guard import FiniteGuard, Signals
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import CollectGarbage, Hook
 from erniekit.train.metrics import LogHook
 from erniekit.train.save import SaveHook, Saver
-from erniekit.train.step import TrainStep
+from erniekit.train.step import LossFunction, TrainStep
 from erniekit.train.trainer import Trainer
 
 
@@ -101,11 +101,15 @@ def step_for(cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData) ->
         built.model,
         optimizer,
         make_schedule(cfg, data.max_steps),
-        causal_loss,
+        loss_for(cfg),
         built.device.handle,
         cfg.optim.max_grad_norm,
         cfg.train.compat == "erniekit",
     )
+
+
+def loss_for(cfg: RunConfig) -> LossFunction:
+    return lambda model, batch: causal_loss(model, batch, cfg.memory.loss_subbatch_seqlen)
 
 
 def saver_for(cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch) -> Saver:
@@ -130,19 +134,21 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
         built.device,
         built.folder.config,
         built.dtype,
-        cfg.tracking.logging_steps,
+        data.log_every,
         data.packs_per_step,
         data.packs_per_epoch,
         frozen_base=built.lora is not None,
+        first=cfg.tracking.logging_first_step,
     )
+    sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s)
     if not data.evaluation:
-        return [log, save]
+        return [log, save, *sweep]
 
     def run_evaluation() -> dict[str, float]:
         batches = eval_batches(cfg, data.evaluation, data.pad_id)
         limit, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
-        return evaluate(built.model, batches, causal_loss, built.device.handle, limit, compat)
+        return evaluate(built.model, batches, loss_for(cfg), built.device.handle, limit, compat)
 
     def keep(trainer: Trainer) -> None:
         """The best so far is saved now and spared by rotation until a better one comes."""
@@ -150,7 +156,7 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
         saver.manager.protect(trainer.state.step)
 
     on_best = keep if cfg.checkpoint.load_best_model_at_end else None
-    return [log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save]
+    return [log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save, *sweep]
 
 
 def best_rule(cfg: RunConfig) -> BestRule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,3 +18,20 @@ class Hook:
     def after_step(self, trainer: Trainer, result: StepResult) -> None: ...
 
     def on_end(self, trainer: Trainer) -> None: ...
+
+
+class CollectGarbage(Hook):
+    """`gc_interval`: Python's collector at fixed steps instead of whenever it likes, so that ranks pause together."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_start(self, trainer: Trainer) -> None:
+        gc.disable()
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step % self.every == 0:
+            gc.collect()
+
+    def on_end(self, trainer: Trainer) -> None:
+        gc.enable()

@@ -43,10 +43,11 @@ class LogHook(Hook):
         packs_per_step: int,
         packs_per_epoch: int,
         frozen_base: bool,
-        first: bool = True,
+        first: bool = False,
     ) -> None:
+        """every 0: only the last step. `first`: step 1 whatever `every` says."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
-        self.every, self.packs_per_step, self.packs_per_epoch = max(1, every), packs_per_step, packs_per_epoch
+        self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
         self.frozen_base, self.first = frozen_base, first
         self._reset()
 
@@ -68,7 +69,11 @@ class LogHook(Hook):
             self._losses.append(result.loss)
         else:
             self.trackers.event(result.step, "skipped", f"loss {result.loss}, gradient norm {result.grad_norm}")
-        due = result.step % self.every == 0 or (self.first and result.step == 1) or result.step == trainer.max_steps
+        due = (
+            (self.every and result.step % self.every == 0)
+            or (self.first and result.step == 1)
+            or result.step == trainer.max_steps
+        )
         if due and self._losses:
             self.trackers.log(result.step, self._record(trainer, result), "train")
             self._reset()

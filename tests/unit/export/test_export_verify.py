@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError
 from erniekit.export.run import export
-from erniekit.export.streamed import meta_model, streamed
+from erniekit.export.streamed import streamed
 from erniekit.export.verify import prove, same_tensors
 from erniekit.lora.adapter import Adapter, LowRank, attach
 from erniekit.lora.adapter_files import read_adapter
@@ -22,7 +22,7 @@ IDS = torch.arange(3, 27)[None]
 
 def test_streaming_one_layer_at_a_time_gives_the_whole_models_logits(run: Path, base: Path) -> None:
     folder = ModelFolder(base)
-    adapter = read_adapter(run / "checkpoint-10", meta_model(folder))
+    adapter = read_adapter(run / "checkpoint-10", folder.meta())
     whole = folder.build()
     attach(whole, adapter)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def test_streaming_one_layer_at_a_time_gives_the_whole_models_logits(run: Path, 
 @pytest.mark.parametrize("fault", ["scale", "rows", "forgotten"])
 def test_a_wrong_merge_does_not_pass(run: Path, base: Path, tmp_path: Path, fault: str) -> None:
     source = ModelFolder(base)
-    empty = meta_model(source)
+    empty = source.meta()
     adapter = read_adapter(run / "checkpoint-10", empty)
     written = ModelFolder(export(base, run / "checkpoint-10", tmp_path / "out"))
     changed = set(row_updates(empty, adapter))
