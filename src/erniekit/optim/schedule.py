@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-KINDS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial")
+KINDS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "wsd")
+HALF_LIFE = 0.05  # what is left of the distance to min_lr, before normalising, when a half_life decay ends
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Schedule:
     lr_end: float = 1e-7  # polynomial
     power: float = 1.0  # polynomial
     decay_steps: int | None = None  # where the decay ends; the run's end when not given
+    steady_steps: int | None = None  # wsd: the step at which the decay begins; nine tenths of the run when not given
+    decay_function: str = "half_life"  # wsd: or "1-sqrt"
     compat: bool = False  # ERNIEKit's off-by-one: the first update runs at scheduler step 0, i.e. lr 0 with warm-up
 
     def for_update(self, step: int) -> float:
@@ -41,6 +44,8 @@ class Schedule:
         end = self.decay_steps or self.total_steps
         if self.kind == "polynomial":
             return self._polynomial(step, end)
+        if self.kind == "wsd":
+            return self._steady_then_decay(step, end)
         progress = (step - self.warmup_steps) / max(1, end - self.warmup_steps)
         if self.kind == "linear":
             return self.peak * max(0.0, 1.0 - progress)
@@ -48,6 +53,17 @@ class Schedule:
             return self.min_lr
         ratio = max(0.0, 0.5 * (1.0 + math.cos(math.pi * self.num_cycles * 2.0 * progress)))
         return self.min_lr + (self.peak - self.min_lr) * ratio
+
+    def _steady_then_decay(self, step: int, end: int) -> float:
+        steady = self.steady_steps if self.steady_steps is not None else int(0.9 * end)
+        if step < steady:
+            return self.peak
+        progress = min(1.0, (step - steady) / max(1, end - steady))
+        if self.decay_function == "half_life":
+            left = (HALF_LIFE**progress - HALF_LIFE) / (1 - HALF_LIFE)
+        else:
+            left = 1.0 - math.sqrt(progress)
+        return self.min_lr + (self.peak - self.min_lr) * left
 
     def _polynomial(self, step: int, end: int) -> float:
         if step > end:

@@ -159,5 +159,13 @@ def make_schedule(cfg: RunConfig, max_steps: int) -> Schedule:
         lr_end=o.lr_end,
         power=o.power,
         decay_steps=o.decay_steps,
+        steady_steps=_steady_steps(o.lr_scheduler),
+        decay_function=o.decay_function,
         compat=cfg.train.compat == "erniekit",
     )
+
+
+def _steady_steps(lr_scheduler: str | None) -> int | None:
+    """`lr_scheduler: wsd:600` holds the peak until step 600."""
+    kind, _, steps = (lr_scheduler or "").partition(":")
+    return int(steps) if kind == "wsd" and steps else None
