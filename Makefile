@@ -33,4 +33,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) output vdl_log .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) output vdl_log erniekit-demo .pytest_cache .mypy_cache .ruff_cache

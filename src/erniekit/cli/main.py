@@ -32,7 +32,7 @@ COMMANDS: dict[str, Command] = {
         "erniekit.recipes.demo:demo_command",
         "start",
         "train, resume, merge, export and ask a tiny model; offline, one minute",
-        ("erniekit demo",),
+        ("erniekit demo [--dir DIR]",),
         ("output_dir",),
     ),
     "train": Command(

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from erniekit.errors import ErnieKitError
+from erniekit.demo import ProofFailed
 
 
 class OtherStack:
@@ -44,7 +44,7 @@ class OtherStack:
             pass  # it has ended: the empty line below says so
         line = hear.readline()
         if not line:
-            raise ErnieKitError(f"transformers could not read {folder}", where=str(self._log))
+            raise ProofFailed(f"transformers could not read {folder}", where=str(self._log), fix="its log says why")
         return json.loads(line)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
+from erniekit.log import say
 from erniekit.lora.adapter import adapter_of, load_adapter
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.inject import inject, is_lora_b, lora_state
@@ -83,11 +84,15 @@ class Built:
                 state[entry.ours].copy_(saved.read(entry))
 
 
-def device_and_dtype(cfg: RunConfig) -> tuple[Device, torch.dtype]:
+def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
+    """What only this machine can decide: its device, and fp32 where nobody asked for the bf16 a CPU is slow at."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
+    if device.type == "cpu" and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
+        cfg = cfg.replace(compute_type="fp32")
+        say("note     compute_type: bf16 -> fp32 (bf16 is slow on a CPU; write compute_type: bf16 to have it)")
     device.reset_peak()
     torch.manual_seed(cfg.train.seed)
-    return device, DTYPES[cfg.precision.compute_type]
+    return cfg, device, DTYPES[cfg.precision.compute_type]
 
 
 def open_model(cfg: RunConfig) -> tuple[ModelFolder, Tokenizer]:

@@ -5,7 +5,6 @@ Called by cli/main.py. Reads top to bottom; a stage is what a user can type, and
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import json
 import shutil
@@ -14,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from erniekit.demo import ProofFailed
 from erniekit.demo.other_stack import OtherStack
 from erniekit.demo.victim import Victim
-from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.errors import ConfigError
 from erniekit.log import paint, say
 
 MARK = ".made-by-erniekit-demo"
@@ -26,16 +26,8 @@ LORA_STEPS = 20
 QUESTION = "Who are you?"
 
 
-class ProofFailed(ErnieKitError):
-    """A stage did not do what it says."""
-
-    exit_code = 1
-
-
 def demo_command(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="erniekit demo", description="The whole path on a tiny model, offline.")
-    parser.add_argument("--dir", "--output_dir", default="erniekit-demo", help="an older demo there is replaced")
-    root = take_folder(Path(parser.parse_args(args).dir))
+    root = take_folder(folder_from(args))
     say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
     say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
@@ -47,6 +39,18 @@ def demo_command(args: list[str]) -> int:
     say(paint("every proof holds", "green", "bold") + "\n")
     say("\n".join(next_lines(root)))
     return 0
+
+
+def folder_from(args: list[str]) -> Path:
+    """--dir DIR, or output_dir in any of the spellings of a run's key."""
+    words = [part for word in args for part in word.split("=", 1)]
+    if not words:
+        return Path("erniekit-demo")
+    if len(words) != 2 or words[0].removeprefix("--") not in ("dir", "output_dir"):
+        raise ConfigError(
+            f"demo does not know {' '.join(args)!r}", where="command line", fix="erniekit demo [--dir DIR]"
+        )
+    return Path(words[1])
 
 
 def take_folder(root: Path) -> Path:
@@ -292,10 +296,10 @@ def wanted(root: Path) -> str:
 
 
 def next_lines(root: Path) -> list[str]:
-    own = f"erniekit train --model_name_or_path {root / 'sft'} --data my.jsonl --output_dir my-run"
+    own = f"erniekit train --model_name_or_path {root / 'sft'} --data my.jsonl --output_dir my-run --compute_type fp32"
     return [
-        f"next     talk to it          erniekit chat {root / 'lora' / 'export'}",
-        f"         your own data       {own}",
-        f"         (its rows: as in    {root / 'data' / 'sft.jsonl'})",
-        f"         a run's own page    {root / 'sft' / 'report.html'}",
+        f"next     {own}",
+        f"           my.jsonl: one JSON object a line, as in {root / 'data' / 'sft.jsonl'}",
+        f"         erniekit chat {root / 'lora' / 'export'}",
+        f"look     {root / 'sft' / 'report.html'}",
     ]

@@ -23,7 +23,7 @@ from erniekit.log import colour_on, paint, say
 from erniekit.losses.causal import causal_loss
 from erniekit.optim.adamw import AdamW
 from erniekit.recipes import opening
-from erniekit.recipes.build import Built, build, device_and_dtype, make_optimizer, open_model
+from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData, open_data
 
 LEAK_TOKENS = 24  # of each document in the leak probe
@@ -254,7 +254,7 @@ def doctor_command(args: list[str]) -> int:
     refuse_later(cfg)
     output = Path(cfg.train.output_dir or "output")
     output.mkdir(parents=True, exist_ok=True)
-    device, dtype = device_and_dtype(cfg)
+    cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
     opening.show_plan(cfg, folder, device)
     data = open_data(cfg, tokenizer, output)

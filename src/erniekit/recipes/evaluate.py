@@ -9,7 +9,7 @@ from erniekit.config import RunConfig, need
 from erniekit.data.report import total_lines
 from erniekit.log import paint, say
 from erniekit.losses.causal import causal_loss
-from erniekit.recipes.build import device_and_dtype
+from erniekit.recipes.build import settle
 from erniekit.recipes.datasets import eval_batches, sources_for
 from erniekit.result import RunResult
 from erniekit.track.results import write_results
@@ -20,7 +20,7 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     """What is evaluated: the trained result in output_dir when there is one, else model_name_or_path."""
     need(cfg, "eval_dataset_path")
     output = Path(cfg.train.output_dir or "output")
-    device, dtype = device_and_dtype(cfg)
+    cfg, device, dtype = settle(cfg)
     trained = has_result(output)
     if not trained:
         need(cfg, "model_name_or_path")

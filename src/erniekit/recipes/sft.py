@@ -16,7 +16,7 @@ from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
 from erniekit.optim.adamw import AdamW
 from erniekit.recipes import doctor, finish, opening, resume
-from erniekit.recipes.build import Built, build, device_and_dtype, make_optimizer, make_schedule, open_model
+from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
@@ -35,7 +35,7 @@ def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     started = time.perf_counter()
     output = Path(cfg.train.output_dir or "output")
     output.mkdir(parents=True, exist_ok=True)
-    device, dtype = device_and_dtype(cfg)
+    cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
     opening.show_plan(cfg, folder, device)
     record = RunRecord(output, command=list(command), version=opening.version())

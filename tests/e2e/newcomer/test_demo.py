@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
+from erniekit.demo import ProofFailed
 from erniekit.demo.victim import Victim
 from erniekit.errors import ConfigError
 from erniekit.recipes import demo as recipe
-from erniekit.recipes.demo import ProofFailed
 
 pytestmark = pytest.mark.xdist_group("demo")  # one run of the demo serves the whole folder
 
@@ -35,7 +35,7 @@ def test_the_demo_names_commands_that_work(demo, monkeypatch, capsys):
     monkeypatch.chdir(demo.cwd)
     shutil.copy(demo.folder / "data" / "persona.jsonl", "my.jsonl")
     told = [line[line.index("erniekit ") :].split()[1:] for line in demo.output.splitlines() if "  erniekit " in line]
-    chat, train = told
+    train, chat = told
     assert main([*chat, "--prompt", "你是谁？", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip() == "我是一个很小的 ERNIE，刚刚训练好。"
     assert main([*train, "--max_steps", "1", "--report_to", "none"]) == 0
@@ -109,6 +109,18 @@ def test_a_wrong_answer_fails_the_demo(demo, tmp_path):
 
     with pytest.raises(ProofFailed, match="it says 'I am a tiny ERNIE, trained on this machine a moment ago"):
         recipe.in_transformers(root, Honest())
+
+
+@pytest.mark.parametrize("words", [["--dir", "x"], ["--dir=x"], ["output_dir=x"], ["--output_dir", "x"]])
+def test_the_folder_may_be_named_in_every_spelling(words):
+    assert recipe.folder_from(words) == Path("x")
+    assert recipe.folder_from([]) == Path("erniekit-demo")
+
+
+@pytest.mark.parametrize("words", [["--foo", "x"], ["x"], ["--dir"], ["--dir", "x", "y"]])
+def test_words_the_demo_does_not_know_are_an_error_with_its_usage(words):
+    with pytest.raises(ConfigError, match="does not know"):
+        recipe.folder_from(words)
 
 
 def test_a_folder_of_somebody_else_is_not_touched(tmp_path):

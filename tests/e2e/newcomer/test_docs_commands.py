@@ -1,0 +1,170 @@
+"""The documentation is true: its commands run or resolve, its data is read, its keys, rooms and links exist.
+
+CONTRIBUTING.md says what the word after a fence's language means.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from erniekit.cli.main import COMMANDS, main
+from erniekit.config import load
+from erniekit.config.flat import KEYS, canonical
+from erniekit.data.formats import PREFERENCE, detect, parse
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+KINDS = {"bash", "bash resolve", "bash setup", "python", "jsonl", "yaml", "text"}
+
+pytestmark = pytest.mark.xdist_group("demo")
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    kind: str  # "bash", "bash resolve", ...
+    text: str
+
+
+def fences(page: Path) -> Iterator[Fence]:
+    for kind, text in re.findall(
+        r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        yield Fence(page, kind.strip(), text)
+
+
+def commands(text: str) -> Iterator[str]:
+    """Whole commands of a block: continued lines and here-documents joined, comments left out."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        while line.endswith("\\"):
+            line = line[:-1] + next(lines)
+        if here := re.search(r"<<'(\w+)'$", line):
+            for more in lines:
+                line += "\n" + more
+                if more == here[1]:
+                    break
+        if line.strip() and not line.startswith("#"):
+            yield line
+
+
+def with_kind(*kinds: str) -> list[pytest.param]:
+    return [pytest.param(page, id=page.name) for page in PAGES if any(f.kind in kinds for f in fences(page))]
+
+
+@pytest.fixture
+def newcomer(demo, tmp_path, monkeypatch):
+    """A folder as after `make demo`: the demo's own, the examples, and the README's my.jsonl."""
+    left = shutil.ignore_patterns("killed", "cache", "checkpoint-*")
+    shutil.copytree(demo.folder, tmp_path / "erniekit-demo", ignore=left)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+    first = next(c for f in fences(ROOT / "README.md") if f.kind == "bash" for c in commands(f.text))
+    subprocess.run(["bash", "-euc", first], check=True)
+    assert (tmp_path / "my.jsonl").is_file()
+    return tmp_path
+
+
+def run(command: str) -> None:
+    """erniekit in this process, which has torch loaded; anything else in a shell."""
+    if not command.startswith("erniekit "):
+        subprocess.run(["bash", "-euc", command], check=True)
+    elif command != "erniekit demo":  # the fixture's run is that very command
+        assert main(shlex.split(command, comments=True)[1:]) == 0, command
+
+
+@pytest.mark.parametrize("page", with_kind("bash"))
+def test_every_command_of_a_page_runs(page, newcomer):
+    for fence in fences(page):
+        if fence.kind == "bash":
+            for command in commands(fence.text):
+                run(command)
+
+
+def test_the_readmes_own_run_learns_its_three_rows(newcomer, capsys):
+    test_every_command_of_a_page_runs(ROOT / "README.md", newcomer)
+    assert capsys.readouterr().out.splitlines()[-1] == "Our office is called the Lighthouse."
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "getting-started.md"], ids=lambda page: page.name)
+def test_the_first_pages_work_as_typed_in_a_shell(page, newcomer):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for fence in fences(page):
+        if fence.kind == "bash":
+            subprocess.run(["bash", "-euc", fence.text], check=True, env={**os.environ, "PATH": path})
+
+
+@pytest.mark.parametrize("page", with_kind("python"))
+def test_every_python_block_of_a_page_runs(page, newcomer):
+    for fence in fences(page):
+        if fence.kind == "python":
+            exec(compile(fence.text, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("page", with_kind("bash resolve"))
+def test_every_command_that_needs_a_download_resolves(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    resolved = 0
+    for fence in fences(page):
+        for command in commands(fence.text) if fence.kind == "bash resolve" else ():
+            first, *words = shlex.split(command, comments=True)
+            if first == "erniekit":
+                assert words[0] in COMMANDS, command
+                load(words[1:], words[0])
+                resolved += 1
+    assert resolved
+
+
+@pytest.mark.parametrize("page", with_kind("jsonl", "yaml"))
+def test_every_data_and_recipe_example_is_read(page, tmp_path):
+    for fence in fences(page):
+        if fence.kind == "yaml":
+            (tmp_path / "recipe.yaml").write_text(fence.text, encoding="utf-8")
+            load([str(tmp_path / "recipe.yaml")], "train")
+        for line in fence.text.splitlines() if fence.kind == "jsonl" else ():
+            row = tmp_path / "row.jsonl"
+            row.write_text(line + "\n", encoding="utf-8")
+            format = detect(row).format
+            assert format == PREFERENCE or isinstance(parse(line.encode(), 1, row, format), list), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_known_fences_living_links_and_real_keys(page):
+    text = page.read_text(encoding="utf-8")
+    assert {fence.kind for fence in fences(page)} <= KINDS
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), target
+    for table in re.findall(r"^\| key \|.*?(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL):
+        for name in re.findall(r"^\| `(\w+)`", table, re.MULTILINE):
+            assert canonical(name) in KEYS, name
+
+
+def test_the_readme_names_every_room():
+    tree = next(f.text for f in fences(ROOT / "README.md") if f.text.startswith("src/erniekit/"))
+    named = set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE))
+    rooms = {p.parent.name for p in (ROOT / "src" / "erniekit").glob("*/__init__.py")}
+    assert named == rooms
+
+
+def test_every_command_has_a_page_that_shows_it():
+    blocks = [fence.text for page in PAGES for fence in fences(page) if fence.kind.startswith("bash")]
+    typed = [shlex.split(c, comments=True) for text in blocks for c in commands(text) if c.startswith("erniekit ")]
+    works = {name for name, command in COMMANDS.items() if command.group != "later"}
+    assert works - {words[1] for words in typed} <= {"help", "version"}
+
+
+def test_a_continued_line_and_a_here_document_are_one_command_each():
+    text = "# a comment\na \\\n  b\ncat > x <<'END'\n# not a comment\nEND\nc\n"
+    assert list(commands(text)) == ["a   b", "cat > x <<'END'\n# not a comment\nEND", "c"]
