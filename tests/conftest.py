@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from ranks import Ranks  # noqa: E402
+
+# A shell ignores Ctrl-C for what it runs in the background, and children inherit that; tests press it for real.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +29,11 @@ def paddle() -> Path:
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """One pool of gloo rank processes for the session; tests that use it share xdist_group("ranks")."""
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.kernels.cross_entropy import linear_cross_entropy
 from erniekit.models.names import Entry, hf_decoder_names
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
@@ -36,8 +35,7 @@ def llama(paddle: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over supervised tokens, through the head the trainer uses. Labels come shifted."""
-    total = linear_cross_entropy(model.hidden(ids).flatten(0, 1), model.head_weight(), labels.flatten())
-    return total / (labels != -100).sum()
+    return model(ids, labels=labels) / (labels != -100).sum()
 
 
 def norms(entries: list[Entry], tensors: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
@@ -67,6 +68,7 @@ class ModelFolder:
         if self.config_json.get("use_bias"):  # covers the head in Paddle, not in transformers' dense class
             self.config = replace(self.config, head_bias="lm_head.bias" in self.files)
         self._open: dict[Path, Any] = {}
+        self._slices: TensorFiles | None = None
 
     def entries(self) -> list[Entry]:
         return self.spec.names(self.config, self.layout)
@@ -93,6 +95,12 @@ class ModelFolder:
 
     def read(self, entry: Entry) -> torch.Tensor:
         return entry.read([self.tensor(name) for name in entry.theirs])
+
+    def slices(self) -> TensorFiles:
+        """The same files for reading parts of tensors (slices.py): nothing is mapped, headers are kept."""
+        if self._slices is None:
+            self._slices = TensorFiles(self.files)
+        return self._slices
 
     def check_names(self) -> None:
         """Every tensor needed is there, and none is left over: a half-matching load never passes silently."""

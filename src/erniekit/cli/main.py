@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 
+from erniekit.cli.launch_failure import record
 from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
 
 
@@ -36,7 +37,7 @@ COMMANDS: dict[str, Command] = {
         ("output_dir",),
     ),
     "train": Command(
-        "erniekit.recipes.run:train_command",
+        "erniekit.cli.launch:train_command",
         "train",
         "train a model from a recipe, from flags, or both",
         (
@@ -116,10 +117,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(args)
     except ErnieKitError as e:
-        print("\n".join(e.lines()), file=sys.stderr)
+        if not record(e, e.exit_code):
+            print("\n".join(e.lines()), file=sys.stderr)
         return e.exit_code
     except Preempted as e:
-        print(str(e) or "stopped by a signal; run the same command to go on", file=sys.stderr)
+        if not record(e, e.exit_code):
+            print(str(e) or "stopped by a signal; run the same command to go on", file=sys.stderr)
         return e.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -128,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as e:
-        return _crash(args, e)
+        return 1 if record(e, 1) else _crash(args, e)
 
 
 def _dispatch(args: list[str]) -> int:

@@ -19,6 +19,7 @@ from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
 from erniekit.config.sections.dpo import DpoSection
 from erniekit.config.sections.export import ExportSection
+from erniekit.config.sections.launch import LaunchSection
 from erniekit.config.sections.lora import LoraSection
 from erniekit.config.sections.memory import MemorySection
 from erniekit.config.sections.model import ModelSection
@@ -63,6 +64,7 @@ class RunConfig:
     export: ExportSection
     serve: ServeSection
     parallel: ParallelSection
+    launch: LaunchSection
     dpo: DpoSection
     moe: MoeSection
     quant: QuantSection

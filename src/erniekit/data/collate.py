@@ -46,3 +46,18 @@ def collate(packs: Sequence[Pack], *, pad_id: int = 0, pad_multiple: int = 8, pa
         packed=any(len(pack.samples) > 1 for pack in packs),
         sum_squares=sum(len(sample.ids) ** 2 for pack in packs for sample in pack.samples),
     )
+
+
+def one_document(ids: torch.Tensor, length: int) -> Batch:
+    """Token ids [1, n] as a batch of one untrained row of `length`: padding comes after, so it changes nothing."""
+    padded = torch.nn.functional.pad(ids, (0, length - ids.shape[1]))
+    return Batch(
+        input_ids=padded,
+        labels=torch.full_like(padded, IGNORE),
+        positions=torch.arange(length)[None],
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        max_doc=length,
+        num_label_tokens=0,
+        num_tokens=ids.shape[1],
+        packed=False,
+    )

@@ -6,20 +6,20 @@ import torch
 from torch import nn
 
 from erniekit.data.types import IGNORE, Batch
-from erniekit.kernels.cross_entropy import CHUNK, linear_cross_entropy
+from erniekit.kernels.cross_entropy import CHUNK
 
 
-def causal_loss(model: nn.Module, batch: Batch, chunk: int = CHUNK) -> torch.Tensor:
+def causal_loss(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None, chunk: int = CHUNK) -> torch.Tensor:
     """The SUM of token losses (fp32): the caller divides by the tokens of the whole global batch.
 
-    chunk: rows of logits alive at once (loss_subbatch_seqlen).
+    hidden: what the stage before gave, in a pipeline. chunk: rows of logits alive at once (loss_subbatch_seqlen).
     """
-    hidden = model.hidden(batch.input_ids, batch.positions, batch.documents(), batch.max_doc)  # type: ignore[operator]
-    return linear_cross_entropy(
-        hidden.flatten(0, 1),
-        model.head_weight(),  # type: ignore[operator]
-        batch.labels.flatten(),
-        model.head_bias_or_none(),  # type: ignore[operator]
+    return model(
+        batch.input_ids if hidden is None else hidden,
+        batch.positions,
+        batch.documents(),
+        batch.max_doc,
+        labels=batch.labels,
         ignore=IGNORE,
         chunk=chunk,
     )

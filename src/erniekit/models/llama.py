@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from erniekit.models.config import DecoderConfig, Fields, hf_dtype, hf_rope
-from erniekit.models.layers.decoder import Decoder
+from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.names import Entry, grouped_qkv, hf_decoder_names, transposed, verbatim
 from erniekit.models.spec import ModelSpec
 
@@ -137,6 +137,7 @@ SPEC = ModelSpec(
     read_config=read_config,
     write_config=write_config,
     build=Decoder,
+    plan=PLAN,
     names=names,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     paddle_prefix="llama.",

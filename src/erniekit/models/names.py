@@ -18,50 +18,82 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Run:
+    """Rows [start, start + count) of one of their tensors, turned upright first if the entry says so."""
+
+    source: int  # which of `theirs`
+    start: int = 0
+    count: int | None = None  # None: all of its rows
+
+
+@dataclass(frozen=True)
 class Entry:
-    """`read(theirs) -> ours` and `write(ours) -> theirs` are exact inverses: rearrangement only, never arithmetic."""
+    """`read(theirs) -> ours` and `write(ours) -> theirs` are exact inverses: rearrangement only, never arithmetic.
+
+    With `runs`, our rows are theirs end to end, so that a rank can read its own part alone (checkpoint/slices.py).
+    """
 
     ours: str
     theirs: tuple[str, ...]
     read: Callable[[Tensors], torch.Tensor]
     write: Callable[[torch.Tensor], list[torch.Tensor]]
     copy_of: str = ""  # theirs[0] is a redundant copy of this tensor: written, not read
+    runs: tuple[Run, ...] = ()
+    turned: bool = False  # theirs are [in, out], ours [out, in]; a bias is the same either way
+
+
+def of_runs(
+    ours: str, theirs: tuple[str, ...], runs: tuple[Run, ...], turned: bool = False, copy_of: str = ""
+) -> Entry:
+    """The entry these runs describe; both directions follow from them. Together they hold each of theirs once."""
+
+    def upright(t: torch.Tensor) -> torch.Tensor:
+        return t.t() if turned else t
+
+    def read(ts: Tensors) -> torch.Tensor:
+        parts = [_rows(upright(ts[run.source]), run) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(t: torch.Tensor) -> list[torch.Tensor]:
+        pieces = (t,) if len(runs) == 1 else t.split([run.count or 0 for run in runs])
+        placed = sorted(zip(runs, pieces), key=lambda item: (item[0].source, item[0].start))
+        by_source = [[part for run, part in placed if run.source == k] for k in range(len(theirs))]
+        return [upright(parts[0] if len(parts) == 1 else torch.cat(parts)) for parts in by_source]
+
+    return Entry(ours, theirs, read, write, copy_of, runs, turned)
+
+
+def _rows(t: torch.Tensor, run: Run) -> torch.Tensor:
+    return t if run.count is None else t[run.start : run.start + run.count]
 
 
 def verbatim(ours: str, theirs: str) -> Entry:
-    return Entry(ours, (theirs,), lambda ts: ts[0], lambda t: [t])
+    return of_runs(ours, (theirs,), (Run(0),))
 
 
 def rows(ours: str, theirs: tuple[str, ...], sizes: tuple[int, ...] = (), copy_of: str = "") -> Entry:
     """Ours is theirs stacked along rows (dim 0); torch layout on both sides."""
-    if len(theirs) == 1:
-        return Entry(ours, theirs, lambda ts: ts[0], lambda t: [t], copy_of)
-    return Entry(ours, theirs, lambda ts: torch.cat(list(ts)), lambda t: list(t.split(sizes)), copy_of)
+    return of_runs(ours, theirs, _stacked(theirs, sizes), copy_of=copy_of)
 
 
 def transposed(ours: str, theirs: str | tuple[str, ...], sizes: tuple[int, ...] = ()) -> Entry:
     """Paddle stores linears [in, out]. One fused tensor, or one tensor for each of our row blocks."""
-    if isinstance(theirs, str):
-        return Entry(ours, (theirs,), lambda ts: ts[0].t(), lambda t: [t.t()])
-    return Entry(ours, theirs, lambda ts: torch.cat([t.t() for t in ts]), lambda t: [p.t() for p in t.split(sizes)])
+    names = (theirs,) if isinstance(theirs, str) else theirs
+    return of_runs(ours, names, _stacked(names, sizes), turned=True)
+
+
+def _stacked(theirs: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Run, ...]:
+    """Each of theirs whole, one below the other."""
+    return (Run(0),) if len(theirs) == 1 else tuple(Run(k, 0, size) for k, size in enumerate(sizes))
 
 
 def grouped_qkv(ours: str, theirs: str, heads: int, kv_heads: int, head_dim: int) -> Entry:
     """PaddleNLP's fused qkv, [in, out] with columns per kv head: its query heads, its key, its value. Biases too."""
     group = heads // kv_heads
-
-    def read(ts: Tensors) -> torch.Tensor:
-        row = ts[0].shape[:-1]  # [in] of a weight, [] of a bias
-        q, k, v = ts[0].t().reshape(kv_heads, group + 2, head_dim, *row).split((group, 1, 1), dim=1)
-        return torch.cat([part.reshape(-1, *row) for part in (q, k, v)])
-
-    def write(t: torch.Tensor) -> list[torch.Tensor]:
-        q, k, v = t.split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
-        row = t.shape[1:]
-        parts = [p.reshape(kv_heads, -1, head_dim, *row) for p in (q, k, v)]
-        return [torch.cat(parts, dim=1).reshape(-1, *row).t()]
-
-    return Entry(ours, (theirs,), read, write)
+    stride = (group + 2) * head_dim
+    parts = ((0, group * head_dim), (group * head_dim, head_dim), ((group + 1) * head_dim, head_dim))  # q, k, v
+    runs = tuple(Run(0, k * stride + start, count) for start, count in parts for k in range(kv_heads))
+    return of_runs(ours, (theirs,), runs, turned=True)
 
 
 def hf_decoder_names(c: DecoderConfig) -> list[Entry]:

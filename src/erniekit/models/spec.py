@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from erniekit.models.config import DecoderConfig
+from erniekit.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +22,7 @@ class ModelSpec:
     read_config: Callable[[dict[str, Any], str, bool, str], DecoderConfig]
     write_config: Callable[[DecoderConfig, str, str], dict[str, Any]]  # config, layout, dtype name
     build: Callable[[DecoderConfig], nn.Module]
+    plan: Plan  # how its weights shard: the table parallel/ works from
     names: Callable[[DecoderConfig, str], list[Entry]]  # our tensors <-> a layout's tensors
     lora_targets: tuple[str, ...]  # public projection names adapted by default
     paddle_prefix: str  # first word of this family's Paddle tensor names

@@ -51,11 +51,11 @@ class AdamW:
 
         return add
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [m.grad for m in self.masters.values() if m.grad is not None]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
 
     def gradient_norm(self) -> torch.Tensor:
-        grads = self.gradients()
+        grads = list(self.gradients().values())
         if not grads:
             return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
@@ -63,7 +63,8 @@ class AdamW:
     def clip(self, norm: torch.Tensor, limit: float) -> None:
         """Scale by limit / max(norm, limit): Paddle's rule, exact at the limit (no epsilon)."""
         if limit > 0:
-            torch._foreach_mul_(self.gradients(), limit / norm.clamp(min=limit))
+            grads = [getattr(g, "_local_tensor", g) for g in self.gradients().values()]  # fsdp's are spread
+            torch._foreach_mul_(grads, limit / norm.clamp(min=limit))
 
     def step(self, lr: float) -> None:
         for group, inner in zip(self.groups, self._inner.param_groups):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -18,19 +18,19 @@ class Group:
 
 
 def make_groups(
-    model: nn.Module,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    num_layers: int,
     weight_decay: float,
     layerwise_bound: float = 1.0,
     lr_scale_of: Callable[[str], float] = lambda name: 1.0,
 ) -> list[Group]:
     """Trainable parameters only. `lr_scale_of` is for LoRA+; decay skips names with `bias` or `norm`, as ERNIEKit's."""
-    layers = len(model.layers)  # type: ignore[arg-type]
     groups: dict[tuple[float, float], Group] = {}
-    for name, param in model.named_parameters():
+    for name, param in parameters:
         if not param.requires_grad:
             continue
         decay = 0.0 if "bias" in name or "norm" in name else weight_decay
-        scale = layer_factor(name, layers, layerwise_bound) * lr_scale_of(name)
+        scale = layer_factor(name, num_layers, layerwise_bound) * lr_scale_of(name)
         group = groups.setdefault((scale, decay), Group(scale, decay))
         group.names.append(name)
         group.params.append(param)

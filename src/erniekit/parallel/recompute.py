@@ -17,7 +17,7 @@ def apply_recompute(model: nn.Module, granularity: str, skip_layers: Collection[
     """Wraps each layer of `model.layers` but those skipped; returns how many."""
     wrapped = 0
     for i, layer in enumerate(model.layers):  # type: ignore[arg-type]
-        if i in skip_layers:
+        if i in skip_layers or not hasattr(layer, "attn"):  # a layer of another pipeline stage
             continue
         owner, method = {
             "full": (layer, "forward"),

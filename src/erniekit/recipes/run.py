@@ -1,4 +1,4 @@
-"""`erniekit train` and `erniekit eval`: config in, stage picked, result out. Called by cli/main.py and api.py."""
+"""`erniekit train` and `erniekit eval`: config in, stage picked, result out. Called by cli/ and api.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from erniekit.recipes import STAGES
 from erniekit.result import RunResult
 
 
-def train_command(args: list[str]) -> int:
-    run_train(load(args, "train"), ["erniekit", "train", *args])
-    return 0
-
-
 def eval_command(args: list[str]) -> int:
     run_eval(load(args, "eval"))
     return 0
@@ -24,6 +19,14 @@ def eval_command(args: list[str]) -> int:
 def run_train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     refuse_later(cfg)
     return STAGES.get(cfg.train.stage)(cfg, command or sys.argv)
+
+
+def check_world(cfg: RunConfig, ranks: int) -> None:
+    """Before any rank is started: whether the run can be spread over so many."""
+    from erniekit.parallel import mesh
+
+    if check := getattr(mesh, "check_layout", None):
+        check(cfg, ranks)
 
 
 def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:

@@ -1,21 +1,20 @@
 """One optimiser step: micro-batches in, one update out. Called by train/trainer.py.
 
-The loss is divided by the trained tokens of the whole step, so 8 x 1 and 1 x 8 give the same gradient.
+The loss is divided by the trained tokens of the whole step over all ranks, so 8 x 1, 1 x 8 and any layout give the
+same gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.schedule import Schedule
-
-LossFunction = Callable[[nn.Module, Batch], torch.Tensor]  # -> the sum of token losses
+from erniekit.parallel.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -24,46 +23,44 @@ class StepResult:
     loss: float  # mean over trained tokens
     grad_norm: float  # before clipping
     learning_rate: float
-    tokens: int
-    trained_tokens: int
-    sum_squares: int  # of document lengths
+    tokens: int  # of this rank's packs
+    trained_tokens: int  # of all ranks
+    sum_squares: int  # of this rank's document lengths
     applied: bool  # False: not finite, nothing was changed
 
 
 class TrainStep:
     def __init__(
         self,
-        model: nn.Module,
+        engine: Engine,
         optimizer: AdamW,
         schedule: Schedule,
-        loss: LossFunction,
-        device: torch.device,
         max_grad_norm: float = 1.0,
         compat: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.schedule, self.loss = model, optimizer, schedule, loss
-        self.device, self.max_grad_norm = device, max_grad_norm
+        self.engine, self.optimizer, self.schedule = engine, optimizer, schedule
+        self.max_grad_norm = max_grad_norm
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
         self.mean_of_means = compat
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
-        trained = sum(b.num_label_tokens for b in batches)
-        total = torch.zeros((), device=self.device)
-        for batch in batches:
-            if batch.num_label_tokens == 0:
-                continue
-            share = batch.num_label_tokens * len(batches) if self.mean_of_means else trained
-            loss = self.loss(self.model, batch.to(self.device)) / share
-            loss.backward()
-            total += loss.detach()
-        norm = self.optimizer.gradient_norm()
+        engine, optimizer = self.engine, self.optimizer
+        trained = engine.total_tokens(sum(b.num_label_tokens for b in batches))
+        total = engine.forward_backward(batches, self._shares(batches, trained))
+        grads = optimizer.gradients()
+        if engine.sync is None:
+            norm = optimizer.gradient_norm()
+        else:
+            engine.sync.reduce(grads)
+            norm = engine.sync.norm(grads)
         loss_value, norm_value = torch.stack((total, norm.to(total.device))).tolist()
         lr = self.schedule.for_update(step)
+        # Both numbers are the same on every rank, and so is the decision.
         applied = _finite(loss_value) and _finite(norm_value)
         if applied:
-            self.optimizer.clip(norm, self.max_grad_norm)
-            self.optimizer.step(lr)
-        self.optimizer.zero_grad()
+            optimizer.clip(norm, self.max_grad_norm)
+            optimizer.step(lr)
+        optimizer.zero_grad()
         return StepResult(
             step=step,
             loss=loss_value,
@@ -74,6 +71,13 @@ class TrainStep:
             sum_squares=sum(b.sum_squares for b in batches),
             applied=applied,
         )
+
+    def _shares(self, batches: Sequence[Batch], trained: int) -> list[float]:
+        """What each micro-batch's sum of losses is divided by."""
+        if self.mean_of_means:
+            means = len(batches) * self.engine.world.layout.data_ranks
+            return [max(1, b.num_label_tokens) * means for b in batches]
+        return [max(1, trained)] * len(batches)
 
 
 def _finite(value: float) -> bool:

@@ -29,13 +29,13 @@ def build(**changes):
     return model
 
 
-def test_logits_are_batch_length_vocab_and_equal_hidden_times_head():
-    model, ids = build(), torch.randint(0, 40, (3, 7))
+def test_logits_are_batch_length_vocab_and_labels_give_the_sum_of_their_losses():
+    model, ids, labels = build(), torch.randint(0, 40, (3, 7)), torch.randint(0, 40, (3, 7))
+    labels[0, :3] = -100
     logits = model(ids)
     assert logits.shape == (3, 7, 40)
-    hidden = model.hidden(ids)
-    assert hidden.shape == (3, 7, 32)
-    torch.testing.assert_close(F.linear(hidden, model.head_weight()), logits, atol=0, rtol=0)
+    want = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(model(ids, labels=labels), want, atol=1e-4, rtol=0)
 
 
 def test_a_tied_head_is_the_embedding_itself():

@@ -61,6 +61,19 @@ class TrainSection:
     doctor: str = key("on", "Check labels, leaks, gradients and disk before the first step.", choices=("on", "off"))
     max_bad_steps: int = key(5, "Steps in a row with a non-finite loss or gradient before stopping.", low=1)
     preempt_grace_s: float = key(25.0, "Seconds a save may take after SIGTERM.", low=0)
+    hang_soft_s: float = key(
+        0.0,
+        "Seconds without progress before the stacks of every rank are written to output_dir/hangs; 0: ten median "
+        "steps, 60 at least; -1: never. Ten times as long in the first steps, evaluation and saving.",
+        low=-1,
+    )
+    hang_hard_s: float = key(
+        0.0,
+        "Seconds without progress before a rank ends (code 70) for a restart; 0: three times hang_soft_s; -1: never.",
+        low=-1,
+    )
+    straggler_factor: float = key(2.0, "Report a rank whose own work takes so many times the median; 0: off.", low=0)
+    drift_check_steps: int = key(100, "Steps between checks that replicas hold the same bits; 0: never.", low=0)
     train_emb_only: int = key(0, "Train the embedding alone.", fixed=True, later="partial training")
     adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, later="pre-training")
     sft_benchmark: bool = key(False, "Train without saving or evaluating and print tokens/s.", later="benchmarks")

@@ -50,8 +50,11 @@ class Attention(nn.Module):
         self.inner = InnerAttention()
 
     def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
-        B, L, _ = x_BLH.shape
+        fused = self.qkv(x_BLH)
+        B, L, _ = fused.shape  # under sequence parallelism x is a slice of L
         sizes = [rows for _, rows in self.qkv.parts]
-        q, k, v = (t.view(B, L, -1, self.head_dim) for t in self.qkv(x_BLH).split(sizes, dim=-1))
+        q, k, v = (
+            t.reshape(B, L, rows // self.head_dim, self.head_dim) for t, rows in zip(fused.split(sizes, dim=-1), sizes)
+        )
         q, k = self.rotate(q, ctx.cos, ctx.sin), self.rotate(k, ctx.cos, ctx.sin)
-        return self.out(self.inner(q, k, v, ctx).reshape(B, L, -1))
+        return self.out(self.inner(q, k, v, ctx).reshape(B, L, sizes[0]))

@@ -6,14 +6,27 @@ B batch, L length, H hidden, V vocab.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels.cross_entropy import CHUNK
 from erniekit.kernels.rope import cos_sin, inverse_frequencies
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context
+from erniekit.models.layers.head import LocalHead
 from erniekit.models.layers.mlp import MLP
 from erniekit.models.layers.norm import RMSNorm
+from erniekit.parallel.plan import column, heads, heads_in, row, vocab
+
+# How these weights shard; everything not named here is replicated.
+PLAN = {
+    "embed": vocab(),
+    "layers.*.attn.qkv": heads(),
+    "layers.*.attn.out": heads_in(),
+    "layers.*.mlp.gate_up": column(parts=2),
+    "layers.*.mlp.down": row(),
+    "head": vocab(),
+    "head_bias": vocab(),
+}
 
 
 class DecoderLayer(nn.Module):
@@ -43,6 +56,8 @@ class Decoder(nn.Module):
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         elif config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.output = LocalHead()
+        self.first = self.last = True  # a pipeline stage may be neither
 
     def head_weight(self) -> torch.Tensor:
         """[V, H]; the embedding itself when tied."""
@@ -53,31 +68,40 @@ class Decoder(nn.Module):
             return None
         return self.head_bias if self.config.tie_word_embeddings else self.head.bias
 
-    def hidden(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        max_doc: int | None = None,
-    ) -> torch.Tensor:
-        """Normed hidden states [B, L, H]: what the head, or a loss that fuses the head, multiplies."""
+    def context(
+        self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_doc: int | None = None
+    ) -> Context:
+        """What all layers share for one batch."""
         c = self.config
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, input_ids.device)
-        ctx = Context(*cos_sin(positions, freq), cu_seqlens, max_doc)
-        x_BLH = self.embed(input_ids)
+        freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, positions.device)
+        return Context(*cos_sin(positions, freq), cu_seqlens, max_doc)
+
+    def run_layers(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         for layer in self.layers:
             x_BLH = layer(x_BLH, ctx)
-        return self.norm(x_BLH)
+        return x_BLH
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         max_doc: int | None = None,
+        labels: torch.Tensor | None = None,
+        ignore: int = -100,
+        chunk: int = CHUNK,
     ) -> torch.Tensor:
-        """Logits [B, L, V]."""
-        h_BLH = self.hidden(input_ids, positions, cu_seqlens, max_doc)
-        return F.linear(h_BLH, self.head_weight(), self.head_bias_or_none())
+        """Token ids [B, L] -> logits [B, L, V], or with labels [B, L] the SUM of their losses (fp32).
+
+        A pipeline stage that lacks the embedding takes hidden states instead; one that lacks the head returns them.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        x_BLH = self.embed(tokens) if self.first else tokens
+        x_BLH = self.run_layers(x_BLH, self.context(positions, cu_seqlens, max_doc))
+        if not self.last:
+            return x_BLH
+        h_BLH, weight, bias = self.norm(x_BLH), self.head_weight(), self.head_bias_or_none()
+        if labels is None:
+            return self.output.logits(h_BLH, weight, bias)
+        return self.output.loss(h_BLH, weight, labels, bias, ignore, chunk)

@@ -1,0 +1,174 @@
+"""`erniekit train`: in this process on one device, else one process per device on every machine, by torch's launcher.
+
+Everything here happens before torch is imported; cli/launch_agent.py starts and watches the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from erniekit.config import RunConfig, load, refuse_later
+from erniekit.errors import ConfigError, DeviceError
+
+DEFAULT_PORT = 8080
+DEFAULT_LOGS = "erniekit_dist_log"
+# The variable that says which devices of a machine are ours, by the word of the key `device`.
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "XPU_VISIBLE_DEVICES"}
+GPUS_VISIBLE = "CUDA_VISIBLE_DEVICES"  # of auto, gpu and the makes that call themselves CUDA
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who is started where. Without `node_rank` the machines get their numbers in the order they arrive."""
+
+    nproc: int
+    nnodes: int = 1
+    node_rank: int | None = None
+    address: str = "127.0.0.1"
+    port: int = 0  # 0: any that is free
+    run_id: str = "erniekit"
+    log_dir: Path = Path(DEFAULT_LOGS)
+    max_restarts: int = 3
+    grace_s: float = 25.0  # a rank's time to save after a signal
+    join_timeout_s: float = 600.0
+
+    @property
+    def world(self) -> int:
+        return self.nproc * self.nnodes
+
+
+def train_command(args: list[str]) -> int:
+    from erniekit.recipes import run
+
+    cfg = load(args, "train")
+    if not inside():
+        choose_devices(cfg)
+        launch = plan(cfg)
+        if needed(launch, cfg):
+            refuse_later(cfg)
+            run.check_world(cfg, launch.world)
+            return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
+    run.run_train(cfg, ["erniekit", "train", *args])
+    return 0
+
+
+def start(launch: Launch, command: list[str]) -> int:
+    """Run `command` in every rank until all are done; returns the exit code for the shell."""
+    from erniekit.cli.launch_agent import run_ranks
+
+    return run_ranks(launch, command)
+
+
+def inside(env: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is a rank already: ours, torchrun's, or one numbered by hand."""
+    env = os.environ if env is None else env
+    return "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def needed(launch: Launch, cfg: RunConfig) -> bool:
+    """One process needs no launcher, unless it is to be started again when it crashes."""
+    return launch.world > 1 or (cfg.given("max_restarts") and launch.max_restarts > 0)
+
+
+def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> Launch:
+    env = os.environ if env is None else env
+    nnodes = cfg.launch.nnodes or _number(env, "NNODES", 1)
+    node_rank = _node_rank(cfg, env, nnodes)
+    address, port = _master(cfg, env)
+    if nnodes > 1 and not address:
+        raise ConfigError(
+            f"{nnodes} machines need a place to meet",
+            where="MASTER_ADDR",
+            fix="set MASTER_ADDR (and MASTER_PORT, default 8080) or master=host:port to the first machine, on each",
+        )
+    if nnodes == 1:  # any free port, or the one that was named: torch's fixed meeting point takes it as it is
+        address, node_rank = "127.0.0.1", 0 if port else None
+    return Launch(
+        nproc=_processes(cfg, env),
+        nnodes=nnodes,
+        node_rank=node_rank,
+        address=address,
+        port=port or (DEFAULT_PORT if nnodes > 1 else 0),
+        run_id="erniekit" if nnodes > 1 else f"erniekit-{uuid.uuid4().hex[:8]}",
+        log_dir=Path(cfg.launch.log_dir or env.get("ERNIEKIT_DIST_LOG") or DEFAULT_LOGS),
+        max_restarts=cfg.launch.max_restarts,
+        grace_s=cfg.train.preempt_grace_s,
+        join_timeout_s=cfg.launch.join_timeout_s,
+    )
+
+
+def choose_devices(cfg: RunConfig) -> None:
+    """`devices` as the variable that torch and the ranks read."""
+    if wrong := [d for d in cfg.launch.devices if not (d.isdecimal() or d.startswith(("GPU-", "MIG-")))]:
+        fix = "numbers with commas between, such as 0,1"
+        raise ConfigError(f"{wrong[0]!r} is no device", where=cfg.origin("devices"), fix=fix)
+    if cfg.launch.devices:
+        os.environ[VISIBLE.get(cfg.train.device, GPUS_VISIBLE)] = ",".join(cfg.launch.devices)
+
+
+def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
+    """One per device that torch sees; on CPUs as many as asked for."""
+    asked, device = cfg.launch.nproc_per_node, cfg.train.device
+    if device == "cpu" or cfg.train.no_cuda:
+        return asked or 1
+    there = visible_devices(env, device)
+    if there > 1 and device not in VISIBLE:  # worth asking torch, which is imported next anyway
+        import torch
+
+        there = min(there, torch.cuda.device_count())
+    if there and asked and asked > there:
+        raise DeviceError(
+            f"nproc_per_node is {asked} and {there} devices are visible here",
+            where=cfg.origin("nproc_per_node"),
+            fix=f"nproc_per_node={there}, or device=cpu",
+        )
+    return asked or max(1, there)
+
+
+def visible_devices(env: Mapping[str, str], device: str = "auto") -> int:
+    """Devices of this machine that are ours, without asking the driver: by variable, else by device file."""
+    listed = env.get(VISIBLE.get(device, GPUS_VISIBLE))
+    if listed is None:
+        return 0 if device in VISIBLE else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = 0
+    for word in listed.split(","):
+        if not word.strip() or word.strip().startswith("-"):  # CUDA stops reading at the first that is none
+            break
+        count += 1
+    return count
+
+
+def _node_rank(cfg: RunConfig, env: Mapping[str, str], nnodes: int) -> int | None:
+    number, where = cfg.launch.node_rank, cfg.origin("node_rank")
+    if number is None and nnodes > 1:
+        where = next((name for name in ("NODE_RANK", "RANK") if env.get(name)), "")
+        number = _number(env, where, 0) if where else None
+    if number is not None and not 0 <= number < nnodes:
+        fix = f"0 to {nnodes - 1}, or leave it out to have the numbers dealt out on arrival"
+        raise ConfigError(f"machine {number} of {nnodes}: there is no such number", where=where, fix=fix)
+    return number
+
+
+def _master(cfg: RunConfig, env: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port, empty and 0 where nobody named them."""
+    text, where = cfg.launch.master, cfg.origin("master")
+    if text is None:
+        address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+        where = "MASTER_PORT"
+    else:
+        address, _, port = text.rpartition(":") if ":" in text else (text, "", "")
+    if port and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"{port!r} is no port", where=where, fix="a number from 1 to 65535, such as 8080")
+    return address, int(port or 0)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; expected a whole number", where="environment", fix=f"unset {name}")
+    return int(text)

@@ -1,0 +1,161 @@
+"""Several machines as one run: how their launchers meet, and what they tell each other. Used by cli/launch_agent.py."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import struct
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from erniekit.cli.launch_failure import Failure
+from erniekit.errors import ErnieKitError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from erniekit.cli.launch import Launch
+
+ASK_S = 1.0  # between two looks at what the other launchers say
+WORD_S = 2.0  # a rank that blames another gives the other's launcher so long to speak first
+GOODBYE_S = 10.0  # how long a launcher waits for the others to have read its last word
+_SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
+
+
+class Apart(ErnieKitError):
+    """The machines did not find, or have lost, each other. Exit code 1: the same command may work later."""
+
+    exit_code = 1
+
+
+def rendezvous(launch: Launch) -> tuple[RendezvousHandler, str | None]:
+    """torch's meeting point for this run, and the address of this machine that the others can reach."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    wait = int(launch.join_timeout_s)
+    here = own_address(launch.address)
+    extra: dict[str, Any]
+    if launch.node_rank is not None:
+        backend, extra = "static", {"rank": launch.node_rank, "timeout": wait}
+    else:  # ranks are dealt out on arrival; the launcher that can listen on the address hosts the store
+        backend = "c10d"
+        extra = {"join_timeout": wait, "last_call_timeout": 1, "read_timeout": wait}
+        if launch.nnodes == 1:
+            extra["is_host"] = True
+    parameters = RendezvousParameters(
+        backend,
+        f"{launch.address}:{launch.port}",
+        launch.run_id,
+        launch.nnodes,
+        launch.nnodes,
+        local_addr=here,
+        **extra,
+    )
+    return get_rendezvous_handler(parameters), here
+
+
+def own_address(peer: str) -> str | None:
+    """The address this machine has on the way to `peer`; nothing is sent."""
+    try:
+        kind, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                raw = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # down, or without an IPv4 address
+                continue
+            if socket.inet_ntoa(raw[20:24]) == address:
+                return name
+    return None
+
+
+class Nodes:
+    """What the launchers of one attempt write into the store they met at. One node talks to nobody."""
+
+    def __init__(self, store: Store, me: int, count: int, here: str | None) -> None:
+        self.store, self.me, self.count, self.here = store, me, count, here
+        self.attempt = 0
+        self._asked = 0.0
+        self._server: Any = None
+
+    def agree(self, attempt: int, timeout: float) -> int:
+        """The number of this attempt: the highest that any launcher is at. Returns when all are there.
+
+        A launcher that was started again learns it from the others; none goes on alone.
+        """
+        until = time.monotonic() + timeout
+        names = [f"erniekit/attempt/{node}" for node in range(self.count)]
+        while True:
+            self.store.set(names[self.me], str(attempt))
+            there = [int(self.store.get(name)) if self.store.check([name]) else -1 for name in names]
+            attempt = max(there)
+            if min(there) == attempt:
+                self.attempt = attempt
+                return attempt
+            if time.monotonic() > until:
+                late = [str(node) for node, at in enumerate(there) if at < attempt]
+                raise Apart(
+                    f"machine {', '.join(late)} of {self.count} did not come back within {timeout:.0f} s",
+                    where="join_timeout_s",
+                    fix="run the same command there, or raise join_timeout_s",
+                )
+            time.sleep(0.1)
+
+    def meeting_point(self, timeout: float) -> tuple[str, int]:
+        """Host and port of a store for this attempt's ranks: an old one holds addresses of ranks that are gone."""
+        from torch.distributed import TCPStore
+
+        name = f"erniekit/store/{self.attempt}"
+        if self.me == 0:
+            host = self.here or socket.gethostname()
+            self._server = TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+            self.store.set(name, json.dumps([host, self._server.port]))
+        host, port = json.loads(self.store.get(name))
+        return str(host), int(port)
+
+    def publish(self, failure: Failure) -> Failure:
+        """Tell the others; the answer is the failure that counts, which may be another machine's."""
+        if self.count == 1:
+            return failure
+        name = f"erniekit/failed/{self.attempt}"
+        until = time.monotonic() + (WORD_S if failure.peer else 0)
+        while not self.store.check([name]) and time.monotonic() < until:
+            time.sleep(0.05)
+        told = Failure.from_json(self.store.compare_set(name, "", failure.to_json()))
+        if told.peer and not failure.peer:  # they saw our rank go before we did
+            self.store.set(name, failure.to_json())
+            return failure
+        return told if failure.peer else failure
+
+    def elsewhere(self, at_once: bool = False) -> Failure | None:
+        """A failure another launcher told of; asks at most once a second."""
+        if self.count == 1 or (time.monotonic() - self._asked < ASK_S and not at_once):
+            return None
+        self._asked = time.monotonic()
+        name = f"erniekit/failed/{self.attempt}"
+        return Failure.from_json(self.store.get(name)) if self.store.check([name]) else None
+
+    def goodbye(self) -> None:
+        """The last word is said: stay until all have it, as one of us is the host of the store."""
+        if self.count == 1:
+            return
+        name, until = f"erniekit/left/{self.attempt}", time.monotonic() + GOODBYE_S
+        try:
+            self.store.add(name, 1)
+            while self.store.add(name, 0) < self.count and time.monotonic() < until:
+                time.sleep(0.1)
+        except RuntimeError:  # the host has left: it has seen us
+            return

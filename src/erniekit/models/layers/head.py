@@ -1,0 +1,29 @@
+"""From hidden states to logits or to the loss: a collaborator without weights, so that parallel/ can swap it.
+
+Held by models/layers/decoder.py; the weight is handed in, as it may be the embedding itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from erniekit.kernels.cross_entropy import linear_cross_entropy
+
+
+class LocalHead(nn.Module):
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(hidden, weight, bias)
+
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        ignore: int,
+        chunk: int,
+    ) -> torch.Tensor:
+        """hidden [B, L, H], labels [B, L] -> the SUM of token losses."""
+        return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk)

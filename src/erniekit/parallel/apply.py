@@ -1,0 +1,109 @@
+"""The one order in which a model is spread: tensor -> context -> pipeline -> recompute -> compile -> fsdp -> memory.
+
+Called by recipes/build.py with a model on the meta device, adapters already in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.parallel.context import ContextAttention
+from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.fsdp import apply_fsdp
+from erniekit.parallel.gradients import GradientSync, local
+from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.pipeline import Pipeline, cut
+from erniekit.parallel.plan import Plan
+from erniekit.parallel.recompute import apply_recompute
+from erniekit.parallel.sharding import Heads, Sharding
+from erniekit.parallel.tensor import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class Options:
+    recompute: str | None = None  # granularity
+    no_recompute_layers: tuple[int, ...] = ()
+    compile: bool = False
+    schedule: str = "auto"
+    offload: bool = False
+    attention: str = "auto"
+
+
+def plain(name: str) -> str:
+    """A weight's name without the adapter around it: what weight tables and shardings call it."""
+    return name.replace(".base.", ".")
+
+
+def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
+    """From the whole model on the meta device, adapters in it: every tensor's shape, and what fused rows are called."""
+    config: Any = model.config
+    part_rows = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "parts", None), tuple):
+            part_rows[name] = module.parts
+    return Sharding(
+        {plain(name): tuple(param.shape) for name, param in model.named_parameters()},
+        plan,
+        Heads(config.num_heads, config.num_kv_heads, config.head_dim),
+        layout,
+        config.num_layers,
+        config.tie_word_embeddings,
+        part_rows,
+    )
+
+
+def parallelise(
+    model: nn.Module,
+    sharding: Sharding,
+    world: World,
+    device: torch.device,
+    compute: torch.dtype,
+    loss: Loss,
+    fill: Callable[[str, torch.Tensor], None],
+    one_document: Callable[[torch.Tensor, int], Any],
+    options: Options,
+) -> Engine:
+    """`fill(plain name, local tensor)` writes a weight's values once it has memory, one tensor at a time."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.attn.inner.backend = options.attention  # type: ignore[union-attr]
+    if world.layout.cp > 1:
+        group = world.group("cp")
+        assert group is not None
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.attn.inner = ContextAttention(group, world.at["cp"])  # type: ignore[union-attr]
+    apply_tensor_parallel(model, sharding, world)
+    parts = cut(model, sharding, world)
+    for _, part in parts:
+        if options.recompute:
+            apply_recompute(part, options.recompute, options.no_recompute_layers)
+        if options.compile:
+            for layer in part.layers:  # type: ignore[union-attr]
+                layer.compile()
+    modules = [part for _, part in parts]
+    averaged_over = apply_fsdp(modules, world, compute, options.offload)
+    with torch.no_grad():
+        done: set[int] = set()
+        for part in modules:
+            _give_memory(part, device)
+            for name, param in part.named_parameters():
+                if id(param) not in done:
+                    done.add(id(param))
+                    fill(plain(name), local(param))
+    names = list(dict.fromkeys(n for part in modules for n, p in part.named_parameters() if p.requires_grad))
+    pipeline_group = world.group("pp")
+    pipeline = None
+    if pipeline_group is not None:
+        pipeline = Pipeline(parts, world, pipeline_group, device, loss, options.schedule)
+    sync = GradientSync([plain(n) for n in names], sharding, world) if world.size > 1 else None
+    return Engine(parts, world, device, loss, sync, averaged_over, pipeline, compute, one_document)
+
+
+def _give_memory(part: nn.Module, device: torch.device) -> None:
+    """Only what is still without: stages may share a tied embedding."""
+    if any(p.is_meta for p in part.parameters()):
+        part.to_empty(device=device)

@@ -1,0 +1,135 @@
+"""Engine: one model on one or many ranks behind four verbs: train on micro-batches, sum gradients, evaluate, answer.
+
+Built by apply.py; train/step.py, train/evaluate.py and the probe see only this, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from erniekit.parallel import context
+from erniekit.parallel.fsdp import sync_gradients
+from erniekit.parallel.gradients import GradientSync
+from erniekit.parallel.mesh import World
+from erniekit.parallel.pipeline import Pipeline
+
+Loss = Callable[..., torch.Tensor]  # (model, batch, hidden states or nothing) -> the sum of a batch's token losses
+
+
+class Engine:
+    def __init__(
+        self,
+        parts: list[tuple[int, nn.Module]],
+        world: World,
+        device: torch.device,
+        loss: Loss,
+        sync: GradientSync | None = None,
+        averaged_over: int = 1,
+        pipeline: Pipeline | None = None,
+        dtype: torch.dtype = torch.float32,
+        one_document: Callable[[torch.Tensor, int], Any] | None = None,
+    ) -> None:
+        """dtype: of hidden states. one_document(ids, length): a batch of one row, padded to `length`."""
+        self.parts, self.world, self.device, self.loss = [part for _, part in parts], world, device, loss
+        self.sync, self.averaged_over, self.pipeline = sync, averaged_over, pipeline
+        self.dtype, self.one_document = dtype, one_document
+        layout = world.layout
+        self.loss_group = world.joined("pp", "dp", "fsdp", "cp")
+        self.count_group = world.joined("dp", "fsdp")
+        # Sequences are cut in cp x 2 chunks and those in tp slices.
+        self.length_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts[0]
+
+    def train(self, on: bool = True) -> None:
+        for part in self.parts:
+            part.train(on)
+
+    # --- one step ---
+
+    def total_tokens(self, local: int) -> int:
+        """Trained tokens of the whole step, over all ranks that read different packs."""
+        if self.count_group is None:
+            return local
+        count = torch.tensor([local], dtype=torch.int64, device=self.device)
+        dist.all_reduce(count, group=self.count_group)
+        return int(count)
+
+    def forward_backward(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
+        """Gradients of sum(loss / share); returns that sum over all ranks, detached."""
+        mine = [self._mine(batch) for batch in batches]
+        if self.pipeline is not None:
+            total = self._pipelined(mine, shares)
+        else:
+            total = torch.zeros((), device=self.device)
+            for k, (batch, share) in enumerate(zip(mine, shares)):
+                sync_gradients(self.parts, k == len(mine) - 1, self.world)
+                loss = self.loss(self.model, batch) / share
+                (loss * self.averaged_over).backward()
+                total += loss.detach()
+        if self.loss_group is not None:
+            dist.all_reduce(total, group=self.loss_group)
+        return total
+
+    def _mine(self, batch: Any) -> Any:
+        layout, at = self.world.layout, self.world.at
+        return context.split(batch, at["cp"], layout.cp).to(self.device)
+
+    def _pipelined(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
+        assert self.pipeline is not None
+        factors = [self.averaged_over / share for share in shares]
+        return self.pipeline.run(batches, factors, self._hidden_shape) / self.averaged_over
+
+    def _hidden_shape(self, batch: Any) -> tuple[tuple[int, ...], torch.dtype]:
+        B, L = batch.input_ids.shape
+        layout = self.world.layout
+        length = L // layout.tp if layout.sequence_parallel else L
+        config: Any = self.model.config
+        return (B, length, config.hidden_size), self.dtype
+
+    # --- without gradient ---
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """This rank's part of a batch's losses; `sum_losses` makes the whole of them."""
+        mine = self._mine(batch)
+        if self.pipeline is None:
+            return self.loss(self.model, mine)
+        out = self.pipeline.forward(mine, self._hidden_shape)
+        return torch.zeros((), device=self.device) if out is None else out.sum()
+
+    def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
+        if self.loss_group is not None:
+            dist.all_reduce(value, group=self.loss_group)
+        return value
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """[1, n] token ids -> [1, n, V] on every rank; all ranks must ask."""
+        layout = self.world.layout
+        count = ids.shape[1]
+        assert self.one_document is not None
+        length = -(-count // self.length_multiple) * self.length_multiple
+        batch = self._mine(self.one_document(ids, length))
+        if self.pipeline is None:
+            out = self.model(batch.input_ids, batch.positions, batch.documents(), batch.max_doc)
+        else:
+            answer = self.pipeline.forward(batch, self._hidden_shape, logits=True)
+            config: Any = self.model.config
+            shape = (1, batch.input_ids.shape[1], config.vocab_size)
+            out = torch.empty(shape, dtype=self.dtype, device=self.device) if answer is None else answer.contiguous()
+            last = (self.pipeline.count - 1) % layout.pp
+            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+        if layout.cp > 1:
+            group = self.world.group("cp")
+            parts = [torch.empty_like(out) for _ in range(layout.cp)]
+            dist.all_gather(parts, out.contiguous(), group=group)
+            out = context.in_order(torch.cat(parts, dim=1), layout.cp)
+        return out[:, :count]

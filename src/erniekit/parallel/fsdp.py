@@ -1,0 +1,49 @@
+"""Sharding stages on torch's fully_shard: weights, gradients and states in pieces over the fsdp (and cp) ranks.
+
+Called by apply.py after everything that changes weights' shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.parallel.mesh import World
+
+
+def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offload: bool) -> int:
+    """Shards in place. Returns how many ranks a gradient is averaged over: the loss is multiplied by it."""
+    layout = world.layout
+    if layout.fsdp == 1:
+        return 1
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mesh = world.mesh
+    if layout.cp > 1:
+        shard = mesh["fsdp", "cp"]._flatten("shard")
+        mesh = mesh["dp", "shard"] if layout.dp > 1 else shard
+    else:
+        mesh = mesh["dp", "fsdp"] if layout.dp > 1 else mesh["fsdp"]
+    # Weights stay fp32 and are gathered in the compute dtype: the fp32 copy is the master.
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    options: dict[str, Any] = dict(
+        mesh=mesh,
+        mp_policy=precision if compute != torch.float32 else MixedPrecisionPolicy(),
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+    )
+    again = layout.sharding_stage == 3
+    for part in parts:
+        for layer in part.layers:  # type: ignore[union-attr]
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, reshard_after_forward=again, **options)
+        fully_shard(part, reshard_after_forward=False, **options)
+    return layout.dp * layout.fsdp * layout.cp
+
+
+def sync_gradients(parts: list[nn.Module], on: bool, world: World) -> None:
+    """Stage 1 reduces once a step, at its last micro-batch; stages 2 and 3 after every one, to hold less."""
+    if world.layout.fsdp > 1 and world.layout.sharding_stage == 1:
+        for part in parts:
+            part.set_requires_gradient_sync(on)  # type: ignore[operator]

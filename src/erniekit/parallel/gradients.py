@@ -1,0 +1,109 @@
+"""After backward, before the update: every rank's gradients become those of the whole batch, and their one norm.
+
+Called by train/step.py through engine.py. What fsdp has reduced on the way is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from erniekit.parallel.mesh import World
+from erniekit.parallel.plan import rule_of
+from erniekit.parallel.sharding import Box, Sharding
+
+BUCKET = 64 * 1024 * 1024  # elements reduced in one call
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a tensor that fsdp may have spread."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+class GradientSync:
+    def __init__(self, names: list[str], sharding: Sharding, world: World) -> None:
+        """names: the trainable tensors this rank holds, in one order on all ranks of a stage."""
+        self.sharding, self.world = sharding, world
+        at, layout = world.at, world.layout
+        self.partial = [n for n in names if layout.tp > 1 and self._partial_over_tp(n)]
+        self.repeated = [n for n in names if layout.tp > 1 and self._repeated(n)]
+        self.tied = [n for n in names if len(sharding.pp_ranks_of(n)) > 1]
+        # Where this rank's weights are the first of their copies: those count for the norm.
+        first = layout.rank(**{**at, "dp": 0, "cp": at["cp"] if layout.fsdp > 1 else 0})
+        self.counted: dict[str, tuple[Box, ...]] = {n: dict(sharding.holders(n)).get(first, ()) for n in names}
+        spread = ("fsdp", "cp") if layout.fsdp > 1 else ()
+        self.model_group = world.joined("pp", "tp", *spread)
+        self.heads_group = world.joined("tp", *spread) if self._any_repeated() else None
+        self.tied_group = world.joined("pp", only=(0, layout.pp - 1)) if sharding.tied and layout.pp > 1 else None
+        self.replica_group = world.joined("dp", "cp") if layout.fsdp == 1 else None
+
+    def _partial_over_tp(self, name: str) -> bool:
+        """Whole on every tensor-parallel rank, yet each saw only its part: adapters' inner sides, and under sequence
+        parallelism all that works on slices of the sequence (norms, biases added after the sum)."""
+        if not self.sharding.whole_on_every_tp_rank(name):
+            return False
+        if ".lora." in name:
+            return rule_of(self.sharding.plan, name.partition(".lora.")[0]).kind != "replicate"
+        return self.world.layout.sequence_parallel
+
+    def _repeated(self, name: str) -> bool:
+        ranges = [r for t in range(self.world.layout.tp) for r in self.sharding.rows_cut(name, t)]
+        return sum(b - a for a, b in ranges) > self.sharding.shape(name)[0]
+
+    def _any_repeated(self) -> bool:
+        """The same answer on every rank, whichever layers it holds: groups are made together."""
+        return self.world.layout.tp > 1 and any(self._repeated(n) for n in self.sharding.names())
+
+    def reduce(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """grads by name, fp32; changed in place."""
+        if self.partial:
+            _all_reduce([local(grads[n]) for n in self.partial], self.world.group("tp"))
+        for name in self.repeated:
+            self._sum_repeated_rows(name, local(grads[name]))
+        if self.tied and self.tied_group is not None:
+            _all_reduce([local(grads[n]) for n in self.tied], self.tied_group)
+        if self.replica_group is not None:
+            _all_reduce([local(g) for g in grads.values()], self.replica_group)
+
+    def _sum_repeated_rows(self, name: str, grad: torch.Tensor) -> None:
+        """kv heads that several ranks hold: each has the gradient of its own queries; all get the sum."""
+        whole = grad.new_zeros(self.sharding.shape(name))
+        boxes = self.sharding.boxes(name, self.world.rank)
+        for box in boxes:
+            whole[box.global_slices] += grad[box.local_slices]
+        dist.all_reduce(whole, group=self.heads_group)
+        for box in boxes:
+            grad[box.local_slices] = whole[box.global_slices]
+
+    def norm(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Of the whole model's gradient, each element counted once, the same bits on every rank."""
+        total = None
+        for name, grad in grads.items():
+            for box in self.counted[name]:
+                square = local(grad)[box.local_slices].double().pow(2).sum()
+                total = square if total is None else total + square
+        if total is None:
+            device = next((local(g).device for g in grads.values()), torch.device("cpu"))
+            total = torch.zeros((), dtype=torch.float64, device=device)
+        if self.model_group is not None:
+            dist.all_reduce(total, group=self.model_group)
+        return total.sqrt().float()
+
+
+def _all_reduce(tensors: list[torch.Tensor], group: ProcessGroup | None) -> None:
+    """In buckets: few calls, bounded memory."""
+    bucket: list[torch.Tensor] = []
+    held = 0
+    for k, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        held += tensor.numel()
+        if held >= BUCKET or k == len(tensors) - 1:
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            dist.all_reduce(flat, group=group)
+            for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+                t.copy_(part.view_as(t))
+            bucket, held = [], 0

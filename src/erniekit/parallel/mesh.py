@@ -1,0 +1,188 @@
+"""Layout: how many ranks each axis has, which rank is where, and which products fit. World: this process among them.
+
+Made by recipes/build.py from the config; everything else is handed one. Order, outermost first: pp, dp, fsdp, cp, tp,
+so that tensor-parallel ranks are neighbours (one node) and pipeline stages may be far apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from erniekit.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+USER_WORDS = {
+    "pp": "pipeline_parallel_degree",
+    "dp": "data_parallel_degree",
+    "fsdp": "sharding_parallel_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    sharding_stage: int = 1  # of fsdp: 1 and 2 keep weights gathered between forward and backward, 3 does not
+    virtual_stages: int = 1  # pipeline stages a rank holds
+    stage_cuts: tuple[int, ...] = ()  # first layer of each stage after the first; empty: even
+
+    @property
+    def size(self) -> int:
+        return prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different packs."""
+        return self.dp * self.fsdp
+
+    def coords(self, rank: int) -> dict[str, int]:
+        out = {}
+        for axis in reversed(AXES):
+            rank, out[axis] = divmod(rank, getattr(self, axis))
+        return out
+
+    def rank(self, **coords: int) -> int:
+        out = 0
+        for axis in AXES:
+            out = out * getattr(self, axis) + coords.get(axis, 0)
+        return out
+
+    def data_rank(self, rank: int) -> int:
+        at = self.coords(rank)
+        return at["dp"] * self.fsdp + at["fsdp"]
+
+    def describe(self) -> str:
+        used = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        extra = ["sequence parallel"] if self.sequence_parallel else []
+        extra += [f"sharding stage {self.sharding_stage}"] if self.fsdp > 1 else []
+        extra += [f"{self.virtual_stages} stages a rank"] if self.virtual_stages > 1 else []
+        return " x ".join(used) + (f" ({', '.join(extra)})" if extra else "") if used else "one device"
+
+
+def fit(world: int, layout: Layout) -> Layout:
+    """The layout with data parallelism taking what is left of the world; says what would fit when it does not."""
+    fixed = layout.pp * layout.fsdp * layout.cp * layout.tp
+    if fixed <= world and world % fixed == 0 and layout.dp in (1, world // fixed):
+        return Layout(**{**vars(layout), "dp": world // fixed})
+    asked = " x ".join(f"{USER_WORDS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
+    near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % (fixed * layout.dp) == 0][:3]
+    smaller = _divisors_that_fit(world, layout)
+    raise PlanError(
+        f"{asked} needs a multiple of {fixed * layout.dp} ranks; there are {world}",
+        where=", ".join(USER_WORDS[a] for a in AXES if getattr(layout, a) > 1),
+        fix=f"start {' or '.join(map(str, near))} ranks, or on {world}: {'; '.join(smaller)}",
+    )
+
+
+def _divisors_that_fit(world: int, layout: Layout) -> list[str]:
+    """Up to three layouts of this world nearest to what was asked: the same axes, smaller degrees."""
+    options = []
+    for tp in (d for d in range(layout.tp, 0, -1) if world % d == 0):
+        for pp in (d for d in range(layout.pp, 0, -1) if (world // tp) % d == 0):
+            rest = world // (tp * pp)
+            for fsdp in (d for d in range(layout.fsdp, 0, -1) if rest % d == 0):
+                options.append(f"tp {tp} x pp {pp} x sharding {fsdp} x dp {rest // fsdp}")
+    return options[:3] or [f"dp {world}"]
+
+
+class World:
+    """This process among the ranks. With one rank there is no process group, and a reduction is the value itself."""
+
+    def __init__(self, layout: Layout | None = None, rank: int = 0, device_type: str = "cpu") -> None:
+        self.layout = layout or Layout()
+        self.rank, self.size, self.device_type = rank, self.layout.size, device_type
+        self.at = self.layout.coords(rank)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(getattr(self.layout, axis) for axis in AXES)
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=AXES)
+
+    @cached_property
+    def control(self) -> ProcessGroup | None:
+        """A gloo group over all ranks for decisions made on the host."""
+        if self.size == 1:
+            return None
+        import torch.distributed as dist
+
+        return dist.new_group(backend="gloo")
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        """The ranks that differ from this one in `axis` only; None where there is nobody else."""
+        return self.mesh.get_group(axis) if getattr(self.layout, axis) > 1 else None
+
+    def joined(self, *axes: str, only: tuple[int, ...] = ()) -> ProcessGroup | None:
+        """The ranks that differ from this one in `axes` only; None where there is nobody else.
+
+        only: for one axis, just these coordinates along it. Every rank makes every group, in one order: that is what
+        new_group asks for. So all ranks must call this with the same words.
+        """
+        if prod(getattr(self.layout, a) for a in axes) == 1:
+            return None
+        import torch.distributed as dist
+
+        mine = None
+        seen: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            at = self.layout.coords(rank)
+            if not only or at[axes[0]] in only:
+                seen.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
+        for ranks in seen.values():
+            group = dist.new_group(sorted(set(ranks)))
+            mine = group if self.rank in ranks else mine
+        return mine
+
+    # --- host decisions ---
+
+    def _reduce(self, value: float, how: str) -> float:
+        if self.control is None:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how), group=self.control)
+        return float(tensor)
+
+    def max(self, value: float) -> float:
+        return self._reduce(value, "MAX")
+
+    def sum(self, value: float) -> float:
+        return self._reduce(value, "SUM")
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.control is None:
+            return [value]
+        import torch.distributed as dist
+
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.control)
+        return out
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        if self.control is None:
+            return value
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self.control)
+        return box[0]

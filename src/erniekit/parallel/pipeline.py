@@ -1,0 +1,183 @@
+"""Pipeline parallelism: the model cut in stages, and torch's schedules run over them. Called by apply.py and engine.py.
+
+Every rank reads the batch itself, so only hidden states travel; a stage finds its batch by counting its forward calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from erniekit.errors import PlanError
+from erniekit.parallel.mesh import World
+from erniekit.parallel.sharding import Sharding
+
+Loss = Callable[..., torch.Tensor]  # (part, batch, hidden states) -> the sum of token losses
+HiddenShape = Callable[[Any], tuple[tuple[int, ...], torch.dtype]]  # of what travels between stages
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+class Skip(nn.Module):
+    """Where a layer of another stage would be: names and numbers of the others stay as they are."""
+
+    def forward(self, x: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return x
+
+
+def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, nn.Module]]:
+    """(stage number, that part of the model) for each stage this rank holds."""
+    stages = sharding.stages()
+    if len(stages) == 1:
+        return [(0, model)]
+    out = []
+    for number in range(world.at["pp"], len(stages), world.layout.pp):
+        part = copy.copy(model)  # modules are shared, the table of them is not
+        part._modules = dict(model._modules)
+        held = stages[number]
+        part.layers = nn.ModuleList(
+            layer if i in held else Skip()
+            for i, layer in enumerate(model.layers)  # type: ignore[arg-type]
+        )
+        part.first, part.last = number == 0, number == len(stages) - 1  # type: ignore[assignment]
+        if not part.first and not (part.last and sharding.tied):
+            part._modules.pop("embed")
+        if not part.last:
+            part._modules.pop("norm")
+            part._modules.pop("head", None)
+        out.append((number, part))
+    return out
+
+
+class StageModule(nn.Module):
+    """One stage as a schedule calls it: hidden states (or ids) in; out go hidden states, or from the last stage the sum
+    of losses [1]. The batch comes from the queue."""
+
+    def __init__(self, part: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.part, self.loss = part, loss
+        self.queue: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.on(x, self.queue.pop(0))
+
+    def on(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
+        if self.part.last:
+            return self.loss(self.part, batch, x).reshape(1)
+        return self.part(x, batch.positions, batch.documents(), batch.max_doc)
+
+
+class Pipeline:
+    def __init__(
+        self,
+        parts: list[tuple[int, nn.Module]],
+        world: World,
+        group: ProcessGroup,
+        device: torch.device,
+        loss: Loss,
+        schedule: str = "auto",
+    ) -> None:
+        self.world, self.group, self.device, self.schedule = world, group, device, schedule
+        self.count = world.layout.pp * world.layout.virtual_stages
+        self.modules = [(number, StageModule(part, loss)) for number, part in parts]
+        self._built: dict[tuple[int, ...], Any] = {}
+        self._factors: Sequence[float] = []
+
+    @property
+    def has_last(self) -> bool:
+        return any(number == self.count - 1 for number, _ in self.modules)
+
+    def run(self, batches: Sequence[Any], factors: Sequence[float], hidden_shape: HiddenShape) -> torch.Tensor:
+        """Forward and backward of sum(factor * loss); that sum on the last stage, zero elsewhere."""
+        self._factors = factors
+        for _, module in self.modules:
+            module.queue = list(batches)
+        losses: list[torch.Tensor] = []
+        schedule = self._schedule(batches, hidden_shape)
+        ids = torch.cat([b.input_ids for b in batches])
+        # Which micro-batch a loss is of travels as its number, chunked like the ids.
+        numbers = torch.arange(len(batches), device=self.device)
+        args = (ids,) if any(number == 0 for number, _ in self.modules) else ()
+        schedule.step(*args, target=numbers if self.has_last else None, losses=losses if self.has_last else None)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    def _schedule(self, batches: Sequence[Any], hidden_shape: HiddenShape) -> Any:
+        shape, dtype = hidden_shape(batches[0])
+        key = (len(batches), *batches[0].input_ids.shape, *shape)
+        if key not in self._built:
+            ids = torch.empty(batches[0].input_ids.shape, dtype=torch.long, device="meta")
+            hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            losses = torch.empty(1, device="meta", requires_grad=True)
+            stages = [
+                PipelineStage(
+                    module,
+                    number,
+                    self.count,
+                    self.device,
+                    input_args=(ids if number == 0 else hidden,),
+                    output_args=(losses if number == self.count - 1 else hidden,),
+                    group=self.group,
+                )
+                for number, module in self.modules
+            ]
+            self._built[key] = self._choose(stages, len(batches))
+        return self._built[key]
+
+    def _choose(self, stages: list[Any], micro_batches: int) -> Any:
+        options: dict[str, Any] = dict(loss_fn=self._loss_of, scale_grads=False)
+        name = self.schedule
+        if name == "auto":
+            name = "interleaved" if len(stages) > 1 else "1f1b" if micro_batches >= self.count else "gpipe"
+        if len(stages) == 1 and name in ("interleaved", "zero_bubble"):
+            raise PlanError(
+                f"schedule {name!r} needs several stages a rank",
+                where="virtual_pp_degree",
+                fix="set virtual_pp_degree: 2 or more, or pp_schedule: 1f1b",
+            )
+        if len(stages) == 1:
+            kind = ScheduleGPipe if name == "gpipe" or micro_batches < self.count else Schedule1F1B
+            return kind(stages[0], micro_batches, **options)
+        if micro_batches % self.world.layout.pp:
+            raise PlanError(
+                f"{micro_batches} micro-batches do not divide over {self.world.layout.pp} pipeline ranks",
+                where="gradient_accumulation_steps, virtual_pp_degree",
+                fix=f"make gradient_accumulation_steps a multiple of {self.world.layout.pp}",
+            )
+        interleaved = ScheduleInterleavedZeroBubble if name == "zero_bubble" else ScheduleInterleaved1F1B
+        return interleaved(stages, micro_batches, **options)
+
+    def _loss_of(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return loss.sum() * self._factors[int(number[0])]
+
+    @torch.no_grad()
+    def forward(self, batch: Any, hidden_shape: HiddenShape, logits: bool = False) -> torch.Tensor | None:
+        """One micro-batch through all stages, no gradient: the last stage's losses or logits; None elsewhere."""
+        shape, dtype = hidden_shape(batch)
+        x: torch.Tensor = batch.input_ids
+        where = (batch.positions, batch.documents(), batch.max_doc)
+        for number in range(self.count):
+            owner = number % self.world.layout.pp
+            mine = next((m for n, m in self.modules if n == number), None)
+            if mine is not None:
+                x = mine.part(x, *where) if logits else mine.on(x, batch)
+            if number == self.count - 1:
+                return x if mine is not None else None
+            following = (number + 1) % self.world.layout.pp
+            if owner != following and self.world.at["pp"] == owner:
+                dist.send(x.contiguous(), dist.get_global_rank(self.group, following), group=self.group)
+            elif owner != following and self.world.at["pp"] == following:
+                x = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.recv(x, dist.get_global_rank(self.group, owner), group=self.group)
+        return None

@@ -1,0 +1,142 @@
+"""Tensor and sequence parallelism from the plan: weights shrink to this rank's share, collectives go around them.
+
+Called by apply.py on a model whose weights have no memory yet. Names stay as they were: collectives are hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
+from erniekit.parallel.mesh import World
+from erniekit.parallel.plan import rule_of
+from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.vocab import VocabHead
+
+SEQUENCE = 1  # activations are [B, L, H]
+
+
+class RepeatedKV(nn.Module):
+    """Around the inner attention of a rank whose query heads do not share kv heads evenly: one kv head a query head."""
+
+    def __init__(self, inner: nn.Module, kv_of: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inner, self.kv_of = inner, list(kv_of)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any) -> torch.Tensor:
+        if not self.kv_of:
+            return q  # no head of this layer is here; the sum over ranks does not miss it
+        return self.inner(q, k[:, :, self.kv_of], v[:, :, self.kv_of], ctx)
+
+
+def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) -> None:
+    group = world.group("tp")
+    if group is None:
+        return
+    tp, sp = world.at["tp"], world.layout.sequence_parallel
+    for name, module in list(model.named_modules()):
+        base = getattr(module, "base", module)  # an adapted linear holds the plain one
+        if name.endswith(".base") or not isinstance(base, (nn.Linear, nn.Embedding)):
+            continue
+        rule = rule_of(sharding.plan, name)
+        if rule.kind == "replicate":
+            continue
+        _shrink(module, base, name, sharding, tp)
+        if rule.kind == "vocab":
+            if isinstance(base, nn.Embedding):
+                _share_embedding(base, sharding, name, tp, group, sp)
+        elif rule.splits_output:
+            module.register_forward_pre_hook(_entering(group, sp))
+        else:
+            assert isinstance(base, nn.Linear)
+            _leave_summed(module, base, group, sp)
+    _share_heads(model, sharding, tp)
+    sizes = [
+        sharding.tp_shape("embed.weight" if sharding.tied else "head.weight", t)[0] for t in range(world.layout.tp)
+    ]
+    model.output = VocabHead(group, sizes, tp, sp)
+
+
+def _local(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    data = torch.empty(shape, dtype=param.dtype, device=param.device)
+    return nn.Parameter(data, requires_grad=param.requires_grad)
+
+
+def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, tp: int) -> None:
+    """Local weights, biases and adapters, and the row counts others read from the module."""
+    for leaf, param in list(base.named_parameters(recurse=False)):
+        setattr(base, leaf, _local(param, sharding.tp_shape(f"{name}.{leaf}", tp)))
+    if isinstance(base, nn.Linear):
+        base.out_features, base.in_features = base.weight.shape
+    parts = getattr(base, "parts", None)
+    if parts is not None:
+        base.parts = module.parts = _local_parts(parts, sharding, name, tp)  # type: ignore[assignment]
+    elif hasattr(module, "parts"):
+        module.parts = ((module.parts[0][0], base.out_features),)  # type: ignore[assignment,index]
+    for key, pair in getattr(module, "lora", {}).items():
+        for side in "AB":
+            setattr(pair, side, _local(getattr(pair, side), sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
+        rows = dict(module.parts)  # type: ignore[arg-type]
+        pair.parts = tuple((part, rows[part]) for part, _ in pair.parts)
+
+
+def _local_parts(
+    parts: tuple[tuple[str, int], ...], sharding: Sharding, name: str, tp: int
+) -> tuple[tuple[str, int], ...]:
+    cut = sharding.cut(f"{name}.weight", tp)
+    assert cut is not None
+    out, start = [], 0
+    for part, rows in parts:
+        held = sum(min(b, start + rows) - max(a, start) for a, b in cut.ranges if a < start + rows and b > start)
+        out.append((part, held))
+        start += rows
+    return tuple(out)
+
+
+def _entering(group: ProcessGroup, sp: bool) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = gather_from(args[0], SEQUENCE, group) if sp else copy_to(args[0], group)
+        return (x, *args[1:])
+
+    return hook
+
+
+def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: bool) -> None:
+    """The partial products are summed; the bias is added once, to the sum."""
+    base.forward = lambda x: F.linear(x, base.weight)  # type: ignore[method-assign,assignment]
+
+    def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        out = scatter_sum(out, SEQUENCE, group) if sp else sum_from(out, group)
+        return out if base.bias is None else out + base.bias
+
+    module.register_forward_hook(hook)
+
+
+def _share_embedding(
+    embed: nn.Embedding, sharding: Sharding, name: str, tp: int, group: ProcessGroup, sp: bool
+) -> None:
+    cut = sharding.cut(f"{name}.weight", tp)
+    assert cut is not None
+    start, stop = cut.ranges[0]
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        here = (ids >= start) & (ids < stop)
+        rows = F.embedding((ids - start).clamp(0, max(0, stop - start - 1)), embed.weight)
+        rows = rows * here[..., None]
+        return scatter_sum(rows, SEQUENCE, group) if sp else sum_from(rows, group)
+
+    embed.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _share_heads(model: nn.Module, sharding: Sharding, tp: int) -> None:
+    mine = sharding.head_share(tp)
+    if mine.uniform:
+        return
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.attn.inner = RepeatedKV(layer.attn.inner, mine.kv_of)  # type: ignore[union-attr]

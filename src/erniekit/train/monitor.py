@@ -1,0 +1,194 @@
+"""Watches one rank from outside: a held interpreter lock stops every Python thread of the rank, but not this process.
+
+Started by train/watchdog.py as `python -I -S monitor.py`; the standard library alone, so that it is there at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+SIZE = mmap.PAGESIZE
+# The watchdog thread acts first; the monitor only when it did not, so many seconds later.
+LATE_SOFT_S, LATE_HARD_S = 0.5, 2.0
+WRITER_S = 30  # a dead file system may take the process that writes the report, never the one that kills
+
+
+class Beat(NamedTuple):
+    at: float = 0.0  # monotonic seconds of the last sign of progress; one clock for all processes of a machine
+    soft: float = float("inf")  # seconds of silence before stacks are written
+    hard: float = float("inf")  # seconds of silence before the process ends
+    step: int = 0
+    phase: str = ""
+
+
+class Heart:
+    """Memory shared by the training thread, which writes its beat, and the two that watch it."""
+
+    _BEAT = struct.Struct("=dddq32s")  # at 0: the training thread's
+    _TOLD = struct.Struct("=dq")  # at 128: the watchdog thread's: the beat it reported, its kernel thread id
+    _READY = struct.Struct("=q")  # at 256: the monitor's process id, once it watches
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, SIZE)
+
+    def beat(self, at: float, soft: float, hard: float, step: int, phase: str) -> None:
+        self._BEAT.pack_into(self._map, 0, at, soft, hard, step, phase.encode()[:32])
+
+    def read(self) -> Beat:
+        size = self._BEAT.size
+        raw = self._map[:size]
+        while raw != (again := self._map[:size]):  # caught in the middle of a beat
+            raw = again
+        at, soft, hard, step, phase = self._BEAT.unpack(raw)
+        return Beat(at, soft, hard, step, phase.rstrip(b"\0").decode(errors="replace"))
+
+    def tell(self, at: float, thread: int) -> None:
+        self._TOLD.pack_into(self._map, 128, at, thread)
+
+    def told(self) -> tuple[float, int]:
+        at, thread = self._TOLD.unpack_from(self._map, 128)
+        return at, thread
+
+    @property
+    def monitor(self) -> int:
+        return int(self._READY.unpack_from(self._map, 256)[0])
+
+    @monitor.setter
+    def monitor(self, process: int) -> None:
+        self._READY.pack_into(self._map, 256, process)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class Lookout:
+    """When silence has lasted too long. Time in which the watcher itself stood still (Ctrl-Z, a suspended job or
+    virtual machine) is not silence: the watched process stood still as well."""
+
+    def __init__(self, heart: Heart, every: float, late_soft: float = 0.0, late_hard: float = 0.0) -> None:
+        self.heart, self.every, self._late_soft, self._late_hard = heart, every, late_soft, late_hard
+        self._looked, self._at, self._excused, self._told = time.monotonic(), 0.0, 0.0, False
+
+    def look(self) -> tuple[str, Beat, float]:
+        """("soft" once a silence | "hard" | "back" after a soft one | "", the beat, seconds of silence)."""
+        now, beat, back = time.monotonic(), self.heart.read(), False
+        stood_still, self._looked = now - self._looked - self.every, now
+        if beat.at != self._at:
+            back, self._told, self._excused, self._at = self._told, False, 0.0, beat.at
+        if stood_still > 1.0:
+            self._excused += min(stood_still, now - beat.at)
+        silence = now - beat.at - self._excused
+        if silence > beat.hard + self._late_hard:
+            return "hard", beat, silence
+        if silence > beat.soft + self._late_soft and not self._told:
+            self._told = True
+            return "soft", beat, silence
+        return "back" if back else "", beat, silence
+
+
+def report_name(rank: int, step: int) -> str:
+    return f"rank-{rank}-step-{step}.txt"
+
+
+def headline(rank: int, beat: Beat, silence: float) -> str:
+    return f"rank {rank} made no progress for {silence:.1f} s at step {beat.step}, phase {beat.phase}"
+
+
+def write_report(path: str, head: str, process: int, body: bytes) -> None:
+    """Appends: a step may hang twice."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    with open(path, "ab") as file:
+        file.write(f"{head} ({when}, {os.uname().nodename}, process {process})\n\n".encode() + body + b"\n")
+
+
+def say(text: str) -> None:
+    """Straight to the descriptor: Python's own stderr may be locked by the thread that hangs."""
+    try:
+        os.write(2, f"hang: {text}\n".encode())
+    except OSError:
+        pass
+
+
+def _apart(work: Callable[[], None]) -> None:
+    """Runs `work` in a process of its own, which is not waited for."""
+    if os.fork() == 0:
+        signal.alarm(WRITER_S)
+        try:
+            work()
+        finally:
+            os._exit(0)
+
+
+def _stacks(process: int, thread: int, number: int, fd: int) -> bytes:
+    """faulthandler's answer to a signal. It runs in C, so it needs no lock; it is sent to the watchdog's own thread,
+    so it interrupts no system call of the others."""
+    start = size = os.fstat(fd).st_size
+    import ctypes
+
+    try:
+        ctypes.CDLL(None).tgkill(process, thread, number)
+    except AttributeError:  # no tgkill in this C library
+        os.kill(process, number)
+    for _ in range(40):  # two seconds at most; done when it has grown and stopped growing
+        time.sleep(0.05)
+        before, size = size, os.fstat(fd).st_size
+        if size > start and size == before:
+            break
+    return os.pread(fd, size - start, start)
+
+
+def _watch(process: int, rank: int, folder: str, every: float, number: int, heart: Heart, stacks_fd: int) -> None:
+    wait = _until_gone(process)
+    lookout = Lookout(heart, every, LATE_SOFT_S, LATE_HARD_S)
+    heart.monitor = os.getpid()
+    killed = False
+    while not wait(every):
+        word, beat, silence = lookout.look()
+        told, thread = heart.told()
+        head = f"{headline(rank, beat, silence)}; its threads do not answer"
+        if word == "soft" and told != beat.at:
+            path = os.path.join(folder, report_name(rank, beat.step))
+            _apart(partial(_report, path, head, process, _stacks(process, thread, number, stacks_fd)))
+        elif word == "hard" and not killed:
+            killed = True
+            _apart(partial(say, f"{head}: killed from outside, for a restart"))
+            if os.getppid() == process:
+                os.kill(process, signal.SIGKILL)
+
+
+def _report(path: str, head: str, process: int, stacks: bytes) -> None:
+    say(f"{head}; stacks in {path}")
+    os.close(2)  # whoever reads it to its end need not wait for a dead file system
+    write_report(path, head, process, stacks)
+
+
+def _until_gone(process: int) -> Callable[[float], bool]:
+    """wait(seconds) -> True as soon as the watched process, our parent, has ended."""
+    poll = select.poll()
+    try:
+        poll.register(os.pidfd_open(process), select.POLLIN)
+    except (AttributeError, OSError):
+        pass  # not Linux, or not allowed: then only our parent's number tells, at the next look
+    return lambda seconds: bool(poll.poll(seconds * 1000)) or os.getppid() != process
+
+
+def main(args: list[str]) -> None:
+    process, rank, folder, every, number, heart_fd, stacks_fd = args
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(ignored, signal.SIG_IGN)  # meant for the training process; it is watched while it saves
+    if os.getppid() == int(process):
+        _watch(int(process), int(rank), folder, float(every), int(number), Heart(int(heart_fd)), int(stacks_fd))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

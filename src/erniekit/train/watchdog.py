@@ -1,0 +1,228 @@
+"""The hang watchdog: silence first gets the stacks of all threads written, then ends the process for a restart.
+
+Every rank has its own, so all ranks of a hang write; the loop says where it is by `phase`. Hooked in by recipes/.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO, TYPE_CHECKING
+
+from erniekit.train import monitor
+from erniekit.train.hooks import Hook
+from erniekit.train.monitor import Beat, Heart, Lookout, headline, report_name, say, write_report
+
+if TYPE_CHECKING:
+    from erniekit.train.step import StepResult
+    from erniekit.train.trainer import Trainer
+
+EXIT_CODE = 70  # "ended for a restart"; a rank whose interpreter lock is held can only be killed (-9)
+PAUSED = ("prepare",)  # reading and tokenising data: as long as it takes
+LONG = ("start", "eval", "save", "restore", "end")
+WARM_STEPS = 3  # these compile, connect and fill caches
+# Faulthandler's own signal. A real-time one: users and schedulers have uses for SIGUSR1 and SIGUSR2.
+STACKS_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of silence. 0: soft is ten median steps and at least a minute, hard is three times soft; -1: never.
+
+    Progress is every finished step, every change of phase and every `progress()`. Ten times as long for phases that
+    take long by nature (LONG) and in the first WARM_STEPS steps; no limit at all in PAUSED ones.
+    """
+
+    soft_s: float = 0.0
+    hard_s: float = 0.0
+
+    def of(self, phase: str, median_step: float, steps: int) -> tuple[float, float]:
+        if phase in PAUSED:
+            return math.inf, math.inf
+        soft = self.soft_s or max(60.0, 10 * median_step)
+        soft = soft if soft > 0 else math.inf
+        hard = self.hard_s or 3 * soft
+        hard = hard if hard > 0 else math.inf
+        stretch = 10.0 if phase in LONG or steps < WARM_STEPS else 1.0
+        return soft * stretch, hard * stretch
+
+
+class Watchdog(Hook):
+    """`with Watchdog(...) as dog:` around the run, and first among the hooks. All calls from the training thread."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        rank: int = 0,
+        soft_s: float = 0.0,
+        hard_s: float = 0.0,
+        details: Callable[[], str] | None = None,
+    ) -> None:
+        """`details` may add text to a report, after the stacks are safe; by default the last collectives."""
+        self.folder, self.rank, self.limits = output_dir / "hangs", rank, Limits(soft_s, hard_s)
+        self.details = details or flight_recorder
+        shortest = min(self.limits.of("", 0.0, WARM_STEPS))
+        self._every = min(1.0, max(0.05, shortest / 20))
+        self._heart_file, self._stacks_file = _shared_file("beats"), _shared_file("stacks")
+        self._heart_file.truncate(monitor.SIZE)
+        self._heart = Heart(self._heart_file.fileno())
+        self._step, self._phase, self._since, self._busy = 1, "start", time.monotonic(), 0.0
+        self._seconds: deque[float] = deque(maxlen=64)  # of the last steps, without their LONG phases
+        self._median, self._steps = 0.0, 0
+        self._stop, self._ready = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="erniekit-watchdog", daemon=True)
+        self._monitor: subprocess.Popen[bytes] | None = None
+
+    # The loop's side: a microsecond or two each.
+
+    def phase(self, name: str) -> None:
+        """Where the loop is from now on: data, forward/backward, collective, eval, save, ... That too is progress."""
+        if self._stop.is_set():
+            return
+        now = time.monotonic()
+        if self._phase not in LONG and self._phase not in PAUSED:
+            self._busy += now - self._since
+        self._phase, self._since = name, now
+        soft, hard = self.limits.of(name, self._median, self._steps)
+        self._heart.beat(now, soft, hard, self._step, name)
+
+    def progress(self) -> None:
+        """A sign of life within a phase: one more evaluation batch, one more file written."""
+        self.phase(self._phase)
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        before = self._phase
+        self.phase(name)
+        try:
+            yield
+        finally:
+            self.phase(before)
+
+    def beat(self, step: int) -> None:
+        """Step `step` is done. What hangs from now on is reported under the next one."""
+        self.phase(self._phase)
+        self._seconds.append(self._busy)
+        self._step, self._steps, self._busy, self._median = step + 1, self._steps + 1, 0.0, median(self._seconds)
+        self.phase("after the step")
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._step = trainer.state.step + 1
+        self.phase("start")
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self.beat(result.step)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.phase("end")
+
+    # Starting and stopping.
+
+    def __enter__(self) -> Watchdog:
+        self.phase("start")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks_file, all_threads=True, chain=False)
+        self._thread.start()
+        self._ready.wait(5)
+        fds = (self._heart_file.fileno(), self._stacks_file.fileno())
+        words = (os.getpid(), self.rank, self.folder.absolute(), self._every, int(STACKS_SIGNAL), *fds)
+        command = [sys.executable, "-I", "-S", monitor.__file__, *map(str, words)]
+        try:
+            self._monitor = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, cwd="/"
+            )
+        except OSError as error:
+            say(f"no monitor process for rank {self.rank} ({error}); a held interpreter lock would go unnoticed")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._monitor is not None:
+            self._monitor.kill()
+            self._monitor.wait()
+        self._stop.set()
+        self._thread.join(5)
+        faulthandler.unregister(STACKS_SIGNAL)
+        if not self._thread.is_alive():
+            self._heart.close()
+            self._heart_file.close()
+            self._stacks_file.close()
+
+    # The thread's side.
+
+    def _watch(self) -> None:
+        thread = threading.get_native_id()
+        self._heart.tell(0.0, thread)
+        self._ready.set()
+        lookout = Lookout(self._heart, self._every)
+        alone = False
+        while not self._stop.wait(self._every):
+            word, beat, silence = lookout.look()
+            if word == "soft":
+                self._report(beat, silence, thread)
+            elif word == "hard":
+                if self._heart.told()[0] != beat.at:  # hard below soft
+                    self._report(beat, silence, thread)
+                say(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
+                os._exit(EXIT_CODE)
+            elif word == "back":
+                say(f"rank {self.rank} goes on: step {beat.step}, phase {beat.phase}")
+            if self._monitor is not None and not alone and (code := self._monitor.poll()) is not None:
+                alone = not self._stop.is_set()
+                if alone:
+                    say(f"the monitor process of rank {self.rank} ended ({code}); the thread watches alone")
+
+    def _report(self, beat: Beat, silence: float, thread: int) -> None:
+        path, head = self.folder / report_name(self.rank, beat.step), headline(self.rank, beat, silence)
+        names = "\n".join(f"0x{t.ident or 0:016x} {t.name}" for t in threading.enumerate())
+        try:
+            write_report(str(path), head, os.getpid(), f"{names}\n".encode())
+            with path.open("ab") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            self._heart.tell(beat.at, thread)
+            say(f"{head}; stacks in {path}")
+        except Exception as error:  # whatever happens in here, the hard time-out must still come
+            say(f"{head}; its stacks could not be written to {path}: {error}")
+            faulthandler.dump_traceback(2, all_threads=True)
+            self._heart.tell(beat.at, thread)
+        with suppress(Exception), path.open("ab") as file:
+            file.write(f"\n{self.details()}\n".encode())
+
+
+def _shared_file(name: str) -> IO[bytes]:
+    """In memory where the system has that: a full disk must not hurt the one that reports on it."""
+    if hasattr(os, "memfd_create"):
+        return io.FileIO(os.memfd_create(f"erniekit-{name}"), "r+")
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def flight_recorder(last: int = 16) -> str:
+    """The last collectives as torch recorded them; "" where it does not (TORCH_FR_BUFFER_SIZE is 0 or unset).
+
+    The ranks' numbers side by side tell who never entered which one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return ""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    lines = []
+    for entry in json.loads(dump()).get("entries", [])[-last:]:
+        group, sizes = entry["process_group"][-1], entry["input_sizes"]
+        done = "done" if entry["retired"] else "not done"
+        lines.append(f"{entry['collective_seq_id']} {entry['profiling_name']} {sizes} of {group}: {done}")
+    return "\n".join(["last collectives:", *lines]) if lines else ""

@@ -1,0 +1,165 @@
+"""Guards over real ranks: one flipped bit, one slow rank, one NaN and one signal are everybody's business."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from erniekit.train.agreement import StepAgreement, agree_on_stop, decide_finite
+from erniekit.train.drift import ReplicaDrift, Replicas, ReplicasDiffer
+from erniekit.train.stragglers import Stragglers
+from ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+class Group:
+    """Host-side values over a gloo group; None is the whole world."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.calls = group, 0
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def _reduce(self, value: float, how: Any) -> float:
+        self.calls += 1
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, how, group=self.group)
+        return float(tensor)
+
+    def max(self, value: int) -> int:
+        return int(self._reduce(value, dist.ReduceOp.MAX))
+
+    def sum(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def gather(self, value: Any) -> list[Any]:
+        self.calls += 1
+        out = [None] * self.size
+        dist.all_gather_object(out, value, group=self.group)
+        return out
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {f"layers.{i}.weight": torch.randn(33, 17, generator=generator) for i in range(4)}
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    tensor.view(torch.int32).view(-1)[100] ^= 1 << bit
+
+
+def train_with_one_flipped_bit(flipped_on: int, flipped_at: int, every: int, bit: int) -> tuple[int, int, str, int]:
+    """(step the run stopped at, exit code, words, checks); equal updates on all ranks, except for one bit once."""
+    world, held = Group(), weights()
+    hook = ReplicaDrift([Replicas(held.items, world)], world, every)
+    for step in range(1, 21):
+        for tensor in held.values():
+            tensor.mul_(0.999)
+        if step == flipped_at and world.rank == flipped_on:
+            flip(held["layers.2.weight"], bit)
+        try:
+            hook.after_step(None, SimpleNamespace(step=step))  # type: ignore[arg-type]
+        except ReplicasDiffer as error:
+            return step, error.exit_code, str(error), hook.checks
+    return 20, 0, "", hook.checks
+
+
+def drift_in_one_of_two_groups() -> str:
+    """Ranks 0 and 2 hold one shard, 1 and 3 the other: the two that are fine stop as well."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    world, held = Group(), weights()
+    if world.rank == 3:
+        flip(held["layers.0.weight"], 0)
+    hook = ReplicaDrift([Replicas(held.items, Group(pairs[world.rank % 2]))], world, every=1)
+    with pytest.raises(ReplicasDiffer) as caught:
+        hook.check(9)
+    return str(caught.value)
+
+
+def update_with_a_nan_on_one_rank(bad_rank: int) -> tuple[list[bool], list[float]]:
+    """Three updates; in the second one rank's loss is not a number."""
+    world, weight, applied = Group(), torch.ones(1), []
+    for step in range(3):
+        loss = float("nan") if step == 1 and world.rank == bad_rank else 1.0
+        applied.append(decide_finite([loss, 2.0], world))
+        if applied[-1]:
+            weight -= 0.25
+    return applied, weight.tolist()
+
+
+def agree_over_steps() -> tuple[list[tuple[bool, str | None]], list[int]]:
+    """Nothing; a NaN on rank 0; SIGTERM on rank 1 and a NaN on rank 2; and the calls each step took."""
+    world = Group()
+    agreement, answers, calls = StepAgreement(world), [], []
+    for bad, asked in ((None, None), (0, None), (2, 1)):
+        before = world.calls
+        values = [float("inf") if world.rank == bad else 1.0]
+        answer = agreement(values, "SIGTERM" if world.rank == asked else None)
+        answers.append((answer.finite, answer.stop))
+        calls.append(world.calls - before)
+    assert agree_on_stop("SIGUSR1" if world.rank == 2 else None, world) == "SIGUSR1"
+    return answers, calls
+
+
+def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, Any]]:
+    """Each step ends in a real barrier, so that all ranks take the same time; one does five times the work."""
+    world, said = Group(), []
+    hook = Stragglers(world, factor=2.0, every=6, on_slow=lambda step, text: said.append(f"{step}: {text}"))
+    for step in range(1, 13):
+        for phase in ("data", "forward/backward"):
+            hook.phase(phase)
+            time.sleep(0.02 * (5 if world.rank == slow and phase == part else 1))
+        hook.phase("collective")
+        dist.barrier()
+        hook.after_step(None, SimpleNamespace(step=step))  # type: ignore[arg-type]
+    return said, hook.summary()
+
+
+@pytest.mark.parametrize(("rank", "bit"), [(2, 0), (0, 31 - 1)])
+def test_one_flipped_bit_is_found_within_the_interval_and_its_rank_named(ranks: Ranks, rank: int, bit: int) -> None:
+    for step, code, words, checks in ranks.run(3, train_with_one_flipped_bit, rank, 5, 4, bit):
+        assert (step, code, checks) == (8, 3, 2), "flipped at step 5, checked every 4"
+        others = ", ".join(str(r) for r in range(3) if r != rank)
+        assert f"rank {rank} differs from ranks {others}" in words
+        assert "step 8" in words
+        assert "layers.2.weight" in words
+
+
+def test_equal_replicas_are_left_alone_and_two_that_differ_are_both_named(ranks: Ranks) -> None:
+    assert ranks.run(2, train_with_one_flipped_bit, -1, 5, 4, 0) == [(20, 0, "", 5)] * 2
+    for step, code, words, _ in ranks.run(2, train_with_one_flipped_bit, 1, 5, 5, 7):
+        assert (step, code) == (5, 3)
+        assert "ranks 0, 1 differ, with no majority" in words
+
+
+def test_drift_in_one_group_stops_every_rank_with_the_same_words(ranks: Ranks) -> None:
+    said = ranks.run(4, drift_in_one_of_two_groups)
+    assert len(set(said)) == 1
+    assert "ranks 1, 3 differ" in said[0]
+    assert "layers.0.weight" in said[0]
+
+
+def test_a_nan_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
+    assert ranks.run(3, update_with_a_nan_on_one_rank, 1) == [([True, False, True], [0.5])] * 3
+
+
+def test_a_bad_value_and_a_signal_reach_every_rank_in_one_reduction_a_step(ranks: Ranks) -> None:
+    for answers, calls in ranks.run(3, agree_over_steps):
+        assert answers == [(True, None), (False, None), (False, "SIGTERM")]
+        assert calls == [1, 1, 2], "the second call asks which signal, once there is one"
+
+
+@pytest.mark.parametrize(("part", "name"), [("forward/backward", "compute"), ("data", "data")])
+def test_a_rank_five_times_slower_is_named_with_what_is_slow_and_lives(ranks: Ranks, part: str, name: str) -> None:
+    for said, summary in ranks.run(3, train_with_a_slow_rank, 1, part):
+        assert [text.split(" (")[0] for text in said] == ["6: rank 1 is slow", "12: rank 1 is slow"]
+        assert all(f"({name})" in text for text in said)
+        (entry,) = summary["slow"]
+        assert (entry["rank"], entry["part"], entry["times"]) == (1, name, 2)
+        assert entry["worst"] == pytest.approx(3.0, rel=0.25), "120 ms of own work against 40"
+        assert summary["parts"]["communication"]["least_ms"] < 20, "the slow one waits for nobody"

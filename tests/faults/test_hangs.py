@@ -1,0 +1,208 @@
+"""Real hangs: a data thread, a collective nobody joins, a held interpreter lock. Stacks are written, and it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("hangs")  # they take turns: their time-outs are short
+
+VICTIM = Path(__file__).with_name("hang_victim.py")
+SOFT, HARD = 1.0, 2.0  # seconds
+GRACE = 5.0  # on top of HARD, until the process is gone
+
+
+class Victim:
+    """A started process: what it prints tells when it hung, and a thread notes when it ended."""
+
+    def __init__(self, process: subprocess.Popen, folder: Path, rank: int) -> None:
+        self.process, self.folder, self.rank = process, folder, rank
+        self.hung_at = self.ended_at = 0.0
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        self._waiter.start()
+
+    def _wait(self) -> None:
+        self.process.wait()
+        self.ended_at = time.monotonic()
+
+    def monitor(self) -> int:
+        assert self.process.stdout is not None
+        word, pid = self.process.stdout.readline().split()
+        assert word == "monitor"
+        return int(pid)
+
+    def hangs(self) -> None:
+        """Waits until it does; the monotonic clock is one for all processes."""
+        assert self.process.stdout is not None
+        self.hung_at = float(self.process.stdout.readline())
+
+    def ends(self) -> tuple[int, str]:
+        try:
+            _, errors = self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self._waiter.join()
+        return self.process.returncode, errors
+
+    def hung_for(self) -> float:
+        return self.ended_at - self.hung_at
+
+    def report(self, step: int = 5) -> str:
+        return (self.folder / "hangs" / f"rank-{self.rank}-step-{step}.txt").read_text()
+
+
+def start(kind: str, folder: Path, rank: int = 0, soft: float = SOFT, hard: float = HARD, **env: str) -> Victim:
+    command = [sys.executable, str(VICTIM), kind, str(folder), str(rank), str(soft), str(hard)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    pipe = subprocess.PIPE
+    return Victim(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment), folder, rank)
+
+
+def gone(pid: int, within: float = 5.0) -> bool:
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module")
+def torch_victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
+    """The three that import torch, started together: two cores, two seconds each."""
+    data, both = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("both")
+    keys = {"STORE": str(both / "store"), "TORCH_FR_BUFFER_SIZE": "50"}
+    victims = {"data": start("data", data)}
+    victims |= {f"rank {rank}": start("collective", both, rank, **keys) for rank in (0, 1)}
+    return victims
+
+
+def test_a_data_thread_that_never_returns_is_named_and_the_process_ends_for_a_restart(
+    torch_victims: dict[str, Victim],
+) -> None:
+    victim = torch_victims["data"]
+    victim.monitor()
+    victim.hangs()
+    code, errors = victim.ends()
+    assert code == 70
+    assert HARD - 0.5 < victim.hung_for() < HARD + GRACE
+    report = victim.report()
+    assert "in never_returns" in report
+    assert "erniekit-data" in report, "threads by name"
+    assert "rank 0 made no progress for 1." in report
+    assert "at step 5, phase data" in report
+    assert f"step 5, phase data; stacks in {victim.folder}/hangs/rank-0-step-5.txt" in errors
+    assert "ending with code 70" in errors
+
+
+def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(torch_victims: dict[str, Victim]) -> None:
+    waiting, missing = torch_victims["rank 0"], torch_victims["rank 1"]
+    for victim in (waiting, missing):
+        victim.monitor()
+        victim.hangs()
+    # Whoever ends first breaks the other's connection: the one in the collective may then end by that error (1).
+    assert missing.ends()[0] == 70
+    assert waiting.ends()[0] in (70, 1)
+    assert missing.hung_for() < HARD + GRACE
+    assert waiting.hung_for() < HARD + GRACE
+    report = missing.report()
+    assert "in never_joins" in report
+    assert "phase forward/backward" in report
+    report = waiting.report()
+    assert "in all_reduce" in report
+    assert "phase collective" in report
+    assert "gloo:all_reduce [[1000]] of default_pg: not done" in report, "torch's flight recorder"
+
+
+def test_a_held_interpreter_lock_is_seen_and_ended_from_outside(tmp_path: Path) -> None:
+    victim = start("lock", tmp_path)
+    monitor = victim.monitor()
+    victim.hangs()
+    code, errors = victim.ends()
+    assert HARD - 0.5 < victim.hung_for() < HARD + GRACE
+    assert code == -signal.SIGKILL, "no thread of it could end it"
+    report = victim.report()
+    assert "in holds_the_lock" in report
+    assert "erniekit/train/watchdog.py" in report, "all threads, the waiting watchdog among them"
+    assert "step 5, phase forward/backward; its threads do not answer" in report
+    assert f"stacks in {tmp_path}/hangs/rank-0-step-5.txt" in errors
+    assert "killed from outside" in errors
+    assert gone(monitor)
+
+
+def test_a_report_that_cannot_be_written_does_not_save_a_hung_rank(tmp_path: Path) -> None:
+    """A pipe nobody reads stands for a dead file system: opening it takes the watchdog thread along."""
+    dead, refused = tmp_path / "dead", tmp_path / "refused"
+    (dead / "hangs").mkdir(parents=True)
+    os.mkfifo(dead / "hangs" / "rank-0-step-5.txt")
+    refused.mkdir()
+    (refused / "hangs").write_text("a file, not a folder")
+    victims = [start("sleep", folder) for folder in (dead, refused)]
+    for victim in victims:
+        victim.monitor()
+    for victim in victims:
+        victim.hangs()
+    ends = [victim.ends() for victim in victims]
+    assert all(HARD - 0.5 < victim.hung_for() < HARD + GRACE for victim in victims), [v.hung_for() for v in victims]
+    assert ends[0][0] == -signal.SIGKILL
+    assert ends[1][0] == 70
+    assert "could not be written" in ends[1][1]
+    assert "in sleeps" in ends[1][1], "the stacks go to stderr instead"
+
+
+def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path: Path) -> None:
+    nap = start("nap", tmp_path / "nap", hard=60, NAP="1.6")
+    evaluation = start("eval", tmp_path / "eval", soft=0.25, hard=0.3)
+    nap.monitor()
+    nap.hangs()
+    code, errors = nap.ends()
+    assert code == 0
+    assert "in naps" in nap.report()
+    assert "rank 0 goes on: step 6" in errors
+    code, errors = evaluation.ends()
+    assert (code, errors) == (0, ""), "2.5 x hard without a sign of life, 12 x hard with some"
+    assert not (tmp_path / "eval").exists(), "nothing to report, nothing written"
+
+
+def test_the_monitor_never_outlives_its_rank_and_its_own_end_is_told(tmp_path: Path) -> None:
+    killed, ending, alone = (start("nap", tmp_path, NAP=nap, soft=5, hard=10) for nap in ("600", "0", "1"))
+    monitors = [victim.monitor() for victim in (killed, ending, alone)]
+    alone.hangs()
+    os.kill(monitors[2], signal.SIGKILL)
+    killed.hangs()
+    for word in (signal.SIGTERM, signal.SIGINT):  # to the whole group, meant for the rank: it may hang while saving
+        os.kill(monitors[0], word)
+    assert not gone(monitors[0], within=0.2)
+    killed.process.kill()
+    assert gone(monitors[0], within=1.0)
+    killed.ends()
+    assert ending.ends()[0] == 0
+    assert gone(monitors[1], within=1.0)
+    code, errors = alone.ends()
+    assert code == 0
+    assert "the monitor process of rank 0 ended (-9); the thread watches alone" in errors
+
+
+def test_a_suspended_job_is_not_a_hang(tmp_path: Path) -> None:
+    victim = start("nap", tmp_path, soft=1.5, hard=1.8, NAP="1")
+    monitor = victim.monitor()
+    victim.hangs()
+    both = (victim.process.pid, monitor)
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    for pid in both:
+        os.kill(pid, signal.SIGCONT)
+    code, errors = victim.ends()
+    assert (code, errors) == (0, ""), "2.5 s of standing still are beyond both limits, and excused"

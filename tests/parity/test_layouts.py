@@ -1,0 +1,210 @@
+"""The heart of the suite: ranks of a layout change where numbers live, never what they are.
+
+Ten steps of real training in every layout on gloo ranks, against the same ten steps in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from erniekit.data.collate import collate, one_document
+from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.lora.inject import inject
+from erniekit.lora.settings import LoRASettings
+from erniekit.losses.causal import causal_loss
+from erniekit.models import MODELS
+from erniekit.models.config import DecoderConfig
+from erniekit.optim.adamw import AdamW
+from erniekit.optim.groups import make_groups
+from erniekit.optim.schedule import Schedule
+from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import Layout, World
+from erniekit.train.step import TrainStep
+from ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+LENGTH, STEPS, GLOBAL = 32, 10, 4  # tokens a row, updates, packs a step
+SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
+ODD_HEADS = dict(SHAPE, num_heads=5, num_kv_heads=1, intermediate_size=44, vocab_size=67)
+TWENTY_FOUR = dict(SHAPE, num_heads=20, num_kv_heads=4, num_layers=2)
+
+
+def config(family: str, shape: dict[str, int]) -> DecoderConfig:
+    style = {"ernie4_5": "pairs", "llama": "halves"}[family]
+    return DecoderConfig(
+        family=family, rms_norm_eps=1e-5, rope_theta=1e4, rope_style=style, max_positions=128,
+        tie_word_embeddings=family == "ernie4_5", **shape,
+    )  # fmt: skip
+
+
+def whole_value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor's start, from its name alone: the same whatever the layout. Adapters' B starts off zero on purpose."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+    values = torch.empty(shape).normal_(0, 0.15, generator=torch.Generator().manual_seed(seed))
+    return values + 1.0 if "norm" in name else values
+
+
+def packs(step: int) -> list[Pack]:
+    rng = np.random.default_rng(step)
+    out = []
+    for number in range(GLOBAL):
+        samples, left = [], LENGTH
+        while left >= 4:
+            n = min(left, int(rng.integers(1, 20)))
+            ids, labels = rng.integers(1, 61, n).astype(np.int32), rng.integers(1, 61, n).astype(np.int32)
+            labels[: int(rng.integers(0, n + 1))] = IGNORE
+            samples.append(Sample(ids, labels))
+            left -= n
+        out.append(Pack(tuple(samples), number))
+    return out
+
+
+def micro_batches(step: int, layout: Layout, rank: int) -> list[Batch]:
+    mine = packs(step)[layout.data_rank(rank) :: layout.data_ranks]
+    return [collate([pack], pad_to=LENGTH) for pack in mine]
+
+
+def train(
+    axes: dict[str, Any], family: str, shape: dict[str, int], lora: bool, options: dict[str, Any]
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], torch.Tensor]:
+    """Losses, norms, this rank's owned pieces of the final weights put into whole tensors, and probe logits."""
+    layout = Layout(**axes)
+    rank = torch.distributed.get_rank() if layout.size > 1 else 0
+    world, spec, device = World(layout, rank), MODELS.get(family), torch.device("cpu")
+    with torch.device("meta"):
+        model = spec.build(config(family, shape))
+        if lora:
+            inject(model, LoRASettings.resolve(rank=3), seed=0)
+    sharding = sharding_of(model, spec.plan, layout)
+
+    def fill(name: str, piece: torch.Tensor) -> None:
+        whole = whole_value(name, sharding.shape(name))
+        for box in sharding.boxes(name, rank):
+            piece[box.local_slices] = whole[box.global_slices]
+
+    engine = parallelise(
+        model, sharding, world, device, torch.float32, causal_loss, fill, one_document, Options(**options)
+    )
+    named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters() if p.requires_grad]
+    optimizer = AdamW(make_groups(named, shape["num_layers"], 0.1), (0.9, 0.95), 1e-6)
+    step = TrainStep(engine, optimizer, Schedule("constant", 1e-3, 99))
+    results = [step(micro_batches(k, layout, rank), k) for k in range(1, STEPS + 1)]
+    logits = engine.logits(torch.arange(1, 14)[None])
+    pieces = {}
+    for name, param in named:
+        kept = dict(sharding.holders(name)).get(rank, ())
+        if kept:
+            pieces[name] = [(box.global_slices, local(param.detach())[box.local_slices].clone()) for box in kept]
+    return [r.loss for r in results], [r.grad_norm for r in results], pieces, logits
+
+
+def assembled(answers: list[Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    whole = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    for _, _, pieces, _ in answers:
+        for name, boxes in pieces.items():
+            for where, value in boxes:
+                assert whole[name][where].isnan().all(), "no element has two owners"
+                whole[name][where] = value
+    return whole
+
+
+_alone: dict[str, Any] = {}
+
+
+def alone(family: str, shape: dict[str, int], lora: bool) -> Any:
+    key = f"{family}{shape}{lora}"
+    if key not in _alone:
+        _alone[key] = train({}, family, shape, lora, {})
+    return _alone[key]
+
+
+def check(
+    ranks: Ranks,
+    axes: dict[str, Any],
+    family: str = "ernie4_5",
+    shape: dict[str, int] = SHAPE,
+    lora: bool = False,
+    **options: Any,
+) -> None:
+    losses, norms, pieces, logits = alone(family, shape, lora)
+    want = {name: boxes[0][1] for name, boxes in pieces.items()}
+    answers = ranks.run(Layout(**axes).size, train, axes, family, shape, lora, options)
+    for got_losses, got_norms, _, got_logits in answers:
+        assert got_losses == pytest.approx(losses, abs=1e-6)
+        assert got_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(got_logits, logits, atol=2e-5, rtol=0)
+    got = assembled(answers, {name: tuple(value.shape) for name, value in want.items()})
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    moved = [n for n, value in want.items() if not torch.allclose(value, whole_value(n, tuple(value.shape)), atol=1e-4)]
+    assert moved == list(want), "it must really have trained"
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": dict(dp=2),
+    "dp4": dict(dp=4),
+    "tp2": dict(tp=2),
+    "tp2 with sequence parallel": dict(tp=2, sequence_parallel=True),
+    "tp4": dict(tp=4),
+    "pp2": dict(pp=2),
+    "pp4": dict(pp=4),
+    "pp2 cut by hand": dict(pp=2, stage_cuts=(1,)),
+    "pp2 interleaved": dict(pp=2, virtual_stages=2),
+    "cp2": dict(cp=2),
+    "cp4": dict(cp=4),
+    "sharding stage 1": dict(fsdp=2, sharding_stage=1),
+    "sharding stage 2": dict(fsdp=2, sharding_stage=2),
+    "sharding stage 3": dict(fsdp=2, sharding_stage=3),
+    "sharding 2 x dp 2": dict(fsdp=2, dp=2),
+    "tp2 x pp2": dict(tp=2, pp=2),
+    "tp2 x sharding 2": dict(tp=2, fsdp=2, sharding_stage=3),
+    "pp2 x dp2": dict(pp=2, dp=2),
+    "tp2 x cp2": dict(tp=2, cp=2, sequence_parallel=True),
+    "sharding 2 x cp2": dict(fsdp=2, cp=2),
+    "pp2 x sharding 2": dict(pp=2, fsdp=2),
+    "tp2 x pp2 x dp2": dict(tp=2, pp=2, dp=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_full_training_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
+    check(ranks, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["tp2 with sequence parallel", "pp2", "sharding stage 3", "tp2 x pp2", "cp2"])
+def test_llama_with_an_untied_head_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
+    check(ranks, LAYOUTS[name], family="llama")
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "tp2 with sequence parallel", "pp2", "sharding stage 3", "tp2 x pp2"])
+def test_lora_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
+    check(ranks, LAYOUTS[name], lora=True)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        (dict(tp=8), ODD_HEADS),
+        (dict(tp=8), TWENTY_FOUR),
+        (dict(tp=4, fsdp=2), ODD_HEADS),
+        (dict(tp=3), ODD_HEADS),
+    ],
+)
+def test_heads_need_not_divide(axes: dict[str, Any], shape: dict[str, int], ranks: Ranks) -> None:
+    check(ranks, axes, shape=shape)
+
+
+def test_lora_on_heads_that_do_not_divide(ranks: Ranks) -> None:
+    check(ranks, dict(tp=4), shape=ODD_HEADS, lora=True)
+
+
+@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+def test_recompute_in_a_layout_changes_nothing(granularity: str, ranks: Ranks) -> None:
+    check(ranks, dict(tp=2, pp=2), recompute=granularity)

@@ -1,0 +1,119 @@
+"""Fingerprints of tensors and the words for what differs; real ranks are in tests/distributed/test_guards.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from erniekit.train import drift
+from erniekit.train.drift import ReplicaDrift, Replicas, describe, fingerprint, fingerprints
+
+SIZES = [0, 1, 3, 4, 5, 8, 63, 64, 1000]
+
+
+def by_hand(tensor: torch.Tensor, chunk: int) -> int:
+    """The definition in Python's integers, which never overflow."""
+    raw = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    raw += bytes(-len(raw) % 4)
+    words = [int.from_bytes(raw[i : i + 4], sys.byteorder, signed=True) for i in range(0, len(raw), 4)]
+    weights, total = drift._weights(tensor.device)[:chunk].tolist(), 0
+    for start in range(0, len(words), chunk):
+        part = sum(word * weight for word, weight in zip(words[start : start + chunk], weights))
+        total = (total * drift._ODD + part) % 2**64
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64])
+def test_a_fingerprint_is_the_weighted_sum_of_words_whatever_the_type_and_size(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in SIZES:
+        tensor = (torch.randn(size, generator=generator) * 50).to(dtype)
+        assert int(fingerprint(tensor, chunk=16)) % 2**64 == by_hand(tensor, 16)
+
+
+def test_every_single_bit_counts() -> None:
+    tensor = torch.randn(7, 5, dtype=torch.float32)
+    plain = int(fingerprint(tensor))
+    bits = tensor.view(torch.int32)
+    seen = {plain}
+    for row in range(7):
+        for bit in range(32):
+            flip = (1 << bit) if bit < 31 else -(1 << 31)
+            bits[row, row % 5] ^= flip
+            seen.add(int(fingerprint(tensor)))
+            bits[row, row % 5] ^= flip
+    assert len(seen) == 1 + 7 * 32
+    assert int(fingerprint(tensor)) == plain
+
+
+def test_signs_that_flip_in_pairs_and_changes_that_add_up_to_nothing_are_seen() -> None:
+    tensor = torch.ones(64)
+    plain = int(fingerprint(tensor))
+    for a in range(64):
+        for b in range(a):
+            flipped = tensor.clone()
+            flipped[[a, b]] *= -1
+            assert int(fingerprint(flipped)) != plain
+    bits = tensor.view(torch.int32)
+    bits[10:13] += torch.tensor([1, -2, 1], dtype=torch.int32)
+    assert int(fingerprint(tensor)) != plain
+
+
+def test_order_counts_and_so_do_the_bits_a_float_comparison_ignores() -> None:
+    a = torch.arange(64, dtype=torch.float32)
+    assert int(fingerprint(a)) != int(fingerprint(a.flip(0)))
+    assert int(fingerprint(torch.tensor([0.0, 1.0]))) != int(fingerprint(torch.tensor([-0.0, 1.0])))
+    nan = torch.tensor([float("nan"), 2.0])
+    assert int(fingerprint(nan)) == int(fingerprint(nan.clone()))
+
+
+def test_slices_and_transposed_tensors_are_read_in_their_own_order() -> None:
+    a = torch.randn(9, 7)
+    assert int(fingerprint(a.t())) == int(fingerprint(a.t().contiguous()))
+    assert int(fingerprint(a[1:, 1:])) == int(fingerprint(a[1:, 1:].clone()))
+    flat = torch.randn(17)
+    assert int(fingerprint(flat[1:])) == int(fingerprint(flat[1:].clone()))
+    half = torch.randn(18, dtype=torch.float32).to(torch.bfloat16)
+    assert int(fingerprint(half[1:-1])) == int(fingerprint(half[1:-1].clone())), "not aligned to four bytes"
+    parameter = torch.nn.Parameter(flat)
+    assert fingerprints([("p", parameter)]) == {"p": int(fingerprint(flat))}
+    assert fingerprints([]) == {}
+
+
+def test_the_minority_is_named_with_its_first_tensor() -> None:
+    same = {"embed.weight": 1, "norm.weight": 2, "head.weight": 3}
+    held = [(0, same), (2, same), (4, {**same, "norm.weight": 7, "head.weight": 8}), (6, same)]
+    assert describe(held) == ("rank 4 differs from ranks 0, 2, 6", "norm.weight and 1 more")
+    assert describe([*held, (8, {**same, "embed.weight": 9})])[0] == "ranks 4, 8 differ from ranks 0, 2, 6"
+
+
+def test_two_against_each_other_are_both_named() -> None:
+    who, tensors = describe([(0, {"w": 1}), (1, {"w": 2})])
+    assert who == "ranks 0, 1 differ, with no majority to say which is right"
+    assert tensors == "w"
+
+
+def test_one_rank_alone_compares_nothing() -> None:
+    class Alone:
+        rank, size = 0, 1
+
+        def max(self, value: int) -> int:
+            return value
+
+    def never() -> list[tuple[str, torch.Tensor]]:
+        raise AssertionError("read for nothing")
+
+    hook = ReplicaDrift([Replicas(never, Alone())], Alone(), every=1)  # type: ignore[arg-type]
+    hook.check(1)
+    assert hook.checks == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")
+def test_a_card_and_a_cpu_make_the_same_fingerprint() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.randn(3_000_001, generator=generator).to(dtype)
+        assert int(fingerprint(tensor.cuda())) == int(fingerprint(tensor))

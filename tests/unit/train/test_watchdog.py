@@ -1,0 +1,154 @@
+"""The hang watchdog: its limits, what counts as silence, and what it costs. Real hangs are in tests/faults."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from erniekit.train.monitor import Heart, Lookout
+from erniekit.train.watchdog import STACKS_SIGNAL, Limits, Watchdog
+
+NEVER = (math.inf, math.inf)
+
+
+@pytest.fixture
+def heart() -> Iterator[Heart]:
+    fd = os.memfd_create("beats")
+    os.ftruncate(fd, 4096)
+    made = Heart(fd)
+    yield made
+    made.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("limits", "phase", "median", "steps", "expected"),
+    [
+        (Limits(), "data", 0.5, 9, (60, 180)),
+        (Limits(), "data", 20.0, 9, (200, 600)),
+        (Limits(), "data", 0.0, 0, (600, 1800)),  # the first steps
+        (Limits(), "save", 20.0, 9, (2000, 6000)),
+        (Limits(), "prepare", 20.0, 9, NEVER),
+        (Limits(7), "forward/backward", 20.0, 9, (7, 21)),
+        (Limits(7, 9), "eval", 20.0, 9, (70, 90)),
+        (Limits(-1), "data", 20.0, 9, NEVER),
+        (Limits(-1, 9), "data", 20.0, 9, (math.inf, 9)),
+        (Limits(7, -1), "data", 20.0, 9, (7, math.inf)),
+    ],
+)
+def test_limits_follow_the_step_time_and_the_phase(
+    limits: Limits, phase: str, median: float, steps: int, expected: tuple[float, float]
+) -> None:
+    assert limits.of(phase, median, steps) == expected
+
+
+def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(heart: Heart) -> None:
+    lookout = Lookout(heart, every=1.0)
+    now = time.monotonic()
+    heart.beat(now - 10, 20, 40, 3, "data")
+    assert lookout.look()[0] == ""
+    heart.beat(now - 30, 20, 40, 3, "data")
+    word, beat, silence = lookout.look()
+    assert (word, beat.step, beat.phase) == ("soft", 3, "data")
+    assert silence == pytest.approx(30, abs=1)
+    assert lookout.look()[0] == ""
+    heart.beat(time.monotonic(), 20, 40, 4, "data")
+    assert lookout.look()[0] == "back"
+    assert lookout.look()[0] == ""
+    heart.beat(now - 50, 20, 40, 4, "collective")
+    assert lookout.look()[0] == "hard"
+
+
+def test_the_one_outside_is_later_than_the_thread(heart: Heart) -> None:
+    inside, outside = Lookout(heart, 1.0), Lookout(heart, 1.0, late_soft=0.5, late_hard=2.0)
+    heart.beat(time.monotonic() - 20.2, 20, 40, 3, "data")
+    assert [who.look()[0] for who in (inside, outside)] == ["soft", ""]
+    heart.beat(time.monotonic() - 41, 20, 40, 3, "data")
+    assert [who.look()[0] for who in (inside, outside)] == ["hard", "soft"]
+
+
+def test_time_in_which_the_watcher_stood_still_is_excused(heart: Heart) -> None:
+    lookout = Lookout(heart, every=0.05)
+    heart.beat(time.monotonic(), 0.5, 1.0, 3, "data")
+    time.sleep(1.3)
+    word, _, silence = lookout.look()
+    assert word == ""
+    assert silence < 0.2
+    time.sleep(0.4)
+    assert lookout.look()[2] == pytest.approx(0.45, abs=0.2), "what follows counts"
+
+
+def test_a_silent_step_leaves_the_stacks_of_all_threads_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    before = signal.getsignal(STACKS_SIGNAL)
+    with Watchdog(tmp_path, rank=3, soft_s=0.2, hard_s=-1, details=lambda: "last collectives: none") as dog:
+        for step in range(1, 4):
+            dog.beat(step)
+        dog.phase("collective")
+        path = tmp_path / "hangs" / "rank-3-step-4.txt"
+        until = time.monotonic() + 10
+        while "last collectives" not in (path.read_text() if path.exists() else "") and time.monotonic() < until:
+            time.sleep(0.05)
+        dog.beat(4)
+        time.sleep(0.3)
+    text = path.read_text()
+    assert "rank 3 made no progress for 0." in text
+    assert "step 4, phase collective" in text
+    assert "test_a_silent_step_leaves" in text
+    assert "MainThread" in text
+    errors = capfd.readouterr().err
+    assert f"stacks in {path}" in errors
+    assert "rank 3 goes on: step 5" in errors
+    assert signal.getsignal(STACKS_SIGNAL) == before
+    dog.phase("data")  # after the end nobody listens, and nothing breaks
+
+
+def test_the_median_step_leaves_out_evaluating_and_saving(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path)
+    for step in range(1, 6):
+        dog.phase("data")
+        time.sleep(0.01)
+        with dog.during("save"):
+            time.sleep(0.05)
+        dog.beat(step)
+    assert 0.01 <= dog._median < 0.05
+
+
+def test_the_monitor_is_there_at_once_has_no_torch_and_hardly_costs(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with Watchdog(tmp_path) as dog:
+        entered = time.monotonic() - began
+        while not dog._heart.monitor:
+            assert time.monotonic() - began < 10
+            time.sleep(0.005)
+        pid = dog._heart.monitor
+        assert dog._monitor is not None
+        assert pid == dog._monitor.pid
+        assert entered < 0.2, "the run does not wait for it"
+        assert _cpu(pid) < 0.2, "to start: its own time, whatever else the machine does"
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+        before = _cpu(pid)
+        time.sleep(2.0)
+        assert _cpu(pid) - before < 0.001 * 2.0, "0.1 %"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_saying_where_the_loop_is_costs_microseconds(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path)
+    began = time.thread_time()
+    for step in range(1000):
+        dog.phase("data")
+        dog.phase("forward/backward")
+        dog.beat(step)
+    assert (time.thread_time() - began) / 1000 < 200e-6  # measured: 11 us a step
+
+
+def _cpu(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
