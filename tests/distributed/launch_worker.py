@@ -1,4 +1,4 @@
-"""A rank for the launcher's tests: does what its first word says, by way of the real `erniekit` command and its errors."""
+"""A rank for the launcher's tests: does what its first word says, by way of the real `erniekit` command."""
 
 from __future__ import annotations
 

@@ -10,38 +10,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from erniekit.parallel.mesh import Layout, World
 from erniekit.train.agreement import StepAgreement, agree_on_stop, decide_finite
-from erniekit.train.drift import ReplicaDrift, Replicas, ReplicasDiffer
+from erniekit.train.drift import Block, ReplicaDrift, ReplicasDiffer
 from erniekit.train.stragglers import Stragglers
 from ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-class Group:
-    """Host-side values over a gloo group; None is the whole world."""
+class Counted(World):
+    """The real one over all ranks of the pool, as data-parallel replicas, with its collectives counted."""
 
-    def __init__(self, group: Any = None) -> None:
-        self.group, self.calls = group, 0
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self) -> None:
+        super().__init__(Layout(dp=dist.get_world_size()), dist.get_rank())
+        self.calls = 0
 
-    def _reduce(self, value: float, how: Any) -> float:
+    def _reduce(self, value: float, how: str) -> float:
         self.calls += 1
-        tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, how, group=self.group)
-        return float(tensor)
-
-    def max(self, value: int) -> int:
-        return int(self._reduce(value, dist.ReduceOp.MAX))
-
-    def sum(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM)
+        return super()._reduce(value, how)
 
     def gather(self, value: Any) -> list[Any]:
         self.calls += 1
-        out = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
-        return out
+        return super().gather(value)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -53,10 +44,14 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     tensor.view(torch.int32).view(-1)[100] ^= 1 << bit
 
 
+def everywhere(held: dict[str, torch.Tensor], ranks: tuple[int, ...]) -> list[Block]:
+    return [Block(name, ranks) for name in held]
+
+
 def train_with_one_flipped_bit(flipped_on: int, flipped_at: int, every: int, bit: int) -> tuple[int, int, str, int]:
-    """(step the run stopped at, exit code, words, checks); equal updates on all ranks, except for one bit once."""
-    world, held = Group(), weights()
-    hook = ReplicaDrift([Replicas(held.items, world)], world, every)
+    """(step the run stopped at, exit code, words, collectives); equal updates on all ranks, except for one bit once."""
+    world, held = Counted(), weights()
+    hook = ReplicaDrift(everywhere(held, tuple(range(world.size))), lambda: held, world, every)
     for step in range(1, 21):
         for tensor in held.values():
             tensor.mul_(0.999)
@@ -65,17 +60,19 @@ def train_with_one_flipped_bit(flipped_on: int, flipped_at: int, every: int, bit
         try:
             hook.after_step(None, SimpleNamespace(step=step))  # type: ignore[arg-type]
         except ReplicasDiffer as error:
-            return step, error.exit_code, str(error), hook.checks
-    return 20, 0, "", hook.checks
+            return step, error.exit_code, str(error), world.calls
+    return 20, 0, "", world.calls
 
 
-def drift_in_one_of_two_groups() -> str:
+def drift_in_one_of_two_sets() -> str:
     """Ranks 0 and 2 hold one shard, 1 and 3 the other: the two that are fine stop as well."""
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    world, held = Group(), weights()
+    world, held = Counted(), weights()
+    for tensor in held.values():
+        tensor += world.rank % 2
     if world.rank == 3:
         flip(held["layers.0.weight"], 0)
-    hook = ReplicaDrift([Replicas(held.items, Group(pairs[world.rank % 2]))], world, every=1)
+    mine = (0, 2) if world.rank % 2 == 0 else (1, 3)
+    hook = ReplicaDrift(everywhere(held, mine), lambda: held, world, every=1)
     with pytest.raises(ReplicasDiffer) as caught:
         hook.check(9)
     return str(caught.value)
@@ -83,7 +80,7 @@ def drift_in_one_of_two_groups() -> str:
 
 def update_with_a_nan_on_one_rank(bad_rank: int) -> tuple[list[bool], list[float]]:
     """Three updates; in the second one rank's loss is not a number."""
-    world, weight, applied = Group(), torch.ones(1), []
+    world, weight, applied = Counted(), torch.ones(1), []
     for step in range(3):
         loss = float("nan") if step == 1 and world.rank == bad_rank else 1.0
         applied.append(decide_finite([loss, 2.0], world))
@@ -94,7 +91,7 @@ def update_with_a_nan_on_one_rank(bad_rank: int) -> tuple[list[bool], list[float
 
 def agree_over_steps() -> tuple[list[tuple[bool, str | None]], list[int]]:
     """Nothing; a NaN on rank 0; SIGTERM on rank 1 and a NaN on rank 2; and the calls each step took."""
-    world = Group()
+    world = Counted()
     agreement, answers, calls = StepAgreement(world), [], []
     for bad, asked in ((None, None), (0, None), (2, 1)):
         before = world.calls
@@ -108,7 +105,7 @@ def agree_over_steps() -> tuple[list[tuple[bool, str | None]], list[int]]:
 
 def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, Any]]:
     """Each step ends in a real barrier, so that all ranks take the same time; one does five times the work."""
-    world, said = Group(), []
+    world, said = Counted(), []
     hook = Stragglers(world, factor=2.0, every=6, on_slow=lambda step, text: said.append(f"{step}: {text}"))
     for step in range(1, 13):
         for phase in ("data", "forward/backward"):
@@ -122,8 +119,9 @@ def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, A
 
 @pytest.mark.parametrize(("rank", "bit"), [(2, 0), (0, 31 - 1)])
 def test_one_flipped_bit_is_found_within_the_interval_and_its_rank_named(ranks: Ranks, rank: int, bit: int) -> None:
-    for step, code, words, checks in ranks.run(3, train_with_one_flipped_bit, rank, 5, 4, bit):
-        assert (step, code, checks) == (8, 3, 2), "flipped at step 5, checked every 4"
+    for step, code, words, calls in ranks.run(3, train_with_one_flipped_bit, rank, 5, 4, bit):
+        assert (step, code) == (8, 3), "flipped at step 5, checked every 4"
+        assert calls == 3, "one a check, one more for the details"
         others = ", ".join(str(r) for r in range(3) if r != rank)
         assert f"rank {rank} differs from ranks {others}" in words
         assert "step 8" in words
@@ -137,8 +135,8 @@ def test_equal_replicas_are_left_alone_and_two_that_differ_are_both_named(ranks:
         assert "ranks 0, 1 differ, with no majority" in words
 
 
-def test_drift_in_one_group_stops_every_rank_with_the_same_words(ranks: Ranks) -> None:
-    said = ranks.run(4, drift_in_one_of_two_groups)
+def test_drift_in_one_set_of_ranks_stops_every_rank_with_the_same_words(ranks: Ranks) -> None:
+    said = ranks.run(4, drift_in_one_of_two_sets)
     assert len(set(said)) == 1
     assert "ranks 1, 3 differ" in said[0]
     assert "layers.0.weight" in said[0]
@@ -161,5 +159,7 @@ def test_a_rank_five_times_slower_is_named_with_what_is_slow_and_lives(ranks: Ra
         assert all(f"({name})" in text for text in said)
         (entry,) = summary["slow"]
         assert (entry["rank"], entry["part"], entry["times"]) == (1, name, 2)
-        assert entry["worst"] == pytest.approx(3.0, rel=0.25), "120 ms of own work against 40"
-        assert summary["parts"]["communication"]["least_ms"] < 20, "the slow one waits for nobody"
+        assert entry["worst"] > 2.0, "120 ms of own work against 40; the others wait, and that does not count"
+        waits = summary["parts"]["communication"]
+        assert waits["slowest_rank"] != 1
+        assert waits["least_ms"] < waits["median_ms"] / 2, "the slow one waits for nobody"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pty
 import re
 import select
 import signal
-import subprocess
+import socket
+import struct
 import sys
+import termios
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,55 +23,24 @@ import pytest
 from erniekit.cli import launch_agent
 from erniekit.cli.launch import Launch, start
 
-WORKER = str(Path(__file__).with_name("launch_worker.py"))
-LEFT_S = 15.0  # the promise: how long the others may take to leave
+sys.path.insert(0, str(Path(__file__).parent))
 
-LAUNCHER = """
-import sys
-from pathlib import Path
-from erniekit.cli.launch import start, Launch
-from erniekit.cli import main as cli
-def go(args): return start(eval(args[0]), args[1:])
-cli.COMMANDS["go"] = cli.Command("__main__:go", "x", "x", ("x",))
-sys.exit(cli.main(["go", *sys.argv[1:]]))
-"""
+from launchers import LEFT_S, WORKER, Launcher, alive, launcher, wait_for
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, capfd) -> Callable[..., tuple[int, str, str]]:
     """ranks("what", args...) -> exit code, stdout, stderr of two ranks started from this process."""
 
-    def go(*words: object, **keys: object) -> tuple[int, str, str]:
+    def go(*words: object, max_restarts: int = 0) -> tuple[int, str, str]:
         before = dict(os.environ)
-        launch = Launch(**{"nproc": 2, "log_dir": tmp_path / "logs", "max_restarts": 0, **keys})
+        launch = Launch(2, log_dir=tmp_path / "logs", max_restarts=max_restarts)
         code = start(launch, [sys.executable, WORKER, *map(str, words)])
         assert dict(os.environ) == before
         seen = capfd.readouterr()
         return code, seen.out, seen.err
 
     return go
-
-
-def launcher(launch: Launch, *words: object, **popen: object) -> subprocess.Popen:
-    """A launcher in a process of its own."""
-    text = repr(launch).replace("PosixPath", "Path")
-    command = [sys.executable, "-c", LAUNCHER, text, sys.executable, WORKER, *map(str, words)]
-    keys = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, **{**keys, **popen})
-
-
-def wait_for(*paths: Path, seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
-    while not all(path.exists() and path.stat().st_size for path in paths):
-        assert time.monotonic() < until, f"{paths} did not come"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_every_rank_has_its_log_and_rank_0_the_screen(ranks: Callable, tmp_path: Path) -> None:
@@ -92,8 +66,8 @@ def test_a_crash_shows_its_traceback_first_and_is_restarted(ranks: Callable, tmp
     lines = err.splitlines()[1:]
     assert lines[0] == "error: ZeroDivisionError: oops"
     assert 'raise ZeroDivisionError("oops")' in err
-    assert "restart 1 of 1 in 1 s" in lines[-1]
     assert "workerlog.1" in lines[-2]
+    assert lines[-1] == "restart 1 of 1 in 1 s"
     assert "SIGTERM" not in err
     assert "ChildFailedError" not in err
     assert out.splitlines() == ["rank 0 of 2, attempt 0", "rank 0 of 2, attempt 1"]
@@ -136,75 +110,76 @@ def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callabl
     assert "error: rank 1 was ended by SIGKILL" in err.splitlines()[1]
     killed, left = (float((tmp_path / name).read_text()) for name in ("killed", "left-0"))
     assert 0 <= left - killed < LEFT_S
-    print(f"rank 0 noticed {left - killed:.2f} s after rank 1 was killed")
     for rank in (0, 1):
         steps = [tuple(word.split(":")) for word in (tmp_path / f"steps-{rank}").read_text().split()]
         assert [(step, attempt) for step, attempt, _ in steps] == [(str(k), "0" if k < 3 else "1") for k in range(6)]
         assert {total for _, _, total in steps} == {"3"}
     assert out.splitlines()[-1] == "sum 3"
+    print(f"rank 0 noticed {left - killed:.2f} s after rank 1 was killed")
+
+
+# --- signals
+
+
+def saving_launcher(folder: Path, seconds: float) -> Launcher:
+    process = launcher(folder, Launch(2, log_dir=folder / "logs"), "save_when_told", folder, seconds)
+    wait_for(folder / "pid-0", folder / "pid-1")
+    return process
 
 
 def test_sigterm_to_the_launcher_lets_every_rank_save(tmp_path: Path) -> None:
-    process = launcher(Launch(2, log_dir=tmp_path / "logs"), "save_when_told", tmp_path, 0.5)
-    wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 75
+    process = saving_launcher(tmp_path, 0.5)
+    process.kill(signal.SIGTERM)
+    assert process.wait() == 75
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
-    assert err.splitlines()[1:] == ["saved by rank 0"]
+    assert process.said()[1:] == ["saved by rank 0"]
 
 
 def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
-    process = launcher(Launch(2, log_dir=tmp_path / "logs"), "save_when_told", tmp_path, 30)
-    wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
-    process.send_signal(signal.SIGINT)
+    process = saving_launcher(tmp_path, 30)
+    process.kill(signal.SIGINT)
     time.sleep(0.5)
     began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    process.kill(signal.SIGINT)
+    assert process.wait() == 130
     assert time.monotonic() - began < 2
-    assert process.returncode == 130
-    assert "stopped by SIGINT without a save" in err
+    assert process.said()[-1] == "stopped by SIGINT without a save"
     assert not list(tmp_path.glob("saved-*"))
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    process = launcher(Launch(2, log_dir=tmp_path / "logs"), "user_error", tmp_path)
-    process.terminate()
-    process.communicate(timeout=30)
-    process = launcher(Launch(2, log_dir=tmp_path / "logs"), "save_when_told", tmp_path, 0)
-    wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+    process = saving_launcher(tmp_path, 0)
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
     assert all(map(alive, pids))
-    process.kill()
-    process.communicate(timeout=30)
+    process.kill(signal.SIGKILL)
+    assert process.wait() == -9
     until = time.monotonic() + LEFT_S
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(alive, pids))
 
 
+# --- the screen
+
+
 def test_on_a_terminal_rank_0_draws_one_bar_and_its_log_is_plain(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    keys = dict(stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
-    process = launcher(Launch(2, log_dir=tmp_path / "logs"), "bar", **keys)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    process = launcher(tmp_path, Launch(2, log_dir=tmp_path / "logs"), "bar", terminal=theirs)
     os.close(theirs)
     screen = b""
-    while True:
-        if not select.select([ours], [], [], 60)[0]:
-            break
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # the last writer has left
-            break
-        screen += data
+    with contextlib.suppress(OSError):  # the last writer has left
+        while select.select([ours], [], [], 30)[0]:
+            screen += os.read(ours, 65536)
     os.close(ours)
-    assert process.wait(timeout=30) == 0
+    assert process.wait() == 0
     text = screen.decode()
     assert "isatty True True" in text
     assert "a line above the bar" in text
     assert len(re.findall(r"\d+%\|[^|\r\n]*\| \d+/20", text)) > 3, "it is drawn over and over"
-    assert text.count("20/20") >= 1
+    last = text.rstrip().rpartition("\r")[2]
+    assert last.startswith("100%|")
+    assert 60 < len(last) <= 100, "as wide as the terminal"
     log = (tmp_path / "logs" / "workerlog.0").read_text()
     assert "\r" not in log
     assert "\x1b" not in log
@@ -215,62 +190,64 @@ def test_on_a_terminal_rank_0_draws_one_bar_and_its_log_is_plain(tmp_path: Path)
 # --- several launchers on this machine, as several machines
 
 
-def free_port() -> int:
-    import socket
-
+def two(max_restarts: int = 3) -> Launch:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = int(probe.getsockname()[1])
+    return Launch(1, nnodes=2, port=port, join_timeout_s=60.0, max_restarts=max_restarts)
 
 
-def two_machines(tmp_path: Path, numbered: bool, *words: object, **keys: object) -> list[tuple[int, str, str]]:
-    port, out = free_port(), []
-    processes = [
-        launcher(
-            Launch(
-                **{
-                    "nproc": 1,
-                    "nnodes": 2,
-                    "node_rank": node if numbered else None,
-                    "port": port,
-                    "log_dir": tmp_path / f"logs-{node}",
-                    "join_timeout_s": 60.0,
-                    **keys,
-                }
-            ),
-            *words,
-        )
-        for node in (0, 1)
-    ]
-    for process in processes:
-        seen = process.communicate(timeout=90)
-        out.append((process.returncode, *seen))
-    return out
+def machine(folder: Path, common: Launch, node: int, numbered: bool, *words: object) -> Launcher:
+    launch = replace(common, node_rank=node if numbered else None, log_dir=folder / "logs")
+    return launcher(folder / f"machine-{node}", launch, *words)
 
 
 def test_numbered_machines_share_a_users_error_and_do_not_restart(tmp_path: Path) -> None:
-    began = time.monotonic()
-    (code0, _, err0), (code1, _, err1) = two_machines(tmp_path, True, "user_error", tmp_path)
-    assert (code0, code1) == (2, 2), (err0, err1)
-    assert err0.splitlines()[0].startswith("rank 0 of 2 on 2 machines")
-    assert err0.splitlines()[1:] == err1.splitlines()[1:] == ["error: no rows", "where: a.jsonl", "fix:   add some"]
-    print(f"both machines left after {time.monotonic() - began:.1f} s")
+    began, common = time.monotonic(), two()
+    machines = [machine(tmp_path, common, node, True, "user_error", tmp_path) for node in (0, 1)]
+    assert [m.wait() for m in machines] == [2, 2]
+    assert machines[0].said()[0].startswith("rank 0 of 2 on 2 machines")
+    assert [m.said()[1:] for m in machines] == [["error: no rows", "where: a.jsonl", "fix:   add some"]] * 2
+    assert time.monotonic() - began < LEFT_S
 
 
 def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
-    results = two_machines(tmp_path, False, "crash_once", tmp_path, max_restarts=1)
-    assert [code for code, _, _ in results] == [0, 0], results
+    common = two(max_restarts=1)
+    machines = [machine(tmp_path, common, node, False, "crash_once", tmp_path) for node in (0, 1)]
+    assert [m.wait() for m in machines] == [0, 0], [m.said() for m in machines]
     assert len(list(tmp_path.glob("attempt-*"))) == 4
-    for _, _, err in results:
-        assert "error: ZeroDivisionError: oops" in err
-        assert err.count("restart 1 of 1") == 1
+    for m in machines:
+        assert m.said()[1] == "error: ZeroDivisionError: oops"
+        assert m.said()[-1] == "restart 1 of 1 in 1 s"
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_lost_machine_joins_again_where_the_others_are(tmp_path: Path, numbered: bool) -> None:
+    common, words = two(), ("save_when_told", tmp_path, 0)
+    stays = machine(tmp_path, common, 0, numbered, *words)
+    time.sleep(0.5)  # numbered on arrival: the first to come is the host of the store
+    goes = machine(tmp_path, common, 1, numbered, *words)
+    pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    wait_for(*pids)
+    goes.kill(signal.SIGKILL)
+    assert goes.wait() == -9
+    here = 0 if "rank 0" in stays.said()[0] else 1
+    os.kill(int(pids[here].read_text()), signal.SIGKILL)  # as a collective with the lost rank would have ended it
+    for path in pids:
+        path.unlink()
+    comes = machine(tmp_path, common, 1, numbered, *words)
+    wait_for(*pids)
+    for process in (stays, comes):
+        process.kill(signal.SIGTERM)
+    assert [stays.wait(), comes.wait()] == [75, 75]
+    assert all("attempt 1" in (tmp_path / "logs" / f"workerlog.{rank}").read_text() for rank in (0, 1))
 
 
 def test_a_machine_that_never_comes_is_an_error_with_the_numbers(tmp_path: Path) -> None:
-    launch = Launch(1, nnodes=2, node_rank=0, port=free_port(), log_dir=tmp_path / "logs", join_timeout_s=2.0)
-    process = launcher(launch, "say_hello")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "the machines did not meet" in err
-    assert "2 machines" in err
-    assert "Traceback" not in err
+    launch = replace(two(), node_rank=0, log_dir=tmp_path / "logs", join_timeout_s=1.0)
+    process = launcher(tmp_path, launch, "say_hello")
+    assert process.wait() == 1
+    said = "\n".join(process.said())
+    assert "error: the machines did not meet" in said
+    assert f"{launch.port}, 2 machines" in said
+    assert "Traceback" not in said

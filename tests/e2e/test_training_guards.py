@@ -11,7 +11,7 @@ import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError, ErnieKitError
-from erniekit.recipes import sft
+from erniekit.recipes import build
 from erniekit.train.guard import NotFinite
 
 
@@ -24,7 +24,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[int]]:
     """Turns the loss of the micro-batches with these running numbers into NaN; returns the list of hits."""
 
     def arrange(numbers: set[int]) -> list[int]:
-        plain, hits, count = sft.causal_loss, [], [0]
+        plain, hits, count = build.causal_loss, [], [0]
 
         def loss(model, batch, *chunk):
             count[0] += 1
@@ -34,7 +34,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[int]]:
                 return value * float("nan")
             return value
 
-        monkeypatch.setattr(sft, "causal_loss", loss)
+        monkeypatch.setattr(build, "causal_loss", loss)
         return hits
 
     return arrange

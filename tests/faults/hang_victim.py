@@ -65,7 +65,6 @@ class NeverReturns:
 
 
 def data_thread(dog: Watchdog) -> None:
-    dog.phase("prepare")  # importing torch, as long as it takes
     from erniekit.data.loader import BatchLoader
 
     class Stream:
@@ -85,7 +84,6 @@ def data_thread(dog: Watchdog) -> None:
 
 
 def collective(dog: Watchdog, rank: int) -> None:
-    dog.phase("prepare")
     import torch
     import torch.distributed as dist
 
@@ -121,8 +119,10 @@ def evaluates(dog: Watchdog) -> None:
 
 def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
     with Watchdog(Path(folder), int(rank), float(soft), float(hard)) as dog:
-        assert dog._monitor is not None
-        print("monitor", dog._monitor.pid, flush=True)
+        dog.phase("prepare")  # the monitor starts, torch is imported: as long as it takes
+        while not dog._heart.monitor:
+            time.sleep(0.01)
+        print("monitor", dog._heart.monitor, flush=True)
         if kind == "data":
             data_thread(dog)
         elif kind == "collective":

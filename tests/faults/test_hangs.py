@@ -52,9 +52,6 @@ class Victim:
         self._waiter.join()
         return self.process.returncode, errors
 
-    def hung_for(self) -> float:
-        return self.ended_at - self.hung_at
-
     def report(self, step: int = 5) -> str:
         return (self.folder / "hangs" / f"rank-{self.rank}-step-{step}.txt").read_text()
 
@@ -79,24 +76,60 @@ def gone(pid: int, within: float = 5.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def torch_victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
-    """The three that import torch, started together: two cores, two seconds each."""
-    data, both = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("both")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
+    """All that hang for good, started together: they take seconds, and none of the processor."""
+    folder = tmp_path_factory.mktemp
+    both, dead, refused = folder("both"), folder("dead"), folder("refused")
+    (dead / "hangs").mkdir()
+    os.mkfifo(dead / "hangs" / "rank-0-step-5.txt")
+    (refused / "hangs").write_text("a file, not a folder")
     keys = {"STORE": str(both / "store"), "TORCH_FR_BUFFER_SIZE": "50"}
-    victims = {"data": start("data", data)}
-    victims |= {f"rank {rank}": start("collective", both, rank, **keys) for rank in (0, 1)}
-    return victims
+    started = {f"rank {rank}": start("collective", both, rank, **keys) for rank in (0, 1)}
+    started |= {"data": start("data", folder("data")), "lock": start("lock", folder("lock"))}
+    return started | {"dead": start("sleep", dead), "refused": start("sleep", refused)}
+
+
+def end_of(victim: Victim) -> tuple[int, int, str]:
+    """(its monitor, its exit code, what it said), after it hung and was ended in time."""
+    monitor = victim.monitor()
+    victim.hangs()
+    code, errors = victim.ends()
+    assert HARD - 0.5 < victim.ended_at - victim.hung_at < HARD + GRACE
+    return monitor, code, errors
+
+
+def test_a_held_interpreter_lock_is_seen_and_ended_from_outside(victims: dict[str, Victim]) -> None:
+    monitor, code, errors = end_of(victim := victims["lock"])
+    assert code == -signal.SIGKILL, "no thread of it could end it"
+    report = victim.report()
+    assert "in holds_the_lock" in report
+    assert "erniekit/train/watchdog.py" in report, "all threads, the waiting watchdog among them"
+    assert "step 5, phase forward/backward; its threads do not answer" in report
+    assert f"stacks in {victim.folder}/hangs/rank-0-step-5.txt" in errors
+    assert "killed from outside" in errors
+    assert gone(monitor)
+
+
+def test_a_dead_file_system_takes_the_watchdogs_thread_but_not_the_monitor(victims: dict[str, Victim]) -> None:
+    """A pipe nobody reads stands for it: opening the report hangs the thread that writes it."""
+    monitor, code, errors = end_of(victims["dead"])
+    assert code == -signal.SIGKILL
+    assert "its threads do not answer" in errors
+    assert gone(monitor)
+
+
+def test_stacks_that_cannot_be_written_go_to_stderr(victims: dict[str, Victim]) -> None:
+    _, code, errors = end_of(victims["refused"])
+    assert code == 70
+    assert "could not be written" in errors
+    assert "in sleeps" in errors
 
 
 def test_a_data_thread_that_never_returns_is_named_and_the_process_ends_for_a_restart(
-    torch_victims: dict[str, Victim],
+    victims: dict[str, Victim],
 ) -> None:
-    victim = torch_victims["data"]
-    victim.monitor()
-    victim.hangs()
-    code, errors = victim.ends()
+    monitor, code, errors = end_of(victim := victims["data"])
     assert code == 70
-    assert HARD - 0.5 < victim.hung_for() < HARD + GRACE
     report = victim.report()
     assert "in never_returns" in report
     assert "erniekit-data" in report, "threads by name"
@@ -104,18 +137,14 @@ def test_a_data_thread_that_never_returns_is_named_and_the_process_ends_for_a_re
     assert "at step 5, phase data" in report
     assert f"step 5, phase data; stacks in {victim.folder}/hangs/rank-0-step-5.txt" in errors
     assert "ending with code 70" in errors
+    assert gone(monitor)
 
 
-def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(torch_victims: dict[str, Victim]) -> None:
-    waiting, missing = torch_victims["rank 0"], torch_victims["rank 1"]
-    for victim in (waiting, missing):
-        victim.monitor()
-        victim.hangs()
+def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(victims: dict[str, Victim]) -> None:
+    waiting, missing = victims["rank 0"], victims["rank 1"]
     # Whoever ends first breaks the other's connection: the one in the collective may then end by that error (1).
-    assert missing.ends()[0] == 70
-    assert waiting.ends()[0] in (70, 1)
-    assert missing.hung_for() < HARD + GRACE
-    assert waiting.hung_for() < HARD + GRACE
+    assert end_of(missing)[1] == 70
+    assert end_of(waiting)[1] in (70, 1)
     report = missing.report()
     assert "in never_joins" in report
     assert "phase forward/backward" in report
@@ -123,42 +152,6 @@ def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(torch_vict
     assert "in all_reduce" in report
     assert "phase collective" in report
     assert "gloo:all_reduce [[1000]] of default_pg: not done" in report, "torch's flight recorder"
-
-
-def test_a_held_interpreter_lock_is_seen_and_ended_from_outside(tmp_path: Path) -> None:
-    victim = start("lock", tmp_path)
-    monitor = victim.monitor()
-    victim.hangs()
-    code, errors = victim.ends()
-    assert HARD - 0.5 < victim.hung_for() < HARD + GRACE
-    assert code == -signal.SIGKILL, "no thread of it could end it"
-    report = victim.report()
-    assert "in holds_the_lock" in report
-    assert "erniekit/train/watchdog.py" in report, "all threads, the waiting watchdog among them"
-    assert "step 5, phase forward/backward; its threads do not answer" in report
-    assert f"stacks in {tmp_path}/hangs/rank-0-step-5.txt" in errors
-    assert "killed from outside" in errors
-    assert gone(monitor)
-
-
-def test_a_report_that_cannot_be_written_does_not_save_a_hung_rank(tmp_path: Path) -> None:
-    """A pipe nobody reads stands for a dead file system: opening it takes the watchdog thread along."""
-    dead, refused = tmp_path / "dead", tmp_path / "refused"
-    (dead / "hangs").mkdir(parents=True)
-    os.mkfifo(dead / "hangs" / "rank-0-step-5.txt")
-    refused.mkdir()
-    (refused / "hangs").write_text("a file, not a folder")
-    victims = [start("sleep", folder) for folder in (dead, refused)]
-    for victim in victims:
-        victim.monitor()
-    for victim in victims:
-        victim.hangs()
-    ends = [victim.ends() for victim in victims]
-    assert all(HARD - 0.5 < victim.hung_for() < HARD + GRACE for victim in victims), [v.hung_for() for v in victims]
-    assert ends[0][0] == -signal.SIGKILL
-    assert ends[1][0] == 70
-    assert "could not be written" in ends[1][1]
-    assert "in sleeps" in ends[1][1], "the stacks go to stderr instead"
 
 
 def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.errors import ConfigError, DeviceError
@@ -59,6 +60,7 @@ def train_command(args: list[str]) -> int:
 
 def start(launch: Launch, command: list[str]) -> int:
     """Run `command` in every rank until all are done; returns the exit code for the shell."""
+    _import_torch()
     from erniekit.cli.launch_agent import run_ranks
 
     return run_ranks(launch, command)
@@ -118,9 +120,7 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
         return asked or 1
     there = visible_devices(env, device)
     if there > 1 and device not in VISIBLE:  # worth asking torch, which is imported next anyway
-        import torch
-
-        there = min(there, torch.cuda.device_count())
+        there = min(there, _import_torch().cuda.device_count())
     if there and asked and asked > there:
         raise DeviceError(
             f"nproc_per_node is {asked} and {there} devices are visible here",
@@ -128,6 +128,17 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
             fix=f"nproc_per_node={there}, or device=cpu",
         )
     return asked or max(1, there)
+
+
+def _import_torch() -> Any:
+    """Into the launcher, where its C++ remarks on lost connections would hide the rank's own words."""
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+
+    if before is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # read once, at import; the ranks keep theirs
+    return torch
 
 
 def visible_devices(env: Mapping[str, str], device: str = "auto") -> int:

@@ -32,6 +32,7 @@ LEAVE_S = 8.0  # from SIGTERM to SIGKILL for the ranks whose peer is gone
 SLACK_S = 5.0  # beyond a rank's grace to save: it has to get to the end of its step as well
 BACK_OFF_S = 1.0  # before the first restart; doubled for each after it
 LONGEST_BACK_OFF_S = 60.0
+NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -108,7 +109,10 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         wait = self.launch.join_timeout_s
+        # torch would remember the store of the first round, and never tell it to a machine that joins later
+        os.environ[NO_SHARED_STORE] = "1"
         super()._rendezvous(worker_group)
+        os.environ[NO_SHARED_STORE] = "0"  # the ranks, though, meet at one that a launcher holds
         store = worker_group.store
         assert store is not None
         self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, self.here)
@@ -280,7 +284,6 @@ def _environment(launch: Launch) -> Iterator[None]:
     """What every rank of this machine inherits; ours again afterwards."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.nproc)))
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the ranks meet at a store of ours
     # gloo would take the address of the host's name, which on many machines is 127.0.1.1
     if launch.nnodes > 1 and (name := interface_of(own_address(launch.address) or "")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -111,25 +111,35 @@ class Engine:
         return value
 
     @torch.no_grad()
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """[1, n] token ids -> [1, n, V] on every rank; all ranks must ask."""
+    def answer(self, batch: Any) -> torch.Tensor:
+        """A batch's logits [B, L, V] on every rank; all ranks must ask. L must be a multiple of `length_multiple`."""
         layout = self.world.layout
-        count = ids.shape[1]
-        assert self.one_document is not None
-        length = -(-count // self.length_multiple) * self.length_multiple
-        batch = self._mine(self.one_document(ids, length))
+        mine = self._mine(batch)
         if self.pipeline is None:
-            out = self.model(batch.input_ids, batch.positions, batch.documents(), batch.max_doc)
+            out = self.model(mine.input_ids, mine.positions, mine.documents(), mine.max_doc)
         else:
-            answer = self.pipeline.forward(batch, self._hidden_shape, logits=True)
+            last_words = self.pipeline.forward(mine, self._hidden_shape, logits=True)
             config: Any = self.model.config
-            shape = (1, batch.input_ids.shape[1], config.vocab_size)
-            out = torch.empty(shape, dtype=self.dtype, device=self.device) if answer is None else answer.contiguous()
+            shape = (*mine.input_ids.shape, config.vocab_size)
+            if last_words is None:
+                last_words = torch.empty(shape, dtype=self.dtype, device=self.device)
+            out = last_words.contiguous()
             last = (self.pipeline.count - 1) % layout.pp
             dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
         if layout.cp > 1:
-            group = self.world.group("cp")
             parts = [torch.empty_like(out) for _ in range(layout.cp)]
-            dist.all_gather(parts, out.contiguous(), group=group)
+            dist.all_gather(parts, out.contiguous(), group=self.world.group("cp"))
             out = context.in_order(torch.cat(parts, dim=1), layout.cp)
+        return out
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """[1, n] token ids -> [1, n, V], evaluation mode, on every rank."""
+        assert self.one_document is not None
+        count = ids.shape[1]
+        length = -(-count // self.length_multiple) * self.length_multiple
+        was_training = self.model.training
+        self.train(False)
+        out = self.answer(self.one_document(ids, length))
+        self.train(was_training)
         return out[:, :count]

@@ -1,11 +1,11 @@
-"""From a resolved config to a model ready to train: folder -> model -> LoRA -> recompute -> compile -> optimiser.
+"""From a resolved config to a model ready to train, on one rank or many: meta model -> LoRA -> spread -> values.
 
-Called by recipes/sft.py, evaluate.py and doctor.py; this is where config values meet components.
+Called by recipes/sft.py and doctor.py; this is where config values meet components.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,72 +16,86 @@ from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
+from erniekit.data.collate import one_document
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.log import say
-from erniekit.lora.adapter import adapter_of, load_adapter
+from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import read_adapter, write_adapter
-from erniekit.lora.inject import inject, is_lora_b, lora_state
+from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
-from erniekit.models.init import init_weights
+from erniekit.losses.causal import causal_loss
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.recompute import apply_recompute
+from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import World
+from erniekit.parallel.sharding import Sharding
+from erniekit.recipes import weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass
 class Built:
-    """A model and what belongs to it. `lora` is None in full fine-tuning."""
+    """A model spread over the world, and what belongs to it. `lora` is None in full fine-tuning."""
 
     folder: ModelFolder
-    model: nn.Module
+    whole: nn.Module  # the unspread model on the meta device: names and structure only
+    engine: Engine
+    sharding: Sharding
+    world: World
     device: Device
     dtype: torch.dtype
     lora: LoRASettings | None
     save_format: str
     tokenizer_folder: Path  # whose files go beside the weights: what trained is what serves
+    seed: int
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of all this rank holds, each once."""
+        seen: set[int] = set()
+        for part in self.engine.parts:
+            for name, param in part.named_parameters():
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield plain(name), param
 
     def trainable(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return sum(p.numel() for p in self.whole.parameters() if p.requires_grad)
 
     def total(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(p.numel() for p in self.whole.parameters())
 
-    # What the saver needs: the weights a checkpoint holds, and both ways of their format.
+    # What the saver needs: this rank's pieces of what a checkpoint holds, and both ways of its format.
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return lora_state(self.model) if self.lora else self.model.state_dict()
+    def saved_names(self) -> list[str]:
+        return [n for n in self.sharding.names() if is_lora(n)] if self.lora else self.sharding.names()
+
+    def pieces(self) -> dict[str, torch.Tensor]:
+        wanted = set(self.saved_names())
+        held = ((n, local(p.detach())) for n, p in self.parameters() if n in wanted)
+        return {name: tensor.to(self.dtype) for name, tensor in held}
 
     def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors`: whole ones, by our names."""
+        copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
         if self.lora:
-            adapter = adapter_of(self.model, self.lora, tensors, base=str(self.folder.path))
-            write_adapter(target, adapter, self.model, self.save_format)
-            copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
+            adapter = adapter_of(self.whole, self.lora, tensors, base=str(self.folder.path))
+            write_adapter(target, adapter, self.whole, self.save_format)
             return
         copy_side_files(self.folder.path, target, SIDE_FILES)
-        copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
-        write_model(
-            target,
-            self.folder.config,
-            tensors.__getitem__,
-            layout=self.save_format,
-        )
+        write_model(target, self.folder.config, tensors.__getitem__, layout=self.save_format)
 
     @torch.no_grad()
     def read_weights(self, source: Path) -> None:
-        if self.lora:
-            load_adapter(self.model, read_adapter(source, self.model))
-            return
-        saved = ModelFolder(source)
-        saved.check_names()
-        state = self.model.state_dict()
-        for entry in saved.entries():
-            if not entry.copy_of:
-                state[entry.ours].copy_(saved.read(entry))
+        fill = weights.saved(source, self.whole, self.sharding, self.world.rank, self.lora is not None, self.seed)
+        for name, param in self.parameters():
+            if not self.lora or is_lora(name):
+                fill(name, local(param))
 
 
 def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
@@ -115,41 +129,67 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
     )
 
 
-def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype) -> Built:
-    if cfg.model.continue_training:
-        model = folder.build(dtype, device.handle)
-    else:
-        model = folder.spec.build(folder.config)
-        init_weights(model, cfg.train.seed, folder.config.init_std)
-        model.to(device=device.handle, dtype=dtype)
+def loss_for(cfg: RunConfig) -> Loss:
+    def loss(model: nn.Module, batch: object, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        return causal_loss(model, batch, hidden, cfg.memory.loss_subbatch_seqlen)  # type: ignore[arg-type]
+
+    return loss
+
+
+def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World) -> Built:
+    # fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps the fp32 copies.
+    stored = torch.float32 if world.layout.fsdp > 1 else dtype
+    whole, model = folder.meta().to(stored), folder.meta().to(stored)
     settings = lora_settings(cfg)
+    start = None
     if settings:
-        start = read_adapter(Path(cfg.lora.lora_path).expanduser(), model) if cfg.lora.lora_path else None
+        start = read_adapter(Path(cfg.lora.lora_path).expanduser(), whole) if cfg.lora.lora_path else None
         if start and not (cfg.given("lora_rank") or cfg.given("lora_alpha") or cfg.given("lora_target_modules")):
-            settings = start.settings(model, settings.shared_a)
-        inject(model, settings, cfg.train.seed)
-        if start:
-            load_adapter(model, start)
-    for layer in model.layers:  # type: ignore[union-attr]
-        layer.attn.inner.backend = cfg.model.attention
-    if cfg.memory.recompute:
-        apply_recompute(model, cfg.memory.recompute_granularity, cfg.memory.no_recompute_layers)
+            settings = start.settings(whole, settings.shared_a)
+        for each in (whole, model):
+            inject(each, settings, cfg.train.seed)
+    sharding = sharding_of(whole, folder.spec.plan, world.layout)
+    rank, seed = world.rank, cfg.train.seed
+    if cfg.model.continue_training:
+        base = weights.from_folder(folder, sharding, rank)
+    else:
+        base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
+    adapters = None
+    if settings:
+        adapters = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+    engine = parallelise(
+        model,
+        sharding,
+        world,
+        device.handle,
+        dtype,
+        loss_for(cfg),
+        weights.base_and_adapters(base, adapters),
+        one_document,
+        Options(
+            recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
+            no_recompute_layers=cfg.memory.no_recompute_layers,
+            compile=cfg.model.compile,
+            attention=cfg.model.attention,
+        ),
+    )
+    engine.train()
     tokenizer_folder = Path(cfg.model.tokenizer_name).expanduser() if cfg.model.tokenizer_name else folder.path
-    if cfg.model.compile:
-        for layer in model.layers:  # type: ignore[union-attr]
-            layer.compile()
-    return Built(folder, model.train(), device, dtype, settings, cfg.checkpoint.save_format, tokenizer_folder)
+    save_format = cfg.checkpoint.save_format
+    return Built(folder, whole, engine, sharding, world, device, dtype, settings, save_format, tokenizer_folder, seed)
 
 
 def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
     scale_b = built.lora.lora_plus_scale if built.lora else 1.0
     groups = make_groups(
-        built.model,
+        built.parameters(),
+        built.folder.config.num_layers,
         cfg.optim.weight_decay,
         cfg.optim.layerwise_lr_decay_bound,
         lambda name: scale_b if is_lora_b(name) else 1.0,
     )
-    return AdamW(groups, (cfg.optim.adam_beta1, cfg.optim.adam_beta2), cfg.optim.adam_epsilon)
+    betas = (cfg.optim.adam_beta1, cfg.optim.adam_beta2)
+    return AdamW(groups, betas, cfg.optim.adam_epsilon, low_precision=built.dtype != torch.float32)
 
 
 def make_schedule(cfg: RunConfig, max_steps: int) -> Schedule:

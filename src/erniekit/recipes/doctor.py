@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import torch
 
 from erniekit.config import RunConfig, load, refuse_later
+from erniekit.data.collate import one_document
 from erniekit.data.formats import read
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Batch, Conversation
 from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, paint, say
-from erniekit.losses.causal import causal_loss
+from erniekit.lora.inject import is_lora
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import World
 from erniekit.recipes import opening
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData, open_data
@@ -129,17 +133,14 @@ def end_is_trained(data: TrainData, tokenizer: Tokenizer) -> Check:
     )
 
 
-@torch.no_grad()
 def no_leak(built: Built) -> Check:
     """Two documents in one row: changing the first must not move one bit of the second's logits."""
-    vocab, device = built.folder.config.vocab_size, built.device.handle
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, (1, 2 * LEAK_TOKENS), generator=generator).to(device)
+    vocab, multiple = built.folder.config.vocab_size, built.engine.length_multiple
+    half = -(-LEAK_TOKENS // multiple) * multiple
+    ids = torch.randint(0, vocab, (1, 2 * half), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
-    other[:, :LEAK_TOKENS] = (ids[:, :LEAK_TOKENS] + 1) % vocab
-    positions = torch.arange(LEAK_TOKENS, device=device).repeat(2)[None]
-    bounds = torch.tensor([0, LEAK_TOKENS, 2 * LEAK_TOKENS], dtype=torch.int32, device=device)
-    a, b = (built.model(x, positions, bounds, LEAK_TOKENS)[:, LEAK_TOKENS:] for x in (ids, other))
+    other[:, :half] = (ids[:, :half] + 1) % vocab
+    a, b = (built.engine.answer(two_documents(x, half))[:, half:] for x in (ids, other))
     moved = float((a - b).abs().max())
     return Check(
         "packing",
@@ -149,20 +150,38 @@ def no_leak(built: Built) -> Check:
     )
 
 
+def two_documents(ids: torch.Tensor, first: int) -> Batch:
+    length = ids.shape[1]
+    return Batch(
+        input_ids=ids,
+        labels=torch.full_like(ids, IGNORE),
+        positions=torch.cat([torch.arange(first), torch.arange(length - first)])[None],
+        cu_seqlens=torch.tensor([0, first, length], dtype=torch.int32),
+        max_doc=max(first, length - first),
+        num_label_tokens=0,
+    )
+
+
 def gradients(built: Built, optimizer: AdamW, first: Batch) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
-    batch = first_tokens(first, GRADIENT_TOKENS)
-    (causal_loss(built.model, batch.to(built.device.handle)) / max(1, batch.num_label_tokens)).backward()
-    parameters = dict(built.model.named_parameters())
-    silent = []
+    batch = first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
+    built.engine.forward_backward([batch], [max(1, batch.num_label_tokens)])
+    if built.engine.sync is not None:
+        built.engine.sync.reduce(optimizer.gradients())
+    parameters = dict(built.parameters())
+    heard, here = set(), set(optimizer.masters)
     for name, master in optimizer.masters.items():
-        partner = parameters.get(name[:-1] + "B") if ".lora." in name and name.endswith(".A") else None
-        excused = partner is not None and not bool(partner.any())
-        if master.grad is None or (not excused and not bool(master.grad.any())):
-            silent.append(name)
-    finite = all(bool(g.isfinite().all()) for g in optimizer.gradients())
+        partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
+        excused = partner is not None and not bool(local(partner).any())
+        if master.grad is not None and (excused or bool(local(master.grad).any())):
+            heard.add(name)
+    # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
+    heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
+    silent = sorted(here - heard)
+    finite = all(bool(local(g).isfinite().all()) for g in optimizer.gradients().values())
+    finite = all(built.world.gather(finite))
     optimizer.zero_grad()
-    count = len(optimizer.masters)
+    count = len(here)
     if not finite:
         return Check(
             "gradients", False, "a gradient is not finite", "check the model's weights; try compute_type: fp32"
@@ -177,23 +196,17 @@ def gradients(built: Built, optimizer: AdamW, first: Batch) -> Check:
     )
 
 
-def first_tokens(batch: Batch, count: int) -> Batch:
-    """The first document that has labels, cut to `count` tokens around them."""
+def first_tokens(batch: Batch, count: int, multiple: int = 1) -> Batch:
+    """The first document that has labels, cut to `count` tokens around them and padded to a multiple."""
     labels, bounds = batch.labels[0], batch.cu_seqlens.tolist()
     start, end = next(((a, b) for a, b in pairwise(bounds) if (labels[a:b] != IGNORE).any()), (0, bounds[1]))
-    first_label = int((labels[start:end] != IGNORE).nonzero()[0]) if (labels[start:end] != IGNORE).any() else 0
+    trained = (labels[start:end] != IGNORE).nonzero()
+    first_label = int(trained[0]) if len(trained) else 0
     start = max(start, start + first_label - count // 2)
     end = min(end, start + count)
-    ids, kept = batch.input_ids[:1, start:end], batch.labels[:1, start:end]
-    return Batch(
-        input_ids=ids,
-        labels=kept,
-        positions=torch.arange(end - start)[None],
-        cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
-        max_doc=end - start,
-        num_label_tokens=int((kept != IGNORE).sum()),
-        packed=False,
-    )
+    made = one_document(batch.input_ids[:1, start:end], -(-(end - start) // multiple) * multiple)
+    made.labels[:, : end - start] = batch.labels[:1, start:end]
+    return replace(made, num_label_tokens=int((made.labels != IGNORE).sum()))
 
 
 def template(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Check:
@@ -223,8 +236,9 @@ def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
 
 
 def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
-    weights = sum(t.numel() * t.element_size() for t in built.tensors().values())
-    states = sum(12 * m.numel() if optimizer.has_masters else 8 * m.numel() for m in optimizer.masters.values())
+    shapes = [built.sharding.shape(name) for name in built.saved_names()]
+    weights = sum(prod(shape) for shape in shapes) * built.dtype.itemsize
+    states = built.trainable() * (12 if optimizer.has_masters else 8)
     one = weights + (0 if cfg.checkpoint.ignore_save_lr_and_optim else states)
     kept = cfg.checkpoint.save_total_limit or 2
     need = int(one * (kept + 1) * 1.1)
@@ -259,7 +273,7 @@ def doctor_command(args: list[str]) -> int:
     opening.show_plan(cfg, folder, device)
     data = open_data(cfg, tokenizer, output)
     opening.show_data(data)
-    built = build(cfg, folder, device, dtype)
+    built = build(cfg, folder, device, dtype, World(device_type=device.type))
     opening.show_coverage(built)
     before_training(cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch())
     say(f"next     erniekit train {' '.join(args)}")

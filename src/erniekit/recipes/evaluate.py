@@ -8,8 +8,9 @@ from erniekit.api_load import load as load_folder
 from erniekit.config import RunConfig, need
 from erniekit.data.report import total_lines
 from erniekit.log import paint, say
-from erniekit.losses.causal import causal_loss
-from erniekit.recipes.build import settle
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.mesh import World
+from erniekit.recipes.build import loss_for, settle
 from erniekit.recipes.datasets import eval_batches, sources_for
 from erniekit.result import RunResult
 from erniekit.track.results import write_results
@@ -26,20 +27,14 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
         need(cfg, "model_name_or_path")
     source = output if trained else Path(str(cfg.model.model_name_or_path))
     model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
+    engine = Engine([(0, model)], World(device_type=device.type), device.handle, loss_for(cfg), dtype=dtype)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
     output.mkdir(parents=True, exist_ok=True)
     sources = sources_for(cfg, "eval", tokenizer, output / "bad_eval_rows.jsonl")
     for line in [line for s in sources for line in s.report.lines()] + total_lines([s.report for s in sources]):
         say(f"eval     {line}")
     batches = eval_batches(cfg, sources, tokenizer.pad_id or 0)
-    metrics = evaluate(
-        model,
-        batches,
-        causal_loss,
-        device.handle,
-        cfg.train.max_evaluate_steps,
-        cfg.train.compat == "erniekit",
-    )
+    metrics = evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
     write_results(output, evaluation=metrics)
     say(
         f"{paint('done', 'green', 'bold')}     eval_loss {metrics['eval_loss']:.4f}, eval_ppl {metrics['eval_ppl']:.4g}"

@@ -57,9 +57,9 @@ def show_coverage(built: Built) -> list[Any]:
     if not built.lora:
         say(f"train    all {built.trainable():,} weights")
         return [{"group": "all weights", "trainable": built.trainable(), "total": built.total()}]
-    for k, line in enumerate(coverage_table(built.model).splitlines()):
+    for k, line in enumerate(coverage_table(built.whole).splitlines()):
         say(f"{'train' if k == 0 else '':<9}{line.removeprefix('  ')}")
-    return [vars(row) for row in coverage(built.model)]
+    return [vars(row) for row in coverage(built.whole)]
 
 
 def describe(record: RunRecord, cfg: RunConfig, data: TrainData, coverage: list[Any], device: Device) -> None:

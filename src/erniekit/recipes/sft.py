@@ -13,8 +13,8 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import probe_from
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
-from erniekit.losses.causal import causal_loss
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.mesh import World
 from erniekit.recipes import doctor, finish, opening, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data
@@ -27,7 +27,7 @@ from erniekit.train.guard import FiniteGuard, Signals
 from erniekit.train.hooks import CollectGarbage, Hook
 from erniekit.train.metrics import LogHook
 from erniekit.train.save import SaveHook, Saver
-from erniekit.train.step import LossFunction, TrainStep
+from erniekit.train.step import TrainStep
 from erniekit.train.trainer import Trainer
 
 
@@ -36,6 +36,7 @@ def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     output = Path(cfg.train.output_dir or "output")
     output.mkdir(parents=True, exist_ok=True)
     cfg, device, dtype = settle(cfg)
+    world = World(device_type=device.type)
     folder, tokenizer = open_model(cfg)
     opening.show_plan(cfg, folder, device)
     record = RunRecord(output, command=list(command), version=opening.version())
@@ -45,7 +46,7 @@ def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
         opening.show_data(data)
         resume.check_promises(cfg, point, data)
 
-        built = build(cfg, folder, device, dtype)
+        built = build(cfg, folder, device, dtype, world)
         optimizer = make_optimizer(cfg, built)
         first = data.first_batch()
         opening.describe(record, cfg, data, opening.show_coverage(built), device)
@@ -97,29 +98,19 @@ def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
 
 
 def step_for(cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData) -> TrainStep:
-    return TrainStep(
-        built.model,
-        optimizer,
-        make_schedule(cfg, data.max_steps),
-        loss_for(cfg),
-        built.device.handle,
-        cfg.optim.max_grad_norm,
-        cfg.train.compat == "erniekit",
-    )
-
-
-def loss_for(cfg: RunConfig) -> LossFunction:
-    return lambda model, batch: causal_loss(model, batch, cfg.memory.loss_subbatch_seqlen)
+    schedule = make_schedule(cfg, data.max_steps)
+    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, cfg.train.compat == "erniekit")
 
 
 def saver_for(cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch) -> Saver:
     return Saver(
         manager,
-        built.model,
+        built.engine,
         optimizer,
         built.device,
+        built.sharding,
         probe_from(first, cfg.checkpoint.probe_tokens) if cfg.checkpoint.probe_tokens else None,
-        built.tensors,
+        built.pieces,
         built.write_weights,
         built.read_weights,
         with_optimizer=not cfg.checkpoint.ignore_save_lr_and_optim,
@@ -148,7 +139,7 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
     def run_evaluation() -> dict[str, float]:
         batches = eval_batches(cfg, data.evaluation, data.pad_id)
         limit, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
-        return evaluate(built.model, batches, loss_for(cfg), built.device.handle, limit, compat)
+        return evaluate(built.engine, batches, limit, compat)
 
     def keep(trainer: Trainer) -> None:
         """The best so far is saved now and spared by rotation until a better one comes."""

@@ -21,7 +21,7 @@ class HostGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def max(self, value: int, /) -> int: ...
+    def max(self, value: float, /) -> float: ...
 
     def sum(self, value: float, /) -> float: ...
 
@@ -35,7 +35,7 @@ def decide_finite(values: Iterable[float], world: HostGroup) -> bool:
 
 def agree_on_stop(requested: str | None, world: HostGroup) -> str | None:
     """The signal that any rank received, for every rank; of several the one with the highest number (SIGTERM)."""
-    number = world.max(signal.Signals[requested].value if requested else 0)
+    number = int(world.max(signal.Signals[requested].value if requested else 0))
     return signal.Signals(number).name if number else None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from erniekit.errors import ErnieKitError
+from erniekit.parallel.sharding import Box, Sharding
 from erniekit.train.agreement import HostGroup
 from erniekit.train.hooks import Hook
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20  # 4-byte words at a time: 8 MiB of weights and 8 MiB of products beside the tensor
 _ODD = -0x61C8864680B583EB  # any large odd number: multiplying by it loses nothing modulo 2**64
 
-Named = Iterable[tuple[str, torch.Tensor]]
-
 
 class ReplicasDiffer(ErnieKitError):
     """Copies that must be equal are not: memory, a link or a kernel changed a number without an error."""
@@ -35,51 +34,90 @@ class ReplicasDiffer(ErnieKitError):
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """Tensors this rank holds (its local shards) of which each rank of `group` must hold the same bits.
+class Block:
+    """Part of a local tensor of which all `ranks` must hold the same bits."""
 
-    A group of one rank is allowed: it has nothing to compare. The order of tensors is the same on all its ranks.
-    """
+    name: str  # of the parameter
+    ranks: tuple[int, ...]  # in the world, this one among them
+    local: tuple[slice, ...] = ()  # where it lies in this rank's tensor; () is all of it
+    label: str = ""  # the name for people, with the rows where it is not the whole parameter
 
-    tensors: Callable[[], Named]
-    group: HostGroup
+    def __str__(self) -> str:
+        return self.label or self.name
+
+
+def replicated(sharding: Sharding, rank: int) -> list[Block]:
+    """Everything that another rank holds as well: copies of data parallelism, of a tensor that tensor parallelism
+    leaves whole, of a kv head that several ranks repeat, of tied embeddings on two pipeline stages."""
+    layout, found = sharding.layout, []
+    coords = [layout.coords(other) for other in range(layout.size)]
+    alike = [layout.rank(**{**at, "dp": 0}) for at in coords]  # dp decides nothing about what is held
+    for name in sharding.names():
+        held = {r: {_key(box): box for box in sharding.boxes(name, r)} for r in sorted(set(alike))}
+        for key, box in held[alike[rank]].items():
+            ranks = tuple(r for r in range(layout.size) if key in held[alike[r]])
+            if len(ranks) > 1:
+                rows = box.global_slices[0]
+                whole = (rows.start, rows.stop) == (0, sharding.shape(name)[0])
+                found.append(Block(name, ranks, box.local_slices, "" if whole else f"{name}[{rows.start}:{rows.stop}]"))
+    return found
+
+
+def _key(box: Box) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in box.global_slices)
 
 
 class ReplicaDrift(Hook):
     """Every `every` steps; put it before the hook that saves, so that no damaged copy is written."""
 
-    def __init__(self, sets: Sequence[Replicas], world: HostGroup, every: int) -> None:
-        """Every rank of `world` has the same number of sets, so that all make the same calls."""
-        self.sets, self.world, self.every = sets, world, every
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        world: HostGroup,
+        every: int,
+    ) -> None:
+        """`tensors()` are this rank's local tensors by name: all, or those that train. All ranks of the world call
+        `check` at the same steps."""
+        self.blocks, self.tensors, self.world, self.every = blocks, tensors, world, every
         self.checks = 0
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self.every and result.step % self.every == 0:
+        if self.every and self.world.size > 1 and result.step % self.every == 0:
             self.check(result.step)
 
     def check(self, step: int) -> None:
-        """Raises ReplicasDiffer on all ranks of the world, with the same words, when any set differs anywhere."""
+        """Raises ReplicasDiffer on all ranks of the world, with the same words, when any copies differ anywhere.
+
+        One digest per set of ranks first; block by block only for the sets that differ."""
         self.checks += 1
-        found = [words for replicas in self.sets if (words := self._compare(replicas))]
-        if not self.world.max(len(found)):
+        mine = self._fingerprints()
+        digests = {key: blake2b(repr(prints).encode(), digest_size=8).digest() for key, prints in mine.items()}
+        seen: dict[str, set[bytes]] = {}
+        for row in self.world.gather(digests):
+            for key, digest in row.items():
+                seen.setdefault(key, set()).add(digest)
+        differing = {key for key, different in seen.items() if len(different) > 1}
+        if not differing:
             return
-        everyone = sorted({words for mine in self.world.gather(found) for words in mine})
+        rows = self.world.gather({key: prints for key, prints in mine.items() if key in differing})
+        told = [describe([(r, row[key]) for r, row in enumerate(rows) if key in row]) for key in sorted(differing)]
         raise ReplicasDiffer(
-            f"step {step}: replicas no longer hold the same weights: {everyone[0][0]}",
-            where="; ".join(f"{ranks}: {tensors}" for ranks, tensors in everyone),
+            f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({who for who, _ in told}))}",
+            where="; ".join(sorted({what for _, what in told})),
             fix="test memory and links of that machine; the same command goes on from the last checkpoint",
         )
 
-    def _compare(self, replicas: Replicas) -> tuple[str, str] | None:
-        """One digest for the whole set first; tensor by tensor only when it differs."""
-        group = replicas.group
-        if group.size == 1:
-            return None
-        prints = fingerprints(replicas.tensors())
-        whole = blake2b(repr(prints).encode(), digest_size=16).hexdigest()
-        if len(set(group.gather(whole))) == 1:
-            return None
-        return describe(group.gather((self.world.rank, prints)))
+    def _fingerprints(self) -> dict[str, dict[str, int]]:
+        """For each set of ranks that share blocks, in a short word: every block's fingerprint."""
+        tensors = self.tensors()
+        blocks = [block for block in self.blocks if block.name in tensors]
+        prints = fingerprints((str(block), tensors[block.name][block.local]) for block in blocks)
+        out: dict[str, dict[str, int]] = {}
+        for block in blocks:
+            key = blake2b(repr(block.ranks).encode(), digest_size=8).hexdigest()
+            out.setdefault(key, {})[str(block)] = prints[str(block)]
+        return out
 
 
 def describe(held: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, str]:
@@ -108,7 +146,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def fingerprints(tensors: Named) -> dict[str, int]:
+def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """By name; one copy to the host for all of them."""
     made = {name: fingerprint(tensor) for name, tensor in tensors}
     if not made:

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
+from erniekit.checkpoint.compress import StoredState
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe, Verdict
-from erniekit.checkpoint.shards import read_shards, write_shards
+from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.state import TrainState
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, Preempted
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.sharding import Sharding
 from erniekit.track import Trackers
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
@@ -36,24 +38,32 @@ class Saver:
     def __init__(
         self,
         manager: CheckpointManager,
-        model: nn.Module,
+        engine: Engine,
         optimizer: AdamW,
         device: Device,
+        sharding: Sharding,
         probe: Probe | None,
-        tensors: Callable[[], Tensors],
+        pieces: Callable[[], Tensors],
         write_weights: Callable[[Path, Tensors], None],
         read_weights: Callable[[Path], None],
         with_optimizer: bool = True,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """`tensors()` are the weights to save by our names (all, or the adapters); the callables know the format."""
-        self.manager, self.model, self.optimizer, self.device, self.probe = manager, model, optimizer, device, probe
-        self.tensors, self.write_weights, self.read_weights = tensors, write_weights, read_weights
+        """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format."""
+        self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
+        self.sharding, self.pieces = sharding, pieces
+        self.write_weights, self.read_weights = write_weights, read_weights
         self.with_optimizer, self.extra = with_optimizer, extra or {}
         self.last_saved = -1
 
+    @property
+    def setting(self) -> str:
+        """Bit-equality of a probe is promised only where this is the same."""
+        dtype = str(self.engine.dtype).removeprefix("torch.")
+        return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}"
+
     def save(self, state: TrainState, final: bool = False) -> Path | None:
-        weights, moments, masters = self.tensors(), {}, {}
+        weights, moments, masters = self.pieces(), {}, {}
         if self.with_optimizer:
             moments, masters = dict(self.optimizer.state_tensors()), dict(self.optimizer.master_tensors())
         if self.manager.async_save and not final:
@@ -61,7 +71,7 @@ class Saver:
                 {name: tensor.detach().to("cpu", copy=True) for name, tensor in group.items()}
                 for group in (weights, moments, masters)
             )
-        probe = probes.measure(self.model, self.probe) if self.probe else None
+        probe = probes.measure(self.engine.logits, self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device)}
         frozen = TrainState(**vars(state))
 
@@ -83,14 +93,16 @@ class Saver:
         return path
 
     def restore(self, folder: Path, restore_random: bool = True) -> tuple[TrainState, Verdict | None]:
-        """Everything back in place; the probe must give the saved answer."""
+        """Everything back in place, whatever layout saved it; the probe must give the saved answer."""
         state, raw = states.load(folder)
         self.read_weights(folder)
         self.optimizer.refresh_masters()
         if self.with_optimizer and state.updates:
-            missing = self.optimizer.load(
-                state.updates, read_shards(folder, "optimizer"), read_shards(folder, "master_weights")
+            rank = self.engine.world.rank
+            moments, masters = (
+                StoredState(folder, stem, self.sharding, rank) for stem in ("optimizer", "master_weights")
             )
+            missing = self.optimizer.load(state.updates, moments, masters)
             if missing:
                 raise CheckpointError(
                     f"the checkpoint has no optimiser state for {len(missing)} tensors, e.g. {missing[0]}",
@@ -100,8 +112,9 @@ class Saver:
         if restore_random:
             states.restore_random(raw["random"], self.device)
         saved = probes.load(folder)
-        verdict = probes.check(self.model, saved, folder.name) if saved else None
-        return state, verdict
+        if saved is None:
+            return state, None
+        return state, probes.check(self.engine.logits, saved, folder.name, self.setting, self.engine.dtype)
 
 
 class SaveHook(Hook):

@@ -38,7 +38,8 @@ def save_checkpoint(output_dir: Path, step: int, base: Path, paddle: Path, scale
             if name.endswith(".B"):
                 param.mul_(scale_b)
     ids = torch.arange(3, 27)[None]
-    probe = probes.measure(model, Probe(ids, ids.roll(-1)))
+    with torch.no_grad():
+        probe = probes.measure(model, Probe(ids, ids.roll(-1)), f"cpu/float32/{torch.__version__}/one device")
 
     def write(folder: Path) -> None:
         write_adapter(folder, adapter_of(model, recorded.settings(model), base=str(base)), model)

@@ -39,7 +39,7 @@ def tiny(dtype: torch.dtype = torch.float32) -> Tiny:
 
 def test_fp32_steps_equal_torchs_adamw_with_the_same_clip() -> None:
     ours, theirs = tiny(), tiny()
-    optimizer = AdamW(make_groups(ours, 0.1), (0.9, 0.95), 1e-8)
+    optimizer = AdamW(make_groups(ours.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
     decayed = [p for n, p in theirs.named_parameters() if "bias" not in n and "norm" not in n]
     plain = [p for n, p in theirs.named_parameters() if "bias" in n or "norm" in n]
     reference = torch.optim.AdamW(
@@ -60,13 +60,13 @@ def test_fp32_steps_equal_torchs_adamw_with_the_same_clip() -> None:
 
 def test_bf16_gradients_are_summed_in_fp32_and_tiny_updates_survive_in_the_master() -> None:
     model = tiny(torch.bfloat16)
-    optimizer = AdamW(make_groups(model, 0.0), (0.9, 0.95), 1e-8)
+    optimizer = AdamW(make_groups(model.named_parameters(), 2, 0.0), (0.9, 0.95), 1e-8)
     before = {n: m.clone() for n, m in optimizer.masters.items()}
     ids = torch.arange(5)
     for _ in range(3):
         model(ids).float().sum().backward()
     assert all(p.grad is None for p in model.parameters()), "low-precision gradients are freed as they come"
-    assert all(g.dtype == torch.float32 for g in optimizer.gradients())
+    assert all(g.dtype == torch.float32 for g in optimizer.gradients().values())
     optimizer.step(1e-6)
     moved = [n for n, m in optimizer.masters.items() if not torch.equal(m, before[n])]
     assert "layers.0.weight" in moved, "1e-6 is below bf16's spacing there, so only an fp32 master can move"
@@ -75,15 +75,15 @@ def test_bf16_gradients_are_summed_in_fp32_and_tiny_updates_survive_in_the_maste
 def test_state_restored_into_a_new_optimizer_continues_bit_for_bit() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         straight = tiny(dtype)
-        whole = AdamW(make_groups(straight, 0.1), (0.9, 0.95), 1e-8)
+        whole = AdamW(make_groups(straight.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
         train(straight, whole, 6)
 
         first = tiny(dtype)
-        a = AdamW(make_groups(first, 0.1), (0.9, 0.95), 1e-8)
+        a = AdamW(make_groups(first.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
         train(first, a, 2)
         second = tiny(dtype)
         second.load_state_dict(first.state_dict())
-        b = AdamW(make_groups(second, 0.1), (0.9, 0.95), 1e-8)
+        b = AdamW(make_groups(second.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
         assert b.load(a.steps_taken(), dict(a.state_tensors()), dict(a.master_tensors())) == []
         train(second, b, 4, start=2)
         assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), second.parameters()))
@@ -92,7 +92,7 @@ def test_state_restored_into_a_new_optimizer_continues_bit_for_bit() -> None:
 
 def test_a_missing_moment_is_named() -> None:
     model = tiny()
-    optimizer = AdamW(make_groups(model, 0.0), (0.9, 0.95), 1e-8)
+    optimizer = AdamW(make_groups(model.named_parameters(), 2, 0.0), (0.9, 0.95), 1e-8)
     train(model, optimizer, 1)
     moments = dict(optimizer.state_tensors())
     moments.pop("norm.weight/exp_avg")
@@ -100,7 +100,7 @@ def test_a_missing_moment_is_named() -> None:
 
 
 def test_norms_and_biases_are_not_decayed_and_layers_can_learn_at_their_own_rate() -> None:
-    groups = make_groups(tiny(), 0.1, layerwise_bound=0.5)
+    groups = make_groups(tiny().named_parameters(), 2, 0.1, layerwise_bound=0.5)
     by_name = {n: g for g in groups for n in g.names}
     assert by_name["norm.weight"].weight_decay == 0
     assert by_name["layers.0.bias"].weight_decay == 0
@@ -114,7 +114,7 @@ def test_norms_and_biases_are_not_decayed_and_layers_can_learn_at_their_own_rate
 def test_frozen_parameters_have_no_group() -> None:
     model = tiny()
     model.embed.weight.requires_grad_(False)
-    names = [n for g in make_groups(model, 0.1) for n in g.names]
+    names = [n for g in make_groups(model.named_parameters(), 2, 0.1) for n in g.names]
     assert "embed.weight" not in names
     assert "layers.0.weight" in names
-    assert isinstance(make_groups(model, 0.1)[0], Group)
+    assert isinstance(make_groups(model.named_parameters(), 2, 0.1)[0], Group)

@@ -17,6 +17,8 @@ from erniekit.models.layers.decoder import Decoder
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
+from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.mesh import World
 from erniekit.train.step import TrainStep
 
 CONFIG = DecoderConfig(
@@ -42,10 +44,14 @@ def samples(count: int) -> list[Sample]:
     return out
 
 
+def on_one_rank(built: Decoder, loss: Loss = causal_loss) -> Engine:
+    return Engine([(0, built)], World(), torch.device("cpu"), loss)
+
+
 def run(batches: list[Batch], steps: int = 3, compat: bool = False) -> tuple[Decoder, list[float]]:
     built = model()
-    optimizer = AdamW(make_groups(built, 0.1), (0.9, 0.95), 1e-8)
-    step = TrainStep(built, optimizer, Schedule("constant", 1e-3, 99), causal_loss, torch.device("cpu"), compat=compat)
+    optimizer = AdamW(make_groups(built.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+    step = TrainStep(on_one_rank(built), optimizer, Schedule("constant", 1e-3, 99), compat=compat)
     losses = [step(batches, k).loss for k in range(1, steps + 1)]
     return built, losses
 
@@ -79,18 +85,18 @@ def test_packed_rows_train_exactly_as_unpacked_ones() -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     built = model()
-    optimizer = AdamW(make_groups(built, 0.1), (0.9, 0.95), 1e-8)
+    optimizer = AdamW(make_groups(built.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
 
     def broken(m: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return causal_loss(m, batch) * float("nan")
 
-    step = TrainStep(built, optimizer, Schedule("constant", 1e-2, 9), broken, torch.device("cpu"))
+    step = TrainStep(on_one_rank(built, broken), optimizer, Schedule("constant", 1e-2, 9))
     before = [p.detach().clone() for p in built.parameters()]
     result = step([collate([Pack((samples(1)[0],))])], 1)
     assert not result.applied
     assert math.isnan(result.loss)
     assert all(torch.equal(p, q) for p, q in zip(before, built.parameters()))
-    assert optimizer.gradients() == [], "no broken gradient is left for the next step"
+    assert optimizer.gradients() == {}, "no broken gradient is left for the next step"
 
 
 def test_a_micro_batch_without_labels_adds_nothing() -> None:

@@ -1,0 +1,191 @@
+"""Saves that all ranks make together: each hands in what it holds, rank 0 writes whole tensors, all learn how it went.
+
+Used by train/save.py, with one rank as with many. In the background when the manager says so: training then waits for
+copies to host memory only, and for a save before it that is still being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, plain
+from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.writer import AsyncSaver
+from erniekit.errors import CheckpointError
+from erniekit.log import warn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from erniekit.parallel.mesh import World
+    from erniekit.parallel.sharding import Sharding
+
+Groups = Mapping[str, Mapping[str, torch.Tensor]]  # "weights" | "moments" | ... -> name -> tensor
+Write = Callable[[Path, Groups], None]
+
+
+class CollectiveSaves:
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        world: World,
+        sharding: Sharding,
+        group: ProcessGroup | None = None,
+        after: Callable[[Path], None] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """manager: started (holding the lock) on rank 0, on the others only looked at. group: gloo, over all ranks, for
+        these saves alone; None with one rank. after: called on every rank, where the save runs, once it is published.
+        """
+        self.manager, self.world, self.sharding, self.group = manager, world, sharding, group
+        self.after, self.timeout = after, timeout
+        self.misses = 0  # saves that failed since the last good one; the same on all ranks
+        self._copies, self._thread = HostCopies(), AsyncSaver()
+        self._outcome: dict[str, Any] = {}  # of the last save, as this rank saw it
+        self._fault: BaseException | None = None  # what was no failed save but an error of ours, or a Ctrl-C
+        self._in_flight = False
+        self._asked_for = {n for n in sharding.names() if any(r == world.rank for r, _ in sharding.holders(n))}
+
+    def save(
+        self, step: int, pieces: Groups, write: Write, info: dict[str, Any] | None = None, *, final: bool = False
+    ) -> Path | None:
+        """`write(folder, whole)` is called on rank 0; `whole` has the groups of `pieces`, each tensor whole when asked.
+
+        The published folder, or None: it failed and training goes on, or it is being written. Raises on every rank
+        after `max_misses` failures in a row, and at once for the `final` save, which is never in the background.
+        """
+        self.wait()
+        held = {_key(group, name): plain(t) for group, tensors in pieces.items() for name, t in tensors.items()}
+        keys = self._catalogue(held)
+        if self.manager.async_save and not final:
+            held = self._copies.take({k: t for k, t in held.items() if _param(k) in self._asked_for})
+        rank = self.world.rank
+        exchange = Exchange(list(keys), held.get, self.sharding, rank, self.group, timeout=self.timeout)
+        whole = {group: _Whole(exchange, group) for group in pieces}
+        size = sum(prod(self.sharding.shape(_param(key))) * item for key, item in keys.items())
+
+        def run() -> None:
+            if self.world.is_main:
+                self._outcome = self._publish(exchange, step, lambda folder: write(folder, whole), info or {}, size)
+                exchange.end(self._outcome)
+            else:
+                self._outcome = self._serve(exchange)
+            self._copy()
+
+        self._in_flight = True
+        if self.manager.async_save and not final:
+            self._thread.start(run)
+            return None
+        run()
+        return self._settle(final)
+
+    def check(self) -> None:
+        """Call it every step, on all ranks: reports a background save that ended, at the same step everywhere."""
+        if self._in_flight and not self.world.max(self._thread.busy):
+            self.wait()
+
+    def wait(self) -> None:
+        """All ranks: until the save in flight has ended."""
+        if self._in_flight:
+            self._thread.wait()
+            self._settle(final=False)
+
+    def close(self) -> None:
+        """The end of training, on all ranks: a save in flight that failed was the last, and raises."""
+        if self._in_flight:
+            self._thread.wait()
+            self._settle(final=True)
+
+    def published(self, step: int) -> bool:
+        """Whether rank 0 has the checkpoint of this step on disk."""
+        return bool(self.world.broadcast((self.manager.output_dir / f"checkpoint-{step}").is_dir()))
+
+    # --- how one goes ---
+
+    def _catalogue(self, held: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Every tensor any rank has, in the model's order, with its bytes an element: the same on all ranks."""
+        seen: dict[str, int] = {}
+        for theirs in self.world.gather([(key, t.element_size()) for key, t in held.items()]):
+            seen.update(theirs)
+        order = {name: i for i, name in enumerate(self.sharding.names())}
+        strange = [key for key in seen if _param(key) not in order]
+        if strange:
+            raise CheckpointError(f"the layout knows nothing of {_param(strange[0])}, so no rank can save it")
+        return dict(sorted(seen.items(), key=lambda item: (order[_param(item[0])], item[0])))
+
+    def _publish(
+        self, exchange: Exchange, step: int, write: Callable[[Path], None], info: dict[str, Any], size: int
+    ) -> dict[str, Any]:
+        try:
+            # final: the manager raises whatever goes wrong, and all ranks decide alike what it means
+            path = self.manager.save(step, write, info, expected_bytes=size, final=True)
+            assert path is not None
+            return {"name": path.name}
+        except CheckpointError as error:
+            return {"what": error.what, "where": error.where, "fix": error.fix}
+        except BaseException as error:
+            self._fault = error  # raised once the others know
+            return {"what": f"rank 0 failed while saving: {type(error).__name__}: {error}"}
+
+    def _serve(self, exchange: Exchange) -> dict[str, Any]:
+        try:
+            return exchange.serve()
+        except CheckpointError as error:
+            return {"what": error.what, "where": error.where, "fix": error.fix}
+
+    def _copy(self) -> None:
+        """The checkpoint is safe where it was written; a copy that fails is worth a warning, not a miss."""
+        if self.after is None or "name" not in self._outcome:
+            return
+        try:
+            self.after(self.manager.output_dir / self._outcome["name"])
+        except CheckpointError as error:
+            self._outcome["not_copied"] = error.what
+
+    def _settle(self, final: bool) -> Path | None:
+        """Rank 0's word counts, so that all ranks count the same misses and stop together."""
+        self._in_flight = False
+        outcome, fault = self.world.broadcast((self._outcome, self._fault is not None))
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+        if "what" not in outcome:
+            self.misses = 0
+            if "not_copied" in outcome:
+                warn(f"{outcome['name']} is saved but was not copied: {outcome['not_copied']}")
+            return self.manager.output_dir / outcome["name"]
+        self.misses += 1
+        if final or fault or self.misses >= self.manager.max_misses:
+            raise CheckpointError(**outcome)
+        warn(f"CHECKPOINT NOT SAVED: {outcome['what']} ({self.misses} of {self.manager.max_misses} in a row)")
+        return None
+
+
+class _Whole(Mapping[str, torch.Tensor]):
+    """One group of tensors on the writer: each is gathered when asked for, and not kept."""
+
+    def __init__(self, exchange: Exchange, group: str) -> None:
+        self.exchange, self.group = exchange, group
+        self.mine = {key.removesuffix(f"/@{group}"): key for key in exchange.names if key.endswith(f"/@{group}")}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.exchange.fetch(self.mine[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mine)
+
+    def __len__(self) -> int:
+        return len(self.mine)
+
+
+def _key(group: str, name: str) -> str:
+    return f"{name}/@{group}"
+
+
+def _param(key: str) -> str:
+    return key.partition("/")[0]

@@ -1,0 +1,298 @@
+"""Nodes that share no disk: find out, bring a published checkpoint to each of them, and resume all from the same one.
+
+Called on every rank. "Leaders" are one rank of each node. Files travel over a gloo group along a chain of leaders, each
+passing on what it gets while it writes, so that many nodes take hardly longer than one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from erniekit.checkpoint import writer
+from erniekit.checkpoint.gather import TIMEOUT, Wire
+from erniekit.checkpoint.manager import step_of
+from erniekit.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
+from erniekit.errors import CheckpointError
+from erniekit.log import say, warn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CHUNK = 16 << 20  # bytes a message
+_LOOKS, _PAUSE = 4, 0.25  # a network disk may show another node's new file a moment later
+
+
+def nodes_without(output_dir: Path, leaders: Sequence[int], rank: int, group: ProcessGroup | None) -> list[int]:
+    """The leaders whose node does not see rank 0's output_dir: rank 0 puts a file there, the others look for it."""
+    if group is None:
+        return []
+    token, problem = output_dir / f".seen-{secrets.token_hex(8)}", ""
+    if rank == 0:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            problem = f"rank 0 cannot write into {output_dir}: {error.strerror or error}"
+    name, problem = _from(0, (token.name, problem), group)
+    if problem:
+        raise CheckpointError(problem, where="output_dir", fix="make the folder writable, or choose another")
+    blind = rank in leaders and not _is_seen(output_dir / name)
+    found = _everyones(rank if blind else None, group)
+    if rank == 0:
+        token.unlink(missing_ok=True)
+    return [r for r in found if r is not None]
+
+
+def folder_is_shared(output_dir: Path, leaders: Sequence[int], rank: int, group: ProcessGroup | None) -> bool:
+    return not nodes_without(output_dir, leaders, rank, group)
+
+
+def copy_to_nodes(
+    path: Path,
+    targets: Sequence[int],
+    rank: int,
+    group: ProcessGroup | None,
+    *,
+    source: int = 0,
+    keep: Sequence[str] | None = None,
+    timeout: float = TIMEOUT,
+) -> None:
+    """The published folder `path` of rank `source` at the same path on the nodes of `targets`, one rank of each.
+
+    There it is checked against the manifest and appears whole or not at all. keep: the source's checkpoints by name;
+    others of ours on a target are rotated away as they were there. Raises on the source, naming who has it not.
+    """
+    chain = [source, *targets]
+    if rank not in chain or len(chain) == 1:
+        return
+    place = chain.index(rank)
+    onward = chain[place + 1] if place + 1 < len(chain) else None
+    wire = Wire(group, timeout)
+    if place == 0:
+        assert onward is not None
+        _send_folder(path, onward, wire, keep)
+        _collect(path, targets, wire)
+        return
+    told = wire.receive_json(chain[place - 1])
+    stream = _Stream(wire, chain[place - 1], onward, told["sizes"])
+    if onward is not None:
+        wire.send_json(onward, told)
+    wire.send_json(source, _receive_folder(path, told, stream))
+
+
+def agree_on_checkpoint(
+    find: Callable[[], Path | None],
+    leaders: Sequence[int],
+    rank: int,
+    group: ProcessGroup | None,
+    shared: bool = True,
+    timeout: float = TIMEOUT,
+) -> Path | None:
+    """The checkpoint all ranks go on from, there on every node; None when nobody has one. All ranks call it.
+
+    `find()` says what this node has. On a shared folder rank 0 alone looks. Else the newest that any node has is used,
+    also when rank 0 lost its own, and nodes without it, or with other bytes under its name, receive it.
+    """
+    if group is None:
+        return find()
+    mine = _look(find) if rank == 0 or (rank in leaders and not shared) else _Found()
+    found: list[_Found] = _everyones(mine, group)
+    good = [r for r, f in enumerate(found) if f.path]
+    if not good:
+        problem = next((f.problem for f in found if f.problem), None)
+        if problem:
+            raise CheckpointError(**problem)
+        return None
+    source = max(good, key=lambda r: (found[r].step, -r))
+    best = found[source]
+    path = Path(best.path)
+    targets = [] if shared else [r for r in leaders if (found[r].path, found[r].digest) != (best.path, best.digest)]
+    if source != 0:
+        say(f"note     {path.name} comes from the node of rank {source}: rank 0's own folder has nothing as new")
+    problem = None
+    try:
+        if rank in targets:
+            _set_aside(path)
+        copy_to_nodes(path, targets, rank, group, source=source, timeout=timeout)
+    except CheckpointError as error:
+        problem = {"what": error.what, "where": error.where, "fix": error.fix}
+    problem = next((p for p in _everyones(problem, group) if p), None)
+    if problem:
+        raise CheckpointError(**problem)
+    return path
+
+
+@dataclass(frozen=True)
+class _Found:
+    path: str = ""
+    step: int = -1
+    digest: str = ""  # of the manifest, which has the hash of every file
+    problem: dict[str, str] | None = None
+
+
+def _look(find: Callable[[], Path | None]) -> _Found:
+    try:
+        path = find()
+        if path is None:
+            return _Found()
+        seal = (path / MANIFEST).read_text(encoding="utf-8")[-80:] if (path / MANIFEST).is_file() else ""
+        return _Found(str(path), step_of(path) or 0, seal)
+    except CheckpointError as error:
+        return _Found(problem={"what": error.what, "where": error.where, "fix": error.fix})
+
+
+# --- one folder along the chain ---
+
+
+def _send_folder(path: Path, to: int, wire: Wire, keep: Sequence[str] | None) -> None:
+    raw = (path / MANIFEST).read_bytes()
+    manifest = Manifest.from_bytes(raw)
+    sizes = [record.size for record in manifest.files.values()]
+    wire.send_json(to, {"manifest": raw.decode(), "sizes": sizes, "keep": keep})
+    for name, record in manifest.files.items():
+        for piece in _read(path / name, record.size):
+            wire.send(to, piece)
+
+
+def _read(file: Path, size: int) -> Iterator[torch.Tensor]:
+    """Exactly `size` bytes, whatever the file does: what cannot be read is zeros, and the receivers' hashes tell."""
+    try:
+        handle = file.open("rb", buffering=0)
+    except OSError:
+        handle = None
+    for count in _messages([size]):
+        piece = torch.zeros(count, dtype=torch.uint8)
+        view, done = piece.numpy().data, 0
+        try:
+            while handle is not None and done < count and (got := handle.readinto(view[done:])):
+                done += got
+        except OSError:
+            handle = None
+        yield piece
+    if handle is not None:
+        handle.close()
+
+
+def _collect(path: Path, targets: Sequence[int], wire: Wire) -> None:
+    problems = []
+    for target in targets:
+        try:
+            what = wire.receive_json(target).get("what")
+        except CheckpointError as error:
+            what = error.what
+        problems += [f"the node of rank {target}: {what}"] if what else []
+    if problems:
+        raise CheckpointError(
+            f"{path.name} did not reach {len(problems)} of {len(targets)} other nodes",
+            where="; ".join(problems),
+            fix=f"copy {path} there, or use an output_dir all nodes share",
+        )
+
+
+class _Stream:
+    """The bytes of all files, one after the other; each message is passed on while it is used here."""
+
+    def __init__(self, wire: Wire, source: int, onward: int | None, sizes: Sequence[int]) -> None:
+        self.wire, self.source, self.onward = wire, source, onward
+        self._left = _messages(sizes)
+
+    def file(self, size: int) -> Iterator[memoryview]:
+        while size:
+            piece = self.wire.receive(self.source, torch.empty(next(self._left), dtype=torch.uint8))
+            size -= piece.numel()
+            if self.onward is None:
+                yield piece.numpy().data
+            else:
+                with self.wire.sending(self.onward, piece):
+                    yield piece.numpy().data
+
+    def drain(self) -> None:
+        """A node whose disk failed still passes on what the next ones wait for."""
+        for count in self._left:
+            piece = self.wire.receive(self.source, torch.empty(count, dtype=torch.uint8))
+            if self.onward is not None:
+                self.wire.send(self.onward, piece)
+
+
+def _messages(sizes: Sequence[int]) -> Iterator[int]:
+    for size in sizes:
+        for start in range(0, size, CHUNK):
+            yield min(CHUNK, size - start)
+
+
+def _receive_folder(path: Path, told: dict[str, Any], stream: _Stream) -> dict[str, str]:
+    manifest = Manifest.from_bytes(told["manifest"].encode())
+
+    def write(folder: Path) -> dict[str, FileRecord]:
+        records = {}
+        for name, record in manifest.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            records[name] = writer.write_file(folder / name, stream.file(record.size))
+            if records[name].sha256 != record.sha256:
+                raise Damaged(f"{name} arrived with other bytes than were saved")
+        return records
+
+    outcome = {}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer.publish(path.parent, path.name, write, info=manifest.info, expected_bytes=manifest.total_bytes)
+        _rotate_like(path, told["keep"])
+    except (OSError, CheckpointError) as error:
+        outcome = {"what": error.what if isinstance(error, CheckpointError) else f"{error.strerror or error}"}
+        stream.drain()
+    return outcome
+
+
+def _rotate_like(path: Path, keep: Sequence[str] | None) -> None:
+    """What rank 0 rotated away goes here too; a later step is of an abandoned branch and is set aside, as there."""
+    step = step_of(path)
+    if keep is None or step is None:
+        return
+    for old in path.parent.iterdir():
+        other = step_of(old)
+        if other is None or old.name in keep or not (old / MANIFEST).is_file():
+            continue
+        try:
+            _set_aside(old) if other > step else writer.discard(old)
+        except OSError as error:
+            warn(f"could not remove the old {old.name}: {error.strerror or error}")
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        number = 1
+        while (target := path.with_name(f"{path.name}.aside-{number}")).exists():
+            number += 1
+        writer.ops.rename(path, target)
+
+
+# --- all ranks ---
+
+
+def _is_seen(token: Path) -> bool:
+    for look in range(_LOOKS):
+        if token.exists():
+            return True
+        if look + 1 < _LOOKS:
+            time.sleep(_PAUSE)
+    return False
+
+
+def _from(source: int, value: Any, group: ProcessGroup) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
+
+
+def _everyones(value: Any, group: ProcessGroup) -> list[Any]:
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out

@@ -1,0 +1,82 @@
+"""Where a model's first or saved values come from, written piece by piece into whatever part of it a rank holds.
+
+Used by recipes/build.py to start and to resume; files are read in slices, random values are drawn whole and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.slices import fill_boxes
+from erniekit.lora.adapter import Adapter, load_adapter
+from erniekit.lora.inject import is_lora, lora_linears, lora_state, reset_lora
+from erniekit.models.init import initial_value
+from erniekit.parallel.sharding import Sharding
+
+Fill = Callable[[str, torch.Tensor], None]  # (name, this rank's piece of it)
+
+
+def from_whole(values: Mapping[str, torch.Tensor], sharding: Sharding, rank: int) -> Fill:
+    def fill(name: str, piece: torch.Tensor) -> None:
+        for box in sharding.boxes(name, rank):
+            piece[box.local_slices].copy_(values[name][box.global_slices])
+
+    return fill
+
+
+def from_folder(folder: ModelFolder, sharding: Sharding, rank: int) -> Fill:
+    """Only the bytes this rank holds are read."""
+    folder.check_names()
+    entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
+    files = folder.slices()
+
+    def fill(name: str, piece: torch.Tensor) -> None:
+        fill_boxes(files, entries[name], sharding.boxes(name, rank), piece)
+
+    return fill
+
+
+def from_nothing(sharding: Sharding, rank: int, seed: int, std: float) -> Fill:
+    """Random weights, the same whatever the layout: each tensor is drawn whole, by its name."""
+
+    def fill(name: str, piece: torch.Tensor) -> None:
+        whole = initial_value(name, sharding.shape(name), seed, std)
+        for box in sharding.boxes(name, rank):
+            piece[box.local_slices].copy_(whole[box.global_slices])
+
+    return fill
+
+
+def base_and_adapters(base: Fill, adapters: Fill | None) -> Fill:
+    def fill(name: str, piece: torch.Tensor) -> None:
+        (adapters if adapters is not None and is_lora(name) else base)(name, piece)
+
+    return fill
+
+
+def whole_adapters(model: nn.Module, seed: int, adapter: Adapter | None) -> dict[str, torch.Tensor]:
+    """All adapters' starting values; they are small, so every rank makes them whole. The model is left on meta."""
+    for _, module in lora_linears(model):
+        module.lora.to_empty(device="cpu")
+    reset_lora(model, seed)
+    if adapter is not None:
+        load_adapter(model, adapter)
+    values = {name: tensor.detach().clone() for name, tensor in lora_state(model).items()}
+    for _, module in lora_linears(model):
+        module.lora.to("meta")
+    return values
+
+
+def saved(folder: Path, whole: nn.Module, sharding: Sharding, rank: int, lora: bool, seed: int) -> Fill:
+    """A checkpoint's weights: the adapters, or the whole model."""
+    if lora:
+        from erniekit.lora.adapter_files import read_adapter
+
+        values = whole_adapters(whole, seed, read_adapter(folder, whole))
+        return from_whole(values, sharding, rank)
+    return from_folder(ModelFolder(folder), sharding, rank)

@@ -1,0 +1,85 @@
+"""Launchers in processes of their own, forked: the two seconds of `import torch` are paid once a session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from erniekit.cli import (
+    launch_agent,  # noqa: F401 - imported here, so that no forked launcher has to
+)
+from erniekit.cli import main as cli
+from erniekit.cli.launch import Launch, start
+
+WORKER = str(Path(__file__).with_name("launch_worker.py"))
+LEFT_S = 15.0  # the promise: how long the others may take to leave
+
+
+@dataclass
+class Launcher:
+    pid: int
+    out: Path
+    err: Path
+
+    def wait(self, seconds: float = 60) -> int:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"the launcher did not end; it said: {self.err.read_text()}")
+
+    def kill(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def said(self) -> list[str]:
+        return self.err.read_text().splitlines()
+
+
+def forked(folder: Path, run: Callable[[], int], terminal: int | None = None) -> Launcher:
+    """`run` in a child of this process, its errors handled as those of an `erniekit` command."""
+    folder.mkdir(parents=True, exist_ok=True)
+    child = Launcher(0, folder / "out", folder / "err")
+    child.err.touch()
+    child.pid = os.fork()
+    if child.pid:
+        return child
+    code = 99
+    try:
+        for fd, path in ((1, child.out), (2, child.err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if terminal is None else terminal, fd)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        cli.run = lambda args: run()  # type: ignore[attr-defined]
+        cli.COMMANDS["run"] = cli.Command("erniekit.cli.main:run", "x", "x", ("x",))
+        code = cli.main(["run"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def launcher(folder: Path, launch: Launch, *words: object, terminal: int | None = None) -> Launcher:
+    """`words` played by tests/distributed/launch_worker.py in every rank."""
+    return forked(folder, lambda: start(launch, [sys.executable, WORKER, *map(str, words)]), terminal)
+
+
+def wait_for(*paths: Path, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not all(path.exists() and path.stat().st_size for path in paths):
+        assert time.monotonic() < until, f"{paths} did not come"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
