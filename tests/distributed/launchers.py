@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -41,7 +42,8 @@ class Launcher:
         os.kill(self.pid, number)
 
     def said(self) -> list[str]:
-        return self.err.read_text().splitlines()
+        """On stderr, without torch's remarks from C++: a launcher silences them before it imports torch, we had it."""
+        return [line for line in self.err.read_text().splitlines() if not re.match(r"\[[WE]\d{4} ", line)]
 
 
 def forked(folder: Path, run: Callable[[], int], terminal: int | None = None) -> Launcher:

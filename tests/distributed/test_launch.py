@@ -221,7 +221,8 @@ def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
         assert m.said()[-1] == "restart 1 of 1 in 1 s"
 
 
-@pytest.mark.parametrize("numbered", [True, False])
+# Numbered on arrival, the lost machine has to miss its heartbeats first: ten seconds more.
+@pytest.mark.parametrize("numbered", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_lost_machine_joins_again_where_the_others_are(tmp_path: Path, numbered: bool) -> None:
     common, words = two(), ("save_when_told", tmp_path, 0)
     stays = machine(tmp_path, common, 0, numbered, *words)

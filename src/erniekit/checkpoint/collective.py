@@ -101,6 +101,11 @@ class CollectiveSaves:
             self._thread.wait()
             self._settle(final=True)
 
+    def abandon(self) -> None:
+        """This rank is leaving with an error: let a save in flight end, good or not, without asking the others."""
+        self._thread.wait()
+        self._in_flight = False
+
     def published(self, step: int) -> bool:
         """Whether rank 0 has the checkpoint of this step on disk."""
         return bool(self.world.broadcast((self.manager.output_dir / f"checkpoint-{step}").is_dir()))

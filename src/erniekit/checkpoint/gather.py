@@ -180,7 +180,7 @@ class _Assembled:
 
     def take(self, part: torch.Tensor, boxes: Sequence[Box]) -> None:
         """Our own part. Where it is all there is, no copy is made."""
-        if len(boxes) == 1 and boxes[0].global_slices == boxes[0].local_slices == _all(self.shape):
+        if tuple(part.shape) == self.shape and [box.global_slices for box in boxes] == [_all(self.shape)]:
             self.whole = part.to("cpu")
             return
         whole = self.room(part.dtype)
@@ -251,6 +251,7 @@ class Wire:
         """Send while the block runs."""
         with self._readable(rank):
             work = dist.isend(data, rank, group=self.group)
+        assert work is not None
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.gather import TIMEOUT, Wire
-from erniekit.checkpoint.manager import step_of
+from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
 from erniekit.errors import CheckpointError
 from erniekit.log import say, warn
@@ -63,12 +64,14 @@ def copy_to_nodes(
     *,
     source: int = 0,
     keep: Sequence[str] | None = None,
+    set_aside: bool = False,
     timeout: float = TIMEOUT,
 ) -> None:
     """The published folder `path` of rank `source` at the same path on the nodes of `targets`, one rank of each.
 
     There it is checked against the manifest and appears whole or not at all. keep: the source's checkpoints by name;
-    others of ours on a target are rotated away as they were there. Raises on the source, naming who has it not.
+    others of ours on a target are rotated away as they were there. set_aside: a folder of that name is somebody's and
+    is kept. Raises on the source, naming who has it not.
     """
     chain = [source, *targets]
     if rank not in chain or len(chain) == 1:
@@ -78,18 +81,33 @@ def copy_to_nodes(
     wire = Wire(group, timeout)
     if place == 0:
         assert onward is not None
-        _send_folder(path, onward, wire, keep)
+        _send_folder(path, onward, wire, {"keep": keep, "set_aside": set_aside})
         _collect(path, targets, wire)
         return
     told = wire.receive_json(chain[place - 1])
-    stream = _Stream(wire, chain[place - 1], onward, told["sizes"])
+    stream = _Stream(wire, chain[place - 1], onward, told.get("sizes", []))
     if onward is not None:
         wire.send_json(onward, told)
     wire.send_json(source, _receive_folder(path, told, stream))
 
 
+def copier(
+    manager: CheckpointManager, targets: Sequence[int], rank: int, group: ProcessGroup | None
+) -> Callable[[Path], None] | None:
+    """For `CollectiveSaves(after=...)`, with its group: checkpoints go to these nodes too, and leave them again."""
+    if not targets:
+        return None
+
+    def copy(path: Path) -> None:
+        keep = [p.name for p in manager.list()] if manager.keep_last is not None else None
+        copy_to_nodes(path, targets, rank, group, keep=keep)
+
+    return copy
+
+
 def agree_on_checkpoint(
     find: Callable[[], Path | None],
+    output_dir: Path,
     leaders: Sequence[int],
     rank: int,
     group: ProcessGroup | None,
@@ -98,14 +116,15 @@ def agree_on_checkpoint(
 ) -> Path | None:
     """The checkpoint all ranks go on from, there on every node; None when nobody has one. All ranks call it.
 
-    `find()` says what this node has. On a shared folder rank 0 alone looks. Else the newest that any node has is used,
-    also when rank 0 lost its own, and nodes without it, or with other bytes under its name, receive it.
+    `find()` says what this node has: in its output_dir (whose path may differ from node to node) or at a path that is
+    the same on all. On a shared folder rank 0 alone looks. Else the newest that any node has is used, also when rank 0
+    lost its own, and nodes without it, or with other bytes under its name, receive it.
     """
     if group is None:
         return find()
-    mine = _look(find) if rank == 0 or (rank in leaders and not shared) else _Found()
+    mine = _look(find, output_dir) if rank == 0 or (rank in leaders and not shared) else _Found()
     found: list[_Found] = _everyones(mine, group)
-    good = [r for r, f in enumerate(found) if f.path]
+    good = [r for r, f in enumerate(found) if f.name]
     if not good:
         problem = next((f.problem for f in found if f.problem), None)
         if problem:
@@ -113,15 +132,13 @@ def agree_on_checkpoint(
         return None
     source = max(good, key=lambda r: (found[r].step, -r))
     best = found[source]
-    path = Path(best.path)
-    targets = [] if shared else [r for r in leaders if (found[r].path, found[r].digest) != (best.path, best.digest)]
+    path = output_dir / best.name  # a path of its own stays what it is
+    targets = [] if shared else [r for r in leaders if (found[r].name, found[r].seal) != (best.name, best.seal)]
     if source != 0:
         say(f"note     {path.name} comes from the node of rank {source}: rank 0's own folder has nothing as new")
     problem = None
     try:
-        if rank in targets:
-            _set_aside(path)
-        copy_to_nodes(path, targets, rank, group, source=source, timeout=timeout)
+        copy_to_nodes(path, targets, rank, group, source=source, set_aside=True, timeout=timeout)
     except CheckpointError as error:
         problem = {"what": error.what, "where": error.where, "fix": error.fix}
     problem = next((p for p in _everyones(problem, group) if p), None)
@@ -132,19 +149,20 @@ def agree_on_checkpoint(
 
 @dataclass(frozen=True)
 class _Found:
-    path: str = ""
+    name: str = ""  # of a folder in output_dir, or a whole path elsewhere
     step: int = -1
-    digest: str = ""  # of the manifest, which has the hash of every file
+    seal: str = ""  # the manifest's own hash, and it has that of every file
     problem: dict[str, str] | None = None
 
 
-def _look(find: Callable[[], Path | None]) -> _Found:
+def _look(find: Callable[[], Path | None], output_dir: Path) -> _Found:
     try:
         path = find()
         if path is None:
             return _Found()
         seal = (path / MANIFEST).read_text(encoding="utf-8")[-80:] if (path / MANIFEST).is_file() else ""
-        return _Found(str(path), step_of(path) or 0, seal)
+        name = path.name if path.parent == output_dir else str(path.absolute())
+        return _Found(name, step_of(path) or 0, seal)
     except CheckpointError as error:
         return _Found(problem={"what": error.what, "where": error.where, "fix": error.fix})
 
@@ -152,11 +170,15 @@ def _look(find: Callable[[], Path | None]) -> _Found:
 # --- one folder along the chain ---
 
 
-def _send_folder(path: Path, to: int, wire: Wire, keep: Sequence[str] | None) -> None:
-    raw = (path / MANIFEST).read_bytes()
-    manifest = Manifest.from_bytes(raw)
+def _send_folder(path: Path, to: int, wire: Wire, told: dict[str, Any]) -> None:
+    try:
+        raw = (path / MANIFEST).read_bytes()
+        manifest = Manifest.from_bytes(raw)
+    except (OSError, ValueError) as error:
+        wire.send_json(to, {"problem": f"{MANIFEST} cannot be read at its source: {error}"})
+        return
     sizes = [record.size for record in manifest.files.values()]
-    wire.send_json(to, {"manifest": raw.decode(), "sizes": sizes, "keep": keep})
+    wire.send_json(to, {**told, "manifest": raw.decode(), "sizes": sizes})
     for name, record in manifest.files.items():
         for piece in _read(path / name, record.size):
             wire.send(to, piece)
@@ -208,18 +230,27 @@ class _Stream:
         while size:
             piece = self.wire.receive(self.source, torch.empty(next(self._left), dtype=torch.uint8))
             size -= piece.numel()
-            if self.onward is None:
+            with self._passing_on(piece):
                 yield piece.numpy().data
-            else:
-                with self.wire.sending(self.onward, piece):
-                    yield piece.numpy().data
 
     def drain(self) -> None:
         """A node whose disk failed still passes on what the next ones wait for."""
         for count in self._left:
-            piece = self.wire.receive(self.source, torch.empty(count, dtype=torch.uint8))
-            if self.onward is not None:
-                self.wire.send(self.onward, piece)
+            with self._passing_on(self.wire.receive(self.source, torch.empty(count, dtype=torch.uint8))):
+                pass
+
+    @contextmanager
+    def _passing_on(self, piece: torch.Tensor) -> Iterator[None]:
+        if self.onward is None:
+            yield
+            return
+        try:
+            with self.wire.sending(self.onward, piece):
+                yield
+        except CheckpointError:
+            if self.onward not in self.wire.lost:
+                raise
+            self.onward = None  # it died; the source will miss its answer
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[int]:
@@ -229,6 +260,8 @@ def _messages(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _receive_folder(path: Path, told: dict[str, Any], stream: _Stream) -> dict[str, str]:
+    if "problem" in told:
+        return {"what": told["problem"]}
     manifest = Manifest.from_bytes(told["manifest"].encode())
 
     def write(folder: Path) -> dict[str, FileRecord]:
@@ -240,15 +273,16 @@ def _receive_folder(path: Path, told: dict[str, Any], stream: _Stream) -> dict[s
                 raise Damaged(f"{name} arrived with other bytes than were saved")
         return records
 
-    outcome = {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if told["set_aside"]:
+            _set_aside(path)
         writer.publish(path.parent, path.name, write, info=manifest.info, expected_bytes=manifest.total_bytes)
         _rotate_like(path, told["keep"])
+        return {}
     except (OSError, CheckpointError) as error:
-        outcome = {"what": error.what if isinstance(error, CheckpointError) else f"{error.strerror or error}"}
         stream.drain()
-    return outcome
+        return {"what": error.what if isinstance(error, CheckpointError) else f"{error.strerror or error}"}
 
 
 def _rotate_like(path: Path, keep: Sequence[str] | None) -> None:

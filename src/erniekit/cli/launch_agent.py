@@ -59,8 +59,8 @@ def run_ranks(launch: Launch, command: list[str]) -> int:
                 raise Apart("the run ended without this machine", where="nnodes", fix="start one launcher per machine")
             handler.shutdown()
             return agent.exit_code
-    except SignalException as e:  # in the moment between torch's handlers and ours
-        return 128 + e.sigval
+    except SignalException as e:  # between two attempts; or in the moment between torch's handlers and ours
+        return (agent.exit_code if agent else 0) or 128 + e.sigval
     except (RendezvousError, DistError) as e:
         raise _apart(launch, e, met=agent is not None and agent.met) from e
     finally:
@@ -150,7 +150,10 @@ class Agent(LocalElasticAgent):
         until = time.monotonic() + wait
         while time.monotonic() < until:
             if self._signals:
-                raise SignalException("while waiting to restart", signal.Signals(self._signals[0]))
+                name = signal.Signals(self._signals[0])
+                self.relay.say(f"stopped by {name.name} between two attempts; run the same command to go on")
+                self.exit_code = 75
+                raise SignalException("while waiting to restart", name)
             time.sleep(0.05)
         self._stop_workers(worker_group)
         with _signals_end_us():
@@ -240,7 +243,8 @@ class Agent(LocalElasticAgent):
                 lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save",)
         self.relay.mute()
         self.relay.say(*lines)
-        self.relay.note(cause.rank, *lines)
+        if cause.rank in {worker.global_rank for worker in self._worker_group.workers}:
+            self.relay.note(cause.rank, *lines)
         self._shutdown()
         if self._signals or not cause.restartable:
             self._remaining_restarts = 0
@@ -269,14 +273,13 @@ def _remarks_to_a_file(folder: Path) -> Iterator[None]:
     """torch's own remarks: what happened is told by the rank it happened to."""
     folder.mkdir(parents=True, exist_ok=True)
     log, handler = logging.getLogger("torch.distributed"), logging.FileHandler(folder / "launcher.log", "w", delay=True)
-    before, log.propagate = log.propagate, False
-    log.addHandler(handler)
+    before = log.propagate, log.handlers
+    log.propagate, log.handlers = False, [handler]
     try:
         yield
     finally:
-        log.removeHandler(handler)
         handler.close()
-        log.propagate = before
+        log.propagate, log.handlers = before
 
 
 @contextlib.contextmanager

@@ -60,8 +60,9 @@ def record(error: BaseException, code: int) -> bool:
         failure = Failure(
             rank, code, _kind(error, code), _lines(error), socket.gethostname(), _peer(error), time.time()
         )
-        # torchrun reads `message` and `timestamp` of the same file
-        data = {**asdict(failure), "message": "\n".join(failure.lines), "timestamp": int(failure.at)}
+        said = "\n".join(failure.lines)
+        # torchrun reads `message` of the same file, in its own shape
+        data = {**asdict(failure), "message": {"message": said, "extraInfo": {"timestamp": str(int(failure.at))}}}
         try:
             Path(path).write_text(json.dumps(data), encoding="utf-8")
         except OSError:

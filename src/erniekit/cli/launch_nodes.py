@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ASK_S = 1.0  # between two looks at what the other launchers say
 WORD_S = 2.0  # a rank that blames another gives the other's launcher so long to speak first
+BEAT_S = 3  # a launcher that misses three of these is lost to those that are to restart
 GOODBYE_S = 10.0  # how long a launcher waits for the others to have read its last word
 _SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
 
@@ -33,29 +34,33 @@ class Apart(ErnieKitError):
 
 def rendezvous(launch: Launch) -> tuple[RendezvousHandler, str | None]:
     """torch's meeting point for this run, and the address of this machine that the others can reach."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    wait = int(launch.join_timeout_s)
-    here = own_address(launch.address)
-    extra: dict[str, Any]
+    here, wait = own_address(launch.address), int(launch.join_timeout_s)
+
+    def meet(backend: str, **keys: Any) -> RendezvousHandler:
+        point, count = f"{launch.address}:{launch.port}", launch.nnodes
+        given = RendezvousParameters(backend, point, launch.run_id, count, count, local_addr=here, **keys)
+        return get_rendezvous_handler(given)
+
     if launch.node_rank is not None:
-        backend, extra = "static", {"rank": launch.node_rank, "timeout": wait}
-    else:  # ranks are dealt out on arrival; the launcher that can listen on the address hosts the store
-        backend = "c10d"
-        extra = {"join_timeout": wait, "last_call_timeout": 1, "read_timeout": wait}
-        if launch.nnodes == 1:
-            extra["is_host"] = True
-    parameters = RendezvousParameters(
-        backend,
-        f"{launch.address}:{launch.port}",
-        launch.run_id,
-        launch.nnodes,
-        launch.nnodes,
-        local_addr=here,
-        **extra,
-    )
-    return get_rendezvous_handler(parameters), here
+        return meet("static", rank=launch.node_rank, timeout=wait), here
+    waits = dict(join_timeout=wait, last_call_timeout=1, read_timeout=wait, keep_alive_interval=BEAT_S)
+    # torch asks the host's name whether the address is ours; the routes know better
+    if here is not None and here in _addresses(launch.address):
+        try:
+            return meet("c10d", is_host=True, **waits), here
+        except RendezvousConnectionError:  # another launcher of this machine came first
+            pass
+    return meet("c10d", is_host=False, **waits), here
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
 
 
 def own_address(peer: str) -> str | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from erniekit.config.flat import DEGREES
 from erniekit.config.note import shown
 from erniekit.errors import LaterError
 
@@ -64,7 +63,12 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "training on quantised weights",
             "use bf16 with fine_tuning: LoRA",
         ),
-        _Row(DEGREES, _above(1), "training on several devices", "set it to 1 to run on one device"),
+        _Row(
+            ("expert_parallel_degree", "expert_tensor_parallel_degree"),
+            _above(1),
+            "experts over several devices",
+            "set it to 1: dense models have no experts",
+        ),
         _Row(
             ("device",),
             _one_of("xpu", "npu", "iluvatar_gpu", "metax_gpu"),

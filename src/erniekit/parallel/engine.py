@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from erniekit.parallel import context
-from erniekit.parallel.fsdp import sync_gradients
+from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
 from erniekit.parallel.pipeline import Pipeline
@@ -101,8 +101,10 @@ class Engine:
         """This rank's part of a batch's losses; `sum_losses` makes the whole of them."""
         mine = self._mine(batch)
         if self.pipeline is None:
-            return self.loss(self.model, mine)
-        out = self.pipeline.forward(mine, self._hidden_shape)
+            out: torch.Tensor | None = self.loss(self.model, mine)
+        else:
+            out = self.pipeline.forward(mine, self._hidden_shape)
+        reshard(self.parts, self.world)
         return torch.zeros((), device=self.device) if out is None else out.sum()
 
     def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
@@ -126,6 +128,7 @@ class Engine:
             out = last_words.contiguous()
             last = (self.pipeline.count - 1) % layout.pp
             dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+        reshard(self.parts, self.world)
         if layout.cp > 1:
             parts = [torch.empty_like(out) for _ in range(layout.cp)]
             dist.all_gather(parts, out.contiguous(), group=self.world.group("cp"))

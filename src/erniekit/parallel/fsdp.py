@@ -47,3 +47,11 @@ def sync_gradients(parts: list[nn.Module], on: bool, world: World) -> None:
     if world.layout.fsdp > 1 and world.layout.sharding_stage == 1:
         for part in parts:
             part.set_requires_gradient_sync(on)  # type: ignore[operator]
+
+
+def reshard(parts: list[nn.Module], world: World) -> None:
+    """After a forward pass without backward weights may stay gathered, and what is loaded into the
+    shards, or saved from them, would not be what is computed with."""
+    if world.layout.fsdp > 1:
+        for module in (m for part in parts for m in part.modules() if hasattr(m, "reshard")):
+            module.reshard()  # type: ignore[operator]

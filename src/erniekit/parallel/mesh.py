@@ -120,6 +120,10 @@ class World:
     @cached_property
     def control(self) -> ProcessGroup | None:
         """A gloo group over all ranks for decisions made on the host."""
+        return self.new_host_group()
+
+    def new_host_group(self) -> ProcessGroup | None:
+        """Another such group, for work beside the training; all ranks must ask together."""
         if self.size == 1:
             return None
         import torch.distributed as dist

@@ -18,6 +18,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.tokens import TokenSource, open_sources
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
+from erniekit.parallel.mesh import World
 
 
 @dataclass
@@ -32,6 +33,8 @@ class TrainData:
     save_every: int
     eval_every: int
     pad_id: int
+    world: World
+    length_multiple: int = 1  # what a row's length must divide by, in this layout
 
     def fingerprints(self) -> list[str]:
         return [source.folder.name for source in self.sources]
@@ -40,7 +43,16 @@ class TrainData:
         return Pack(tuple(self.sources[s].sample(i) for s, i in self.stream[number]), number)
 
     def first_batch(self) -> Batch:
+        """The run's very first pack, the same on every rank."""
         return collate([self.pack(0)], pad_id=self.pad_id)
+
+    def padding(self, cfg: RunConfig) -> dict[str, Any]:
+        """Rows as long as their longest, or all of one length where shapes are fixed: a compiled model recompiles
+        for none of them, and pipeline stages agree on them beforehand."""
+        multiple = math.lcm(8, self.length_multiple)
+        whole = -(-cfg.data.max_seq_len // self.length_multiple) * self.length_multiple
+        fixed = cfg.model.compile or self.world.layout.pp > 1
+        return {"pad_id": self.pad_id, "pad_multiple": multiple, "pad_to": whole if fixed else None}
 
     def loader(self, cfg: RunConfig, start_pack: int) -> BatchLoader:
         return BatchLoader(
@@ -48,21 +60,22 @@ class TrainData:
             self.sources,
             cfg.train.per_device_train_batch_size,
             cfg.train.gradient_accumulation_steps,
+            dp_rank=self.world.layout.data_rank(self.world.rank),
+            dp_size=self.world.layout.data_ranks,
             start_pack=start_pack,
             num_workers=max(1, cfg.data.dataloader_num_workers),
             prefetch=cfg.data.prefetch_factor,
-            pad_id=self.pad_id,
-            # One shape for a compiled model: nothing recompiles during the run.
-            pad_to=cfg.data.max_seq_len if cfg.model.compile else None,
+            **self.padding(cfg),
         )
 
 
-def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path) -> TrainData:
+def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
     compat = t.compat == "erniekit"
-    bad = output / "bad_rows.jsonl"
+    # One rank tells of bad rows; all read the same cache, made by whoever comes first.
+    bad = output / "bad_rows.jsonl" if world.is_main else None
     sources = sources_for(cfg, "train", tokenizer, bad)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
@@ -81,9 +94,10 @@ def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path) -> TrainData:
             [len(s) for s in sources], probs, seed=t.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
         )
         stream = PackStream(plain, lengths, d.max_seq_len, **options)
-    per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps
+    per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * world.layout.data_ranks
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
-    evaluation = sources_for(cfg, "eval", tokenizer, output / "bad_eval_rows.jsonl") if wants_eval else []
+    bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
+    evaluation = sources_for(cfg, "eval", tokenizer, bad_eval) if wants_eval else []
     per_epoch = max(1, stream.count_packs(1))
     steps_per_epoch = max(1, math.ceil(per_epoch / per_step))
     max_steps = t.max_steps
@@ -100,6 +114,7 @@ def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path) -> TrainData:
         every(cfg.checkpoint.save_strategy, cfg.checkpoint.save_steps, steps_per_epoch),
         every(t.evaluation_strategy, t.eval_steps or max_steps, steps_per_epoch),
         tokenizer.pad_id if tokenizer.pad_id is not None else 0,
+        world,
     )
 
 
@@ -108,7 +123,7 @@ def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
     return {"no": 0, "steps": steps, "epoch": steps_per_epoch}[strategy]
 
 
-def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path) -> list[TokenSource]:
+def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None) -> list[TokenSource]:
     """The train or eval files, tokenised; their bad rows listed in one file."""
     d = cfg.data
     paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
@@ -133,11 +148,19 @@ def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path
     )
 
 
-def eval_batches(cfg: RunConfig, sources: list[TokenSource], pad_id: int) -> Iterator[Batch]:
-    """One pass in file order, packed in sequence; every call starts anew."""
+def eval_batches(cfg: RunConfig, sources: list[TokenSource], world: World, padding: dict[str, Any]) -> Iterator[Batch]:
+    """One pass in file order, packed in sequence; every call starts anew. Each data rank has its share of it."""
     sizes = [len(source) for source in sources]
     order = SampleOrder(sizes, seed=cfg.train.seed, shuffle=False, strategy="concat")
     lengths = [source.lengths for source in sources]
     stream = PackStream(order, lengths, cfg.data.max_seq_len, packing=cfg.data.packing, greedy=False, epochs=1)
-    for micro in BatchLoader(stream, sources, cfg.train.per_device_eval_batch_size, pad_id=pad_id):
+    loader = BatchLoader(
+        stream,
+        sources,
+        cfg.train.per_device_eval_batch_size,
+        dp_rank=world.layout.data_rank(world.rank),
+        dp_size=world.layout.data_ranks,
+        **padding,
+    )
+    for micro in loader:
         yield from micro

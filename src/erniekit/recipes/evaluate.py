@@ -27,13 +27,14 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
         need(cfg, "model_name_or_path")
     source = output if trained else Path(str(cfg.model.model_name_or_path))
     model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
-    engine = Engine([(0, model)], World(device_type=device.type), device.handle, loss_for(cfg), dtype=dtype)
+    world = World(device_type=device.type)
+    engine = Engine([(0, model)], world, device.handle, loss_for(cfg), dtype=dtype)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
     output.mkdir(parents=True, exist_ok=True)
     sources = sources_for(cfg, "eval", tokenizer, output / "bad_eval_rows.jsonl")
     for line in [line for s in sources for line in s.report.lines()] + total_lines([s.report for s in sources]):
         say(f"eval     {line}")
-    batches = eval_batches(cfg, sources, tokenizer.pad_id or 0)
+    batches = eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0})
     metrics = evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
     write_results(output, evaluation=metrics)
     say(

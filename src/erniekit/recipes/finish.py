@@ -42,8 +42,11 @@ def close_run(
     }
     best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
     chosen = saver.manager.output_dir / f"checkpoint-{best if best is not None else state.step}"
-    publish_final(chosen, output)
+    saver.saves.close()
     trackers.log(state.step, metrics, "end")
+    if not built.world.is_main:
+        return RunResult(output, metrics, state.step)
+    publish_final(chosen, output)
     training = {k: v for k, v in metrics.items() if not k.startswith("eval_")}
     write_results(output, train=training, evaluation=evaluation or None)
     write_trainer_state(
@@ -80,6 +83,8 @@ def next_commands(output: Path, built: Built) -> list[str]:
 
 
 def say_goodbye(output: Path, result: RunResult, trainer: Trainer) -> None:
+    if not result.next_commands:
+        return  # another rank does
     report = write_report(output)
     m = result.metrics
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""

@@ -14,6 +14,7 @@ from erniekit.data.report import short, total_lines
 from erniekit.devices.base import Device
 from erniekit.log import paint, say
 from erniekit.lora.coverage import coverage, coverage_table
+from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
 from erniekit.recipes.datasets import TrainData
 from erniekit.track.runfile import RunRecord
@@ -25,7 +26,7 @@ def version() -> str:
     return erniekit.__version__
 
 
-def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device) -> None:
+def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:
     c = folder.config
     how = f"LoRA rank {cfg.lora.lora_rank}" if cfg.lora.lora else "all weights"
     say(
@@ -34,6 +35,8 @@ def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device) -> None:
     )
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     say(f"model    {folder.path} ({c.family}, {short(c.parameters())} weights, {c.num_layers} layers, {layout} layout)")
+    if world.size > 1:
+        say(f"layout   {world.size} ranks: {world.layout.describe()}")
     notes = [note for note in cfg.notes if not note.quiet]
     for note in notes[:SHOWN_NOTES]:
         say(f"note     {note}")

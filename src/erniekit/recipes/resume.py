@@ -14,11 +14,14 @@ from erniekit.checkpoint.state import TrainState
 from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.log import say, warn
+from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.save import Saver
 
+DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
-def find(cfg: RunConfig, manager: CheckpointManager) -> Path | None:
+
+def find(cfg: RunConfig, manager: CheckpointManager, world: World) -> Path | None:
     """The folder asked for, or the newest good checkpoint of output_dir; None starts afresh."""
     asked = cfg.checkpoint.resume_from_checkpoint
     if asked and str(asked).lower() not in ("true", "false", "none"):
@@ -27,16 +30,25 @@ def find(cfg: RunConfig, manager: CheckpointManager) -> Path | None:
             raise CheckpointError(
                 f"no such checkpoint: {asked}", where="resume_from_checkpoint", fix="check the path, or leave it out"
             )
-        manager.verify(path)
+        if world.is_main:
+            manager.verify(path)
         return path
     if cfg.checkpoint.overwrite_output_dir:
         return None
-    return manager.latest_good()
+    # One rank looks; all go on from the same one.
+    return world.broadcast(manager.latest_good() if world.is_main else None)
 
 
 def promises(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
-    """What decides the next step's numbers: fixed keys, the step count a schedule decays over, and the data itself."""
-    return {**cfg.resume_keys(), "max_steps": data.max_steps, "train data": data.fingerprints()}
+    """What decides the next step's numbers: fixed keys, the steps a schedule decays over, the packs of a step and the
+    data itself. How a step's packs are dealt to ranks and micro-batches does not."""
+    keys = {key: value for key, value in cfg.resume_keys().items() if key not in DEALT}
+    return {
+        **keys,
+        "max_steps": data.max_steps,
+        "packs a step": data.packs_per_step,
+        "train data": data.fingerprints(),
+    }
 
 
 def check_promises(cfg: RunConfig, point: Path | None, data: TrainData) -> None:
@@ -75,7 +87,7 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData) -
 
 def roll_back(saver: Saver, state: TrainState) -> None:
     """Non-finite losses in a row: weights and optimiser as they were last saved."""
-    point = saver.manager.latest_good()
+    point = saver.world.broadcast(saver.manager.latest_good() if saver.world.is_main else None)
     if point is None:
         raise CheckpointError(
             f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, and there is no checkpoint yet",

@@ -23,10 +23,10 @@ def run_train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
 
 def check_world(cfg: RunConfig, ranks: int) -> None:
     """Before any rank is started: whether the run can be spread over so many."""
-    from erniekit.parallel import mesh
+    from erniekit.parallel.mesh import fit
+    from erniekit.parallel.world import layout_of
 
-    if check := getattr(mesh, "check_layout", None):
-        check(cfg, ranks)
+    fit(ranks, layout_of(cfg.parallel))
 
 
 def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from erniekit.checkpoint.manager import CheckpointManager
@@ -14,7 +15,7 @@ from erniekit.checkpoint.probe import probe_from
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
-from erniekit.parallel.mesh import World
+from erniekit.parallel.world import check_model, leave, open_world
 from erniekit.recipes import doctor, finish, opening, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data
@@ -32,21 +33,32 @@ from erniekit.train.trainer import Trainer
 
 
 def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    try:
+        return run(cfg, command)
+    finally:
+        leave()
+
+
+def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
     started = time.perf_counter()
     output = Path(cfg.train.output_dir or "output")
     output.mkdir(parents=True, exist_ok=True)
     cfg, device, dtype = settle(cfg)
-    world = World(device_type=device.type)
+    world = open_world(cfg.parallel, device.type)
     folder, tokenizer = open_model(cfg)
-    opening.show_plan(cfg, folder, device)
+    check_model(world.layout, folder.config.num_layers)
+    opening.show_plan(cfg, folder, device, world)
     record = RunRecord(output, command=list(command), version=opening.version())
-    with checkpoints(cfg, output) as manager, Signals() as signals, trackers_for(cfg, output, record) as trackers:
-        point = resume.find(cfg, manager)
-        data = open_data(cfg, tokenizer, output)
+    manager = checkpoints(cfg, output)
+    held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
+    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers:
+        point = resume.find(cfg, manager, world)
+        data = open_data(cfg, tokenizer, output, world)
         opening.show_data(data)
         resume.check_promises(cfg, point, data)
 
         built = build(cfg, folder, device, dtype, world)
+        data.length_multiple = built.engine.length_multiple
         optimizer = make_optimizer(cfg, built)
         first = data.first_batch()
         opening.describe(record, cfg, data, opening.show_coverage(built), device)
@@ -130,6 +142,8 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
         data.packs_per_epoch,
         frozen_base=built.lora is not None,
         first=cfg.tracking.logging_first_step,
+        ranks=built.world.size,
+        data_ranks=built.world.layout.data_ranks,
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s)
@@ -137,7 +151,7 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
         return [log, save, *sweep]
 
     def run_evaluation() -> dict[str, float]:
-        batches = eval_batches(cfg, data.evaluation, data.pad_id)
+        batches = eval_batches(cfg, data.evaluation, data.world, data.padding(cfg))
         limit, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
         return evaluate(built.engine, batches, limit, compat)
 

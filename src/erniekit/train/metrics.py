@@ -44,11 +44,13 @@ class LogHook(Hook):
         packs_per_epoch: int,
         frozen_base: bool,
         first: bool = False,
+        ranks: int = 1,
+        data_ranks: int = 1,
     ) -> None:
         """every 0: only the last step. `first`: step 1 whatever `every` says."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
-        self.frozen_base, self.first = frozen_base, first
+        self.frozen_base, self.first, self.ranks, self.data_ranks = frozen_base, first, ranks, data_ranks
         self._reset()
 
     def _reset(self) -> None:
@@ -83,14 +85,16 @@ class LogHook(Hook):
         self.device.synchronise()
         seconds = max(1e-9, time.perf_counter() - self._since)
         loss = sum(self._losses) / len(self._losses)
-        flops = step_flops(self.config, self._tokens, self._trained, self._squares, self.frozen_base)
+        # Ranks that read other packs read about as much; trained tokens are counted over all of them.
+        tokens, squares = self._tokens * self.data_ranks, self._squares * self.data_ranks
+        flops = step_flops(self.config, tokens, self._trained, squares, self.frozen_base) / self.ranks
         peak = self.device.peak_flops.get(self.dtype)
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
-            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": self._trained / seconds,
             "mfu": flops / seconds / peak if peak else None,
             **self.device.memory(),

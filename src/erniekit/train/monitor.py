@@ -19,7 +19,7 @@ from typing import NamedTuple
 SIZE = mmap.PAGESIZE
 # The watchdog thread acts first; the monitor only when it did not, so many seconds later.
 LATE_SOFT_S, LATE_HARD_S = 0.5, 2.0
-WRITER_S = 30  # a dead file system may take the process that writes the report, never the one that kills
+WRITER_S = 10  # a dead file system may take the process that writes the report, never the one that kills
 
 
 class Beat(NamedTuple):

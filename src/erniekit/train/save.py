@@ -14,17 +14,20 @@ import torch
 
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
-from erniekit.checkpoint.compress import StoredState
+from erniekit.checkpoint.collective import CollectiveSaves
+from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe, Verdict
 from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.state import TrainState
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, Preempted
+from erniekit.log import say
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.sharding import Sharding
 from erniekit.track import Trackers
+from erniekit.train.agreement import agree_on_stop
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -48,12 +51,23 @@ class Saver:
         read_weights: Callable[[Path], None],
         with_optimizer: bool = True,
         extra: dict[str, Any] | None = None,
+        compress: str = "O0",
+        with_masters: bool = True,
+        rebuild_masters: bool = False,
     ) -> None:
-        """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format."""
+        """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
+
+        compress: O1 or O2 store the moments in 8 or 4 bit. with_masters=False leaves the fp32 weights out of a 16-bit
+        model's checkpoint; rebuild_masters lets a resume make them from the 16-bit ones. None of these is bit-exact.
+        """
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
         self.write_weights, self.read_weights = write_weights, read_weights
         self.with_optimizer, self.extra = with_optimizer, extra or {}
+        self.compress, self.with_masters, self.rebuild_masters = compress, with_masters, rebuild_masters
+        self.world = engine.world
+        # Saves in the background talk among ranks while training does: on a group of their own.
+        self.saves = CollectiveSaves(manager, self.world, sharding, self.world.new_host_group())
         self.last_saved = -1
 
     @property
@@ -63,31 +77,27 @@ class Saver:
         return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}"
 
     def save(self, state: TrainState, final: bool = False) -> Path | None:
-        weights, moments, masters = self.pieces(), {}, {}
+        """All ranks together; the folder, or None when it failed and training goes on, or is being written."""
+        pieces: dict[str, Tensors] = {"weights": self.pieces()}
         if self.with_optimizer:
-            moments, masters = dict(self.optimizer.state_tensors()), dict(self.optimizer.master_tensors())
-        if self.manager.async_save and not final:
-            weights, moments, masters = (
-                {name: tensor.detach().to("cpu", copy=True) for name, tensor in group.items()}
-                for group in (weights, moments, masters)
-            )
+            pieces["optimizer"] = dict(self.optimizer.state_tensors())
+            pieces["master_weights"] = dict(self.optimizer.master_tensors()) if self.with_masters else {}
         probe = probes.measure(self.engine.logits, self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device)}
         frozen = TrainState(**vars(state))
 
-        def write(folder: Path) -> None:
-            self.write_weights(folder, weights)
-            if moments:
-                write_shards(folder, "optimizer", moments.items())
-            if masters:
-                write_shards(folder, "master_weights", masters.items())
+        def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
+            self.write_weights(folder, whole["weights"])
+            if len(whole.get("optimizer", ())):
+                write_shards(folder, "optimizer", compressed(whole["optimizer"].items(), self.compress))
+            if len(whole.get("master_weights", ())):
+                write_shards(folder, "master_weights", whole["master_weights"].items())
             if probe:
                 probes.save(folder, probe)
             states.save(folder, frozen, extra)
 
-        size = sum(t.numel() * t.element_size() for group in (weights, moments, masters) for t in group.values())
-        info = {"updates": state.updates, "parts": sorted(k for k, v in {"optimizer": moments}.items() if v)}
-        path = self.manager.save(state.step, write, info, expected_bytes=size, final=final)
+        info = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
+        path = self.saves.save(state.step, pieces, write, info, final=final)
         if path is not None or self.manager.async_save:
             self.last_saved = state.step
         return path
@@ -98,23 +108,30 @@ class Saver:
         self.read_weights(folder)
         self.optimizer.refresh_masters()
         if self.with_optimizer and state.updates:
-            rank = self.engine.world.rank
-            moments, masters = (
-                StoredState(folder, stem, self.sharding, rank) for stem in ("optimizer", "master_weights")
-            )
-            missing = self.optimizer.load(state.updates, moments, masters)
-            if missing:
-                raise CheckpointError(
-                    f"the checkpoint has no optimiser state for {len(missing)} tensors, e.g. {missing[0]}",
-                    where=str(folder),
-                    fix="resume with the settings it was saved with, or set ignore_load_lr_and_optim: True",
-                )
+            self._restore_optimizer(folder, state.updates)
         if restore_random:
             states.restore_random(raw["random"], self.device)
         saved = probes.load(folder)
         if saved is None:
             return state, None
         return state, probes.check(self.engine.logits, saved, folder.name, self.setting, self.engine.dtype)
+
+    def _restore_optimizer(self, folder: Path, updates: int) -> None:
+        """This rank's part of the moments and the fp32 weights; says so where they are not the ones that were saved."""
+        moments = StoredState(folder, "optimizer", self.sharding, self.world.rank)
+        masters: Tensors = StoredState(folder, "master_weights", self.sharding, self.world.rank)
+        if self.rebuild_masters and self.optimizer.has_masters and not len(masters):
+            masters = dict(self.optimizer.master_tensors())  # they follow the weights just read
+            say(f"note     {folder.name} has no fp32 weights: made from the 16-bit ones, so not bit for bit as saved")
+        if moments.is_compressed:
+            say(f"note     {folder.name} has compressed moments (ckpt_quant_stage): close to, not bit for bit as saved")
+        missing = self.optimizer.load(updates, moments, masters)
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has no optimiser state for {len(missing)} tensors, e.g. {missing[0]}",
+                where=str(folder),
+                fix="resume with the settings it was saved with, or set ignore_load_lr_and_optim: True",
+            )
 
 
 class SaveHook(Hook):
@@ -125,8 +142,8 @@ class SaveHook(Hook):
         self.grace_seconds = grace_seconds
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        self.saver.manager.check()
-        asked = trainer.signals.requested
+        self.saver.saves.check()
+        asked = agree_on_stop(trainer.signals.requested, self.saver.world)
         if asked:
             self._leave(trainer, asked)
         # Not in the middle of a bad stretch: going back must reach behind it.
@@ -144,8 +161,8 @@ class SaveHook(Hook):
 
     def on_end(self, trainer: Trainer) -> None:
         """Whatever the schedule, a run that ends leaves its last step on disk, or fails saying so."""
-        self.saver.manager.wait()
-        if not (self.saver.manager.output_dir / f"checkpoint-{trainer.state.step}").is_dir():
+        self.saver.saves.wait()
+        if not self.saver.saves.published(trainer.state.step):
             self.save(trainer, final=True)
 
     def _leave(self, trainer: Trainer, signal_name: str) -> None:

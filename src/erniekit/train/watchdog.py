@@ -45,7 +45,8 @@ class Limits:
     """Seconds of silence. 0: soft is ten median steps and at least a minute, hard is three times soft; -1: never.
 
     Progress is every finished step, every change of phase and every `progress()`. Ten times as long for phases that
-    take long by nature (LONG) and in the first WARM_STEPS steps; no limit at all in PAUSED ones.
+    take long by nature (LONG) and in the first WARM_STEPS steps; no limit at all in PAUSED ones. Ranks enter and leave
+    LONG phases together (they end in a collective): one that went ahead would wait for the others under a short limit.
     """
 
     soft_s: float = 0.0
@@ -150,10 +151,10 @@ class Watchdog(Hook):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._stop.set()
         if self._monitor is not None:
             self._monitor.kill()
             self._monitor.wait()
-        self._stop.set()
         self._thread.join(5)
         faulthandler.unregister(STACKS_SIGNAL)
         if not self._thread.is_alive():
@@ -180,10 +181,10 @@ class Watchdog(Hook):
                 os._exit(EXIT_CODE)
             elif word == "back":
                 say(f"rank {self.rank} goes on: step {beat.step}, phase {beat.phase}")
-            if self._monitor is not None and not alone and (code := self._monitor.poll()) is not None:
-                alone = not self._stop.is_set()
-                if alone:
-                    say(f"the monitor process of rank {self.rank} ended ({code}); the thread watches alone")
+            code = self._monitor.poll() if self._monitor is not None and not alone else None
+            if code is not None and not self._stop.is_set():
+                alone = True
+                say(f"the monitor process of rank {self.rank} ended ({code}); the thread watches alone")
 
     def _report(self, beat: Beat, silence: float, thread: int) -> None:
         path, head = self.folder / report_name(self.rank, beat.step), headline(self.rank, beat, silence)

@@ -59,7 +59,9 @@ def test_the_file_is_one_torchrun_can_read_too(word: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     record(DataError("no rows"), 2)
-    assert "no rows" in ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(word)).message
+    read_back = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(word))
+    assert "no rows" in read_back.message["message"]
+    assert read_back.timestamp > 1e9
     assert json.loads(word.read_text())["kind"] == USER
 
 

@@ -1,0 +1,89 @@
+"""The real trainer as a rank: killed and started again by our launcher, and started by torchrun from the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from erniekit.cli.launch import train_command
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launchers import forked
+
+ENDED = "checkpoint-10"  # a checkpoint that is there long before the end
+
+
+@pytest.fixture
+def words(paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A tiny recorded model and its rows."""
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    for source in ("dense_old", "tokenizer"):
+        shutil.copytree(paddle / source, model, dirs_exist_ok=True)
+    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
+    rows = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return dict(
+        model_name_or_path=model, train_dataset_path=tmp_path / "rows.jsonl", output_dir=tmp_path / "out",
+        max_seq_len=96, learning_rate=1e-3, report_to="none", device="cpu", doctor="off", max_restarts=1,
+    )  # fmt: skip
+
+
+def steps(folder: Path) -> list[int]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r["global_step"] for r in records if "loss" in r]
+
+
+def test_a_killed_trainer_is_started_again_and_resumes_by_itself(words: dict[str, object], tmp_path: Path) -> None:
+    words |= dict(max_steps=60, save_steps=10, fine_tuning="Full", compute_type="fp32")
+    args = [f"{name}={value}" for name, value in words.items()]
+    process = forked(tmp_path / "launcher", lambda: train_command(args))
+    until = time.monotonic() + 60
+    while not (tmp_path / "out" / ENDED).is_dir():
+        assert time.monotonic() < until, process.said()
+        time.sleep(0.01)
+    (rank,) = psutil.Process(process.pid).children()
+    os.kill(rank.pid, signal.SIGKILL)
+    assert process.wait() == 0, process.said()
+    said = "\n".join(process.said())
+    assert "error: rank 0 was ended by SIGKILL" in said
+    assert "restart 1 of 1 in 1 s" in said
+    assert steps(tmp_path / "out") == list(range(1, 61)), "no step is missing or done twice in the record"
+    assert "resum" in (tmp_path / "erniekit_dist_log" / "workerlog.0").read_text().lower()
+    assert (
+        f"global_step: {steps(tmp_path / 'out')[0]},"
+        in (tmp_path / "erniekit_dist_log" / "workerlog.0.attempt-1").read_text()
+    )
+
+
+def test_the_script_runs_under_torchrun_and_launches_nothing_itself(
+    words: dict[str, object], tmp_path: Path, root: Path
+) -> None:
+    from torch.distributed.run import main as torchrun
+
+    flags = [word for name, value in (words | dict(max_steps=2)).items() for word in (f"--{name}", str(value))]
+    script = str(root / "examples/post-training/sft/train.py")
+    args = [
+        "--nproc_per_node",
+        "1",
+        "--standalone",
+        script,
+        *flags,
+        "--eval_dataset_path",
+        str(tmp_path / "rows.jsonl"),
+    ]
+    process = forked(tmp_path / "launcher", lambda: torchrun(args) or 0)
+    assert process.wait() == 0, process.said()
+    assert steps(tmp_path / "out") == [1, 2]
+    assert not (tmp_path / "erniekit_dist_log").exists()

@@ -1,0 +1,130 @@
+"""One checkpoint format for all layouts: saved under any, loaded under any other, and the curve goes on.
+
+Each arrow is two real runs of `erniekit train` on gloo ranks with the recorded tiny ERNIE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+PACKS = 4  # a step, whatever the layout
+WORDS = dict(
+    tp="tensor_parallel_degree",
+    pp="pipeline_parallel_degree",
+    fsdp="sharding_parallel_degree",
+    cp="context_parallel_degree",
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": dict(dp=2),
+    "tp2": dict(tp=2, sequence_parallel=True),
+    "pp2": dict(pp=2),
+    "fsdp2": dict(fsdp=2, sharding="stage3"),
+    "cp2": dict(cp=2),
+    "tp2pp2": dict(tp=2, pp=2),
+    "tp2fsdp2": dict(tp=2, fsdp=2, sharding="stage2"),
+}
+# Every layout as source and as target, 24 arrows: each goes to the three that follow it in the list.
+NAMES = list(LAYOUTS)
+PAIRS = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 2, 3)]
+
+
+def size(layout: dict[str, Any]) -> int:
+    out = 1
+    for axis in ("dp", "tp", "pp", "fsdp", "cp"):
+        out *= layout.get(axis, 1)
+    return out
+
+
+def run(layout: dict[str, Any], cache: str, keys: dict[str, Any]) -> None:
+    import erniekit
+
+    os.environ["ERNIEKIT_CACHE"] = cache
+    data_ranks = layout.get("dp", 1) * layout.get("fsdp", 1)
+    axes = {WORDS[a]: n for a, n in layout.items() if a in WORDS}
+    extra = {k: v for k, v in layout.items() if k in ("sharding", "sequence_parallel")}
+    values = dict(
+        fine_tuning="Full", compute_type="fp32", max_seq_len=96, learning_rate=1e-3, max_steps=6, report_to="none",
+        device="cpu", doctor="off", gradient_accumulation_steps=PACKS // data_ranks, lr_scheduler_type="constant",
+    )  # fmt: skip
+    erniekit.run("train", **{**values, **axes, **extra, **keys})
+
+
+@pytest.fixture(scope="module")
+def place(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reshard")
+    model = folder / "model"
+    model.mkdir()
+    for source in ("dense_old", "tokenizer"):
+        for file in (paddle / source).iterdir():
+            shutil.copyfile(file, model / file.name)
+    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
+    good = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
+    return folder
+
+
+def go(ranks: Ranks, place: Path, name: str, output: str, **keys: Any) -> Path:
+    layout = LAYOUTS[name]
+    fixed = dict(model_name_or_path=place / "model", train_dataset_path=place / "rows.jsonl", output_dir=place / output)
+    ranks.run(size(layout), run, layout, str(place / "cache"), {**fixed, **keys})
+    return place / output
+
+
+def files(folder: Path) -> dict[str, str]:
+    names = ("model.safetensors", "optimizer.safetensors")
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def curve(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def started(ranks: Ranks, place: Path) -> dict[str, Path]:
+    """A checkpoint of step 3 of 6, saved under every layout; and the whole run in one process."""
+    out = {name: go(ranks, place, name, f"from-{name}", save_steps=3) for name in NAMES}
+    return out
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_weights_and_optimiser_come_through_bit_for_bit(
+    source: str, target: str, ranks: Ranks, place: Path, started: dict[str, Path]
+) -> None:
+    """Loaded under the target layout and saved from there again: the same bytes."""
+    point = started[source] / "checkpoint-3"
+    again = go(
+        ranks, place, target, f"{source}-to-{target}", resume_from_checkpoint=point, max_steps=3, override_resume=True
+    )
+    assert files(again / "checkpoint-3") == files(point)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layout_draws_the_curve_of_one_process(name: str, started: dict[str, Path]) -> None:
+    assert curve(started[name]) == pytest.approx(curve(started["one"]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("one", "tp2pp2"), ("tp2", "pp2"), ("fsdp2", "one"), ("pp2", "fsdp2"), ("cp2", "dp2"), ("tp2fsdp2", "cp2")],
+)
+def test_the_curve_goes_on_when_the_layout_changes(
+    source: str, target: str, ranks: Ranks, place: Path, started: dict[str, Path]
+) -> None:
+    mine = place / f"on-{source}-{target}"
+    shutil.copytree(started[source] / "checkpoint-3", mine / "checkpoint-3")
+    shutil.copyfile(started[source] / "metrics.jsonl", mine / "metrics.jsonl")
+    go(ranks, place, target, mine.name)
+    assert curve(mine) == pytest.approx(curve(started["one"]), abs=2e-6)
