@@ -391,6 +391,39 @@ def test_a_background_failure_is_noticed_by_all_ranks_at_the_same_step(ranks: Ra
     check_stored(tmp_path / "checkpoint-2", 2)
 
 
+def time_saves(output: str, async_save: bool, megabytes: int) -> float:
+    """Seconds training waited for the quickest of three saves; the first one also makes the buffers, once a run."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = megabytes * 2**20 // 8 // 16384  # of 8 tensors, 4096 wide
+    held = [Held(((rows * r, rows * (r + 1)),)) for r in range(size)]
+    sharding = FakeSharding({f"w{k}": (rows * size, 4096) for k in range(8)}, {f"w{k}": held for k in range(8)})
+    weights = {name: torch.randn(rows, 4096) for name in sharding.names()}
+    manager = CheckpointManager(Path(output), async_save=async_save)
+    if rank == 0:
+        manager.start()
+    saves = CollectiveSaves(manager, World(Layout(dp=size), rank), sharding, dist.new_group(backend="gloo"))
+
+    def write(folder: Path, whole: Any) -> None:
+        write_shards(folder, "model", whole["weights"].items())
+
+    seconds = []
+    for step in range(1, 5):
+        dist.barrier()
+        started = time.perf_counter()
+        saves.save(step, {"weights": weights}, write)
+        seconds.append(time.perf_counter() - started)
+        saves.wait()
+    if rank == 0:
+        manager.close()
+    return min(seconds[1:])
+
+
+def test_a_background_save_stalls_training_under_5_percent_of_a_blocking_one(ranks: Ranks, tmp_path: Path) -> None:
+    blocking = max(ranks.run(2, time_saves, str(tmp_path / "a"), False, 96))
+    stall = max(ranks.run(2, time_saves, str(tmp_path / "b"), True, 96))
+    assert stall < 0.05 * blocking, f"{stall * 1000:.0f} ms of {blocking * 1000:.0f}"
+
+
 def last_save_fails(output: str, fault: str) -> tuple[str, str]:
     run = Run(output)
     run.fault = fault

@@ -108,14 +108,15 @@ def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callabl
     code, out, err = ranks("add_ranks", tmp_path, 6, 1, max_restarts=1)
     assert code == 0, err
     assert "error: rank 1 was ended by SIGKILL" in err.splitlines()[1]
-    killed, left = (float((tmp_path / name).read_text()) for name in ("killed", "left-0"))
-    assert 0 <= left - killed < LEFT_S
+    killed, again = (float((tmp_path / name).read_text()) for name in ("killed", "began-0-1"))
+    left = again - killed - launch_agent.BACK_OFF_S
+    assert 0 <= left < LEFT_S
     for rank in (0, 1):
         steps = [tuple(word.split(":")) for word in (tmp_path / f"steps-{rank}").read_text().split()]
         assert [(step, attempt) for step, attempt, _ in steps] == [(str(k), "0" if k < 3 else "1") for k in range(6)]
         assert {total for _, _, total in steps} == {"3"}
     assert out.splitlines()[-1] == "sum 3"
-    print(f"rank 0 noticed {left - killed:.2f} s after rank 1 was killed")
+    print(f"the other rank had left {left:.2f} s after the kill")
 
 
 # --- signals
@@ -242,6 +243,18 @@ def test_a_lost_machine_joins_again_where_the_others_are(tmp_path: Path, numbere
         process.kill(signal.SIGTERM)
     assert [stays.wait(), comes.wait()] == [75, 75]
     assert all("attempt 1" in (tmp_path / "logs" / f"workerlog.{rank}").read_text() for rank in (0, 1))
+
+
+def test_when_the_meeting_point_is_lost_the_others_stop(tmp_path: Path) -> None:
+    common, words = two(), ("save_when_told", tmp_path, 0)
+    goes, stays = [machine(tmp_path, common, node, True, *words) for node in (0, 1)]
+    wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+    goes.kill(signal.SIGKILL)
+    began = time.monotonic()
+    assert (goes.wait(), stays.wait()) == (-9, 1)
+    assert time.monotonic() - began < LEFT_S
+    assert stays.said()[-3].startswith("error: the other machines are gone")
+    assert not alive(int((tmp_path / "pid-1").read_text()))
 
 
 def test_a_machine_that_never_comes_is_an_error_with_the_numbers(tmp_path: Path) -> None:

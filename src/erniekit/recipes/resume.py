@@ -46,7 +46,7 @@ def promises(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
     return {
         **keys,
         "max_steps": data.max_steps,
-        "packs a step": data.packs_per_step,
+        "packs a step (batch_size x gradient_accumulation_steps x data ranks)": data.packs_per_step,
         "train data": data.fingerprints(),
     }
 

@@ -15,6 +15,7 @@ from erniekit.checkpoint.probe import probe_from
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.gradients import local
 from erniekit.parallel.world import check_model, leave, open_world
 from erniekit.recipes import doctor, finish, opening, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
@@ -22,6 +23,7 @@ from erniekit.recipes.datasets import TrainData, eval_batches, open_data
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
+from erniekit.train.drift import ReplicaDrift, replicated
 from erniekit.train.eval_hook import BestRule, EvalHook
 from erniekit.train.evaluate import evaluate
 from erniekit.train.guard import FiniteGuard, Signals
@@ -29,7 +31,9 @@ from erniekit.train.hooks import CollectGarbage, Hook
 from erniekit.train.metrics import LogHook
 from erniekit.train.save import SaveHook, Saver
 from erniekit.train.step import TrainStep
+from erniekit.train.stragglers import Stragglers, device_probe
 from erniekit.train.trainer import Trainer
+from erniekit.train.watchdog import Watchdog
 
 
 def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
@@ -51,7 +55,9 @@ def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
     record = RunRecord(output, command=list(command), version=opening.version())
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
-    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers:
+    dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
+    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog:
+        dog.phase("prepare")
         point = resume.find(cfg, manager, world)
         data = open_data(cfg, tokenizer, output, world)
         opening.show_data(data)
@@ -67,7 +73,7 @@ def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
 
         saver = saver_for(cfg, manager, built, optimizer, first)
         state = resume.restore(cfg, saver, point, data)
-        hooks = hooks_for(cfg, built, data, saver, trackers)
+        hooks = [dog, *hooks_for(cfg, built, data, saver, trackers)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data),
             state=state,
@@ -146,9 +152,10 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
         data_ranks=built.world.layout.data_ranks,
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
+    watch = watchers(cfg, built, trackers)
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s)
     if not data.evaluation:
-        return [log, save, *sweep]
+        return [*watch, log, save, *sweep]
 
     def run_evaluation() -> dict[str, float]:
         batches = eval_batches(cfg, data.evaluation, data.world, data.padding(cfg))
@@ -161,7 +168,22 @@ def hooks_for(cfg: RunConfig, built: Built, data: TrainData, saver: Saver, track
         saver.manager.protect(trainer.state.step)
 
     on_best = keep if cfg.checkpoint.load_best_model_at_end else None
-    return [log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save, *sweep]
+    return [*watch, log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save, *sweep]
+
+
+def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:
+    """Where there are several ranks: slow ones are named, and copies of a weight must stay the same bits."""
+    if built.world.size == 1:
+        return []
+    out: list[Hook] = []
+    if cfg.train.straggler_factor:
+        probe = device_probe(built.device.handle)
+        out.append(Stragglers(built.world, cfg.train.straggler_factor, probe=probe))
+    if cfg.train.drift_check_steps:
+        blocks = replicated(built.sharding, built.world.rank)
+        held = {name: local(param) for name, param in built.parameters()}
+        out.append(ReplicaDrift(blocks, lambda: held, built.world, cfg.train.drift_check_steps))
+    return out
 
 
 def best_rule(cfg: RunConfig) -> BestRule:

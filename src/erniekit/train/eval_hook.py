@@ -56,9 +56,11 @@ class EvalHook(Hook):
 
     def _evaluate(self, trainer: Trainer) -> None:
         state, rule = trainer.state, self.rule
+        trainer.phase("eval")
         self.trackers.status("evaluating")
         self.last, self._last_step = self.run(), state.step
         self.trackers.status("")
+        trainer.phase("hooks")
         self.trackers.log(state.step, self.last, "eval")
         value = self.last.get(rule.metric)
         if value is None:

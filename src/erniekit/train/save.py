@@ -153,9 +153,11 @@ class SaveHook(Hook):
     def save(self, trainer: Trainer, final: bool = False) -> Path | None:
         if self.saver.last_saved == trainer.state.step and not final:
             return None
+        trainer.phase("save")
         self.trackers.status("saving")
         path = self.saver.save(trainer.state, final=final)
         self.trackers.status("")
+        trainer.phase("hooks")
         self.trackers.event(trainer.state.step, "save", str(path) if path else "in the background or failed")
         return path
 
@@ -166,6 +168,7 @@ class SaveHook(Hook):
             self.save(trainer, final=True)
 
     def _leave(self, trainer: Trainer, signal_name: str) -> None:
+        trainer.phase("save")
         path = self.saver.save(trainer.state, final=True)
         took = time.monotonic() - trainer.signals.requested_at
         late = f"; the save took {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"

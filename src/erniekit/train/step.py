@@ -6,7 +6,7 @@ same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,18 +42,22 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
         self.mean_of_means = compat
+        self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         engine, optimizer = self.engine, self.optimizer
+        self.phase("forward/backward")
         trained = engine.total_tokens(sum(b.num_label_tokens for b in batches))
         total = engine.forward_backward(batches, self._shares(batches, trained))
         grads = optimizer.gradients()
         if engine.sync is None:
             norm = optimizer.gradient_norm()
         else:
+            self.phase("collective")
             engine.sync.reduce(grads)
             norm = engine.sync.norm(grads)
         loss_value, norm_value = torch.stack((total, norm.to(total.device))).tolist()
+        self.phase("update")
         lr = self.schedule.for_update(step)
         # Both numbers are the same on every rank, and so is the decision.
         applied = _finite(loss_value) and _finite(norm_value)

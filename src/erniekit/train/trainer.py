@@ -32,10 +32,12 @@ class Trainer:
         self._batches_from, self._packs_per_step, self._roll_back = batches_from, packs_per_step, roll_back
 
     def fit(self) -> None:
+        self.step.phase = self.phase
         for hook in self.hooks:
             hook.on_start(self)
         batches = self._batches_from(self.state.packs)
         while self.state.step < self.max_steps and not self.stop_reason:
+            self.phase("data")
             micro = next(batches)
             result = self.step(micro, self.state.step + 1)
             if self._book(result, micro):
@@ -46,6 +48,10 @@ class Trainer:
                 hook.after_step(self, result)
         for hook in self.hooks:
             hook.on_end(self)
+
+    def phase(self, name: str) -> None:
+        for hook in self.hooks:
+            hook.phase(name)
 
     def _book(self, result: StepResult, micro: Sequence[Batch]) -> bool:
         """Counters move only here. True when the guard wants the last checkpoint back."""
@@ -63,6 +69,7 @@ class Trainer:
     def _go_back(self) -> None:
         """Weights and optimiser from the last checkpoint; the data goes on behind the bad stretch, once."""
         packs, skipped = self.state.packs, self.state.skipped_steps
+        self.phase("restore")
         self._roll_back(self.state)
         self.state.packs, self.state.skipped_steps = packs, skipped
         self.state.rollbacks += 1
