@@ -26,14 +26,24 @@ def say_hello() -> None:
 
 
 def user_error(folder: str) -> None:
-    """Rank 1's fault; rank 0 would go on for a minute and says when it was told to leave."""
+    """Rank 1's fault; rank 0 would go on for a minute."""
+    all_here(folder)
     if RANK == 1:
         raise DataError("no rows", where="a.jsonl", fix="add some")
     wait_for_the_end(folder)
 
 
-def crash_once(folder: str) -> None:
+def all_here(folder: str) -> None:
+    """Leaves a file, and returns when every rank of this attempt has: then the fault comes to a full house."""
     (Path(folder) / f"attempt-{ATTEMPT}-rank-{RANK}").touch()
+    until = time.monotonic() + 30
+    while len(list(Path(folder).glob(f"attempt-{ATTEMPT}-*"))) < int(os.environ["WORLD_SIZE"]):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def crash_once(folder: str) -> None:
+    all_here(folder)
     if ATTEMPT == 0:
         if RANK == 1:
             print("about to fail", flush=True)
@@ -42,7 +52,7 @@ def crash_once(folder: str) -> None:
 
 
 def die(folder: str, code: str) -> None:
-    (Path(folder) / f"attempt-{ATTEMPT}-rank-{RANK}").touch()
+    all_here(folder)
     if RANK == 1:
         os._exit(int(code))
     wait_for_the_end(folder)
@@ -95,6 +105,16 @@ def one_leaves_early(folder: str) -> None:
     if RANK == 0:
         time.sleep(1.0)
         (Path(folder) / "saved").touch()
+    raise Preempted(f"saved by rank {RANK}")
+
+
+def one_is_stuck(folder: str) -> None:
+    if RANK == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (Path(folder) / "stuck").touch()
+        time.sleep(60)
+    while not (Path(folder) / "stuck").exists():
+        time.sleep(0.01)
     raise Preempted(f"saved by rank {RANK}")
 
 

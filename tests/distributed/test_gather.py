@@ -397,7 +397,7 @@ def time_saves(output: str, async_save: bool, megabytes: int) -> float:
     rows = megabytes * 2**20 // 8 // 16384  # of 8 tensors, 4096 wide
     held = [Held(((rows * r, rows * (r + 1)),)) for r in range(size)]
     sharding = FakeSharding({f"w{k}": (rows * size, 4096) for k in range(8)}, {f"w{k}": held for k in range(8)})
-    weights = {name: torch.randn(rows, 4096) for name in sharding.names()}
+    weights = {name: torch.ones(rows, 4096) for name in sharding.names()}
     manager = CheckpointManager(Path(output), async_save=async_save)
     if rank == 0:
         manager.start()

@@ -22,6 +22,7 @@ import pytest
 
 from erniekit.cli import launch_agent
 from erniekit.cli.launch import Launch, start
+from erniekit.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,9 +33,9 @@ from launchers import LEFT_S, WORKER, Launcher, alive, launcher, wait_for
 def ranks(tmp_path: Path, capfd) -> Callable[..., tuple[int, str, str]]:
     """ranks("what", args...) -> exit code, stdout, stderr of two ranks started from this process."""
 
-    def go(*words: object, max_restarts: int = 0) -> tuple[int, str, str]:
+    def go(*words: object, **keys: object) -> tuple[int, str, str]:
         before = dict(os.environ)
-        launch = Launch(2, log_dir=tmp_path / "logs", max_restarts=max_restarts)
+        launch = replace(Launch(2, log_dir=tmp_path / "logs", max_restarts=0), **keys)
         code = start(launch, [sys.executable, WORKER, *map(str, words)])
         assert dict(os.environ) == before
         seen = capfd.readouterr()
@@ -102,6 +103,36 @@ def test_the_others_may_finish_their_save_when_one_rank_has_left(ranks: Callable
     assert code == 75
     assert (tmp_path / "saved").exists(), "rank 0 was still saving when rank 1 left"
     assert err.splitlines()[1:] == ["saved by rank 0"]
+
+
+def test_a_rank_that_never_gets_to_its_save_is_not_waited_for_and_the_save_counts(
+    ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_agent, "SLACK_S", 0.1)
+    monkeypatch.setattr(launch_agent, "LEAVE_S", 0.2)
+    code, _, err = ranks("one_is_stuck", tmp_path, grace_s=0.2, max_restarts=3)
+    assert code == 75
+    assert "error: rank 1 did not leave" in err
+    assert "restart" not in err
+
+
+def test_logs_that_cannot_be_written_are_a_users_error(ranks: Callable, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no logs of the ranks"):
+        ranks("say_hello", log_dir=tmp_path / "file" / "logs")
+
+
+def test_a_hang_up_ends_nothing_under_nohup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = saving_launcher(tmp_path, 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.kill(signal.SIGHUP)
+    time.sleep(0.5)
+    assert not list(tmp_path.glob("saved-*"))
+    process.kill(signal.SIGTERM)
+    assert process.wait() == 75
 
 
 def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callable, tmp_path: Path) -> None:

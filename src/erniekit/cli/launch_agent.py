@@ -27,6 +27,7 @@ from erniekit.cli.launch import Launch
 from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.cli.launch_logs import Relay
 from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, interface_of, own_address, rendezvous
+from erniekit.errors import ConfigError
 
 LEAVE_S = 8.0  # from SIGTERM to SIGKILL for the ranks whose peer is gone
 SLACK_S = 5.0  # beyond a rank's grace to save: it has to get to the end of its step as well
@@ -38,6 +39,11 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 def run_ranks(launch: Launch, command: list[str]) -> int:
     """Start `command` in every rank of this machine and see it through; the exit code for the shell."""
+    try:
+        launch.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        fix = "give another log_dir"
+        raise ConfigError(f"no logs of the ranks: {e.strerror}", where=str(launch.log_dir), fix=fix) from e
     relay = Relay(launch.log_dir)
     errors = Path(tempfile.mkdtemp(prefix="erniekit-ranks-"))
     agent = None
@@ -101,6 +107,7 @@ class Agent(LocalElasticAgent):
         self._nodes: Nodes | None = None
         self._signals: list[int] = []  # that came for us
         self._passed_on = 0  # how many of them the ranks have
+        self._ignored = {n for n in (signal.SIGHUP,) if signal.getsignal(n) == signal.SIG_IGN}  # nohup erniekit ...
         self._leave_by = float("inf")  # monotonic: when those that are still saving have had their time
         self._blamed_at: float | None = None  # monotonic: since when a rank blames one that has not spoken yet
         self._failure: Failure | None = None
@@ -125,7 +132,7 @@ class Agent(LocalElasticAgent):
         self._failure, self._blamed_at, self._leave_by = None, None, float("inf")
         started = super()._start_workers(worker_group)
         for number in ASKING:  # after torch has put in its own, which raise wherever we happen to be
-            signal.signal(number, self._on_signal)
+            signal.signal(number, signal.SIG_IGN if number in self._ignored else self._on_signal)
         if not self.met:
             self._introduce(worker_group)
         self.exit_code, self.met = 0, True
@@ -191,7 +198,7 @@ class Agent(LocalElasticAgent):
         elif not running:
             return super()._monitor_workers(worker_group)  # all is well: torch waits for the other machines
         if running and time.monotonic() > self._leave_by:
-            return self._end(self._overdue(running))
+            return self._end(self._overdue(running, preempted))
         return RunResult(state=WorkerState.HEALTHY)
 
     def _leave_within(self, seconds: float) -> None:
@@ -227,10 +234,12 @@ class Agent(LocalElasticAgent):
         files = {local: Path(self._pcontext.error_files[local]) for local in failed}
         return first(read(ranks[at], failed[at], files[at], self.relay.path(ranks[at])) for at in failed)
 
-    def _overdue(self, ranks: list[int]) -> Failure:
+    def _overdue(self, ranks: list[int], preempted: bool) -> Failure:
+        """Some never got to the end of their step. Those that left before them have saved what there is to save."""
         names = ", ".join(map(str, ranks))
         what = f"error: rank {names} did not leave within {self.launch.grace_s + SLACK_S:.0f} s of the signal"
-        return Failure(ranks[0], -signal.SIGTERM, CRASH, (what, "fix:   raise preempt_grace_s"))
+        code, kind = (75, PREEMPTED) if preempted else (-signal.SIGTERM, CRASH)
+        return Failure(ranks[0], code, kind, (what, "fix:   raise preempt_grace_s"))
 
     def _end(self, cause: Failure) -> RunResult:
         """Say why, see the others off, and settle whether there will be another attempt."""
@@ -252,8 +261,8 @@ class Agent(LocalElasticAgent):
             self._nodes.goodbye()
         return RunResult(state=WorkerState.FAILED)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """SIGTERM, a moment, SIGKILL to everything a rank has started. Called by torch and by `_end`."""
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        """SIGTERM, a moment, SIGKILL to a rank and what it has started. Called by torch and by `_end`."""
         if not isinstance(self._pcontext, SubprocessContext):
             return
         self._tell(death_sig)
@@ -261,8 +270,9 @@ class Agent(LocalElasticAgent):
         while any(code is None for code in self._codes().values()) and time.monotonic() < until:
             time.sleep(0.02)
         for handler in self._pcontext.subprocess_handlers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(handler.proc.pid, signal.SIGKILL)
+            if handler.proc.poll() not in (0, 75):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
         self._pcontext.close(signal.SIGKILL, 5)
         self._pcontext = None
         self.relay.release()
@@ -271,7 +281,6 @@ class Agent(LocalElasticAgent):
 @contextlib.contextmanager
 def _remarks_to_a_file(folder: Path) -> Iterator[None]:
     """torch's own remarks: what happened is told by the rank it happened to."""
-    folder.mkdir(parents=True, exist_ok=True)
     log, handler = logging.getLogger("torch.distributed"), logging.FileHandler(folder / "launcher.log", "w", delay=True)
     before = log.propagate, log.handlers
     log.propagate, log.handlers = False, [handler]
@@ -300,7 +309,10 @@ def _environment(launch: Launch) -> Iterator[None]:
 @contextlib.contextmanager
 def _signals_end_us() -> Iterator[None]:
     """While nothing runs that could save, a signal ends the launcher at once: waiting for machines is not in Python."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in ASKING}
+    before = {number: signal.getsignal(number) for number in ASKING}
+    for number in ASKING:
+        if not (number == signal.SIGHUP and before[number] == signal.SIG_IGN):
+            signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -109,7 +109,6 @@ class Relay:
 
     def _fresh(self, rank: int) -> Path:
         """The last run's log is kept as .1, those of this run's earlier attempts as .attempt-K."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(rank)
         attempts = self._opened.get(rank, 0)
         if not attempts:

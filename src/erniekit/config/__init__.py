@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config.flat import DEFAULTS, KEYS
 from erniekit.config.later import Later, later, refuse_later
 from erniekit.config.note import Note
+from erniekit.config.world import accumulation_for, for_world
 from erniekit.errors import ConfigError
 
 if TYPE_CHECKING:
     from erniekit.config.run import Inert, RunConfig
 
-__all__ = ["Inert", "Later", "Note", "RunConfig", "later", "load", "need", "refuse_later"]
+__all__ = [
+    "Inert", "Later", "Note", "RunConfig", "accumulation_for", "for_world", "later", "load", "need", "refuse_later",
+]  # fmt: skip
 
 
 def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] | None = None) -> RunConfig:
@@ -30,8 +33,10 @@ def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] |
     values, notes = resolve({**DEFAULTS, **given}, sources, command)
     origins = {name: g.origin for name, g in sources.given.items()}
     origins |= {n.key: "derived" for n in notes if n.changes}
-    inert = tuple(Inert(name, g.value, g.origin) for name, g in sources.inert.items())
-    return make_run(values, command, tuple(sources.files), origins, tuple(notes), inert)
+    inert = [Inert(name, g.value, g.origin) for name, g in sources.inert.items()]
+    idle = ((name, word) for name, k in KEYS.items() if k.idle for word in values[name] if word in k.idle)
+    inert += [Inert(name, word, origins[name]) for name, word in idle]
+    return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(inert))
 
 
 def need(cfg: RunConfig, *names: str) -> None:

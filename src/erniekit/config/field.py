@@ -5,6 +5,7 @@ The sections are made of these; conversion, sources, help and the config command
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -28,6 +29,7 @@ class Key:
     fixed: bool = False  # must not change when a run resumes: it decides what the next step does
     later: str = ""  # the capability that will read it; empty when it is read today
     secret: bool = False  # never printed or stored
+    idle: Mapping[str, str] = field(default_factory=dict)  # words of it that change nothing here -> why
 
     @property
     def is_list(self) -> bool:
@@ -52,10 +54,12 @@ def key(
     fixed: bool = False,
     later: str = "",
     secret: bool = False,
+    idle: Mapping[str, str] | None = None,
 ) -> Any:
+    idle = idle or {}
     facts = dict(
-        help=help, also=also, choices=choices, low=low, high=high, commas=commas, basic=basic, fixed=fixed,
-        later=later, secret=secret,
+        help=help, also=also, choices=(*choices, *idle), low=low, high=high, commas=commas, basic=basic, fixed=fixed,
+        later=later, secret=secret, idle=idle,
     )  # fmt: skip
     return field(default=default, metadata=facts)
 

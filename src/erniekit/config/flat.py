@@ -13,9 +13,7 @@ from erniekit.registry import nearest
 KEYS: dict[str, Key] = {k.name: k for section, cls in SECTIONS.items() for k in keys_of(section, cls)}
 ALIASES: dict[str, str] = {alias: k.name for k in KEYS.values() for alias in k.also}
 DEFAULTS: dict[str, Any] = {name: k.default for name, k in KEYS.items()}
-DEGREES = tuple(
-    name for name in KEYS if name.endswith("_degree") and name not in ("pp_need_data_degree", "server_tp_degree")
-)
+DEGREES = tuple(name for name in KEYS if name.endswith("_degree") and name != "server_tp_degree")
 
 # Names other toolkits use, for those who arrive from them.
 ELSEWHERE = {

@@ -1,6 +1,6 @@
-"""Old keys that are accepted and do nothing here, each with its reason. Looked up by sources; shown by `config`.
+"""Old keys, and words of keys, that are accepted and do nothing here, each with its reason. Shown by `config`.
 
-A key moves from here into a section on the day it starts to mean something.
+Looked up by sources (keys) and declared by the sections (words). What starts to mean something leaves this file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _REASONS = {
     "checkpoints hold whole tensors, whatever the layout": """
         unified_checkpoint save_sharded_model load_sharded_model load_sharded_model_remap_parameter_name
         force_reshard_pp save_sharding_stage1_model_include_freeze_params reshard_save_then_exit""",
-    "optimiser states are stored without loss": "disable_ckpt_quant",
     "checkpoints are always whole and published by one rename": """
-        save_tokenizer save_rng_states save_on_each_node output_signal_dir ordered_save_group_size use_async_save
-        flash_device_save_steps enable_zero_cost_checkpoint zcc_workers_num zcc_pipeline_hooks_capacity_usage
-        zcc_save_ema_coef zcc_ema_interval""",
+        save_tokenizer save_rng_states save_on_each_node output_signal_dir ordered_save_group_size""",
+    "another way to save behind training; unified_checkpoint_config: async_save does it": """
+        use_async_save flash_device_save_steps enable_zero_cost_checkpoint zcc_workers_num
+        zcc_pipeline_hooks_capacity_usage zcc_save_ema_coef zcc_ema_interval""",
     "a service of another cluster": "pdc_download_ckpt pdc_download_timeout loss_spike_settings",
     "steps are counted, not estimated": "max_estimate_samples num_of_gpus",
     "always measured, see metrics.jsonl in output_dir": """
@@ -49,9 +49,21 @@ _REASONS = {
         load_args_from_api video_use_asr""",
     "read from the tokenizer": "pad_token_id",
     "read from the model's config.json": "model_type initializer_range",
-    "a detail of Paddle's communication": """
-        use_sp_callback fuse_sequence_parallel_allreduce tensor_parallel_output split_norm_comm
-        split_inputs_sequence_dim flatten_param_grads ddp_find_unused_parameters local_rank""",
+    "always so: under sequence_parallel the norms' gradients are summed once a step, in one message": """
+        use_sp_callback fuse_sequence_parallel_allreduce""",
+    "the loss is always taken from logits cut by vocabulary; the number is the same": "tensor_parallel_output",
+    "the norm takes one sum over the ranks that hold the model": "split_norm_comm",
+    "always so: context_parallel_degree cuts sequences": "split_inputs_sequence_dim",
+    "gradients are summed in buckets, after the last micro-batch": """
+        flatten_param_grads ddp_find_unused_parameters""",
+    "sharded layers travel one at a time, other gradients in buckets of 256 MB": "sharding_comm_buffer_size_MB",
+    "ranks are numbered with tensor-parallel ones nearest and pipeline stages farthest; results do not depend on it": """
+        hybrid_parallel_topo_order""",
+    "stages need not be of one size, so there is nothing to fill up": "add_tail_layers",
+    "every rank reads its batch itself, from one token cache": """
+        distributed_dataloader pp_need_data pp_need_data_degree""",
+    "there is no dry run: shapes are known before the first step": "disable_pipeline_warmup",
+    "given by the launcher": "local_rank",
     "Paddle's automatic parallelism": """
         to_static enable_auto_parallel auto_parallel_resume_form_hybrid_parallel sharding_parallel_mesh_dimension
         data_parallel_config sequence_parallel_config n_microbatches pipeline_schedule_mode""",
@@ -59,3 +71,56 @@ _REASONS = {
 }
 
 INERT: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+
+# Words of keys that hold several: the key -> its words without effect -> why. The words that are not here are read.
+_ONCE = "the loss is always divided once, by the step's trained tokens"
+_FREED = "gradients are freed after every step, always"
+_FIXED = "a pipeline's rows are all of one length, so shapes never change"
+_TORCH = "torch's schedules decide how sends and receives are posted"
+_OVERLAPS = "fully_shard overlaps by itself"
+_EQUAL = "copies stay equal: one gradient, one update, checked every drift_check_steps"
+
+WORDS: dict[str, dict[str, str]] = {
+    "pipeline_parallel_config": {
+        "disable_p2p_cache_shape": _FIXED,
+        "enable_dynamic_shape": _FIXED,
+        "enable_clear_every_step_cache": _FIXED,
+        "disable_partial_send_recv": "whole tensors are always sent",
+        "enable_overlap_p2p_comm": _TORCH,
+        "disable_batch_p2p_comm": _TORCH,
+        "enable_delay_scale_loss": _ONCE,
+        "enable_dp_comm_overlap": "copies sum gradients after the last micro-batch; sharding overlaps it",
+        "enable_sharding_comm_overlap": _OVERLAPS,
+        "enable_release_grads": _FREED,
+        "enable_timer": "step times are always in metrics.jsonl",
+        "best_unbalanced_scheduler": "an order of interleaved stages; pp_schedule chooses here",
+        "enable_offload_queue": "what travels between stages stays on the device; recompute saves more",
+    },
+    "tensor_parallel_config": {
+        "sync_param": _EQUAL,
+        "sync_grad": _EQUAL,
+        "sync_moment": _EQUAL,
+        "enable_mp_async_allreduce": "sums between tensor-parallel ranks are waited for; the numbers are the same",
+        "enable_sp_async_reduce_scatter": "sums between tensor-parallel ranks are waited for; the numbers are the same",
+        "enable_mp_skip_c_identity": "fused layers sum their input's gradient once, always",
+        "enable_mp_fused_linear_param_grad_add": "gradients are added in fp32 as they are made, always",
+        "enable_delay_scale_loss": _ONCE,
+        "replace_with_parallel_cross_entropy": "the cross-entropy is always taken in parallel over the vocabulary",
+        "replace_with_c_embedding": "the embedding is always cut by vocabulary",
+    },
+    "sharding_parallel_config": {
+        "split_param": "tensors are always cut inside, in equal shares",
+        "enable_stage1_tensor_fusion": "a layer's tensors always travel together",
+        "enable_fuse_optimizer_states": "torch's fused update takes all tensors at once, always",
+        "enable_stage1_overlap": _OVERLAPS,
+        "enable_stage2_overlap": _OVERLAPS,
+        "enable_stage1_broadcast_overlap": _OVERLAPS,
+        "enable_stage1_allgather_overlap": _OVERLAPS,
+        "disable_stage1_reduce_avg": _ONCE,
+        "enable_release_grads": _FREED,
+    },
+    "unified_checkpoint_config": {
+        "skip_save_model_weight": "weights are always saved: every checkpoint can be exported and served",
+        "ignore_merge_optimizer": "optimiser states are stored whole tensor by tensor, whatever the layout",
+    },
+}

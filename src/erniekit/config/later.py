@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,9 +46,24 @@ def _one_of(*values: str) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
+def _has(word: str) -> Callable[[Any], bool]:
+    return lambda words: word in words
+
+
+def _has_experts(model: str | None) -> bool:
+    """A hub id such as ERNIE-4.5-21B-A3B says so: of 21B weights a token meets 3B. A folder's config.json is exact,
+    and read when it is opened."""
+    return bool(model) and not os.path.isdir(str(model)) and re.search(r"-A\d+B(?![a-z0-9])", str(model)) is not None
+
+
 def _above(limit: float) -> Callable[[Any], bool]:
     return lambda value: value is not None and value > limit
 
+
+SPREAD = (
+    "tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree", "data_parallel_degree",
+    "context_parallel_degree",
+)  # fmt: skip
 
 # The commands that would need it -> what they would need. Adding the capability takes its line away.
 LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
@@ -55,6 +71,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
         _Row(("stage",), _one_of("DPO"), "preference training (DPO)", "SFT trains on chosen answers today"),
         _Row(("stage",), _one_of("PT"), "pre-training", "SFT trains on conversations today"),
         _Row(("stage",), _one_of("VL-SFT", "OCR-VL-SFT"), "vision-language training", "SFT trains on text today"),
+        _Row(("model_name_or_path",), _has_experts, "a mixture of experts", "dense models train today"),
         _Row(("compute_type",), _one_of("fp8"), "fp8 training", "use bf16"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
         _Row(
@@ -103,9 +120,26 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             stops=False,
         ),
         _Row(("offload_recompute_inputs",), bool, "recompute inputs in host memory", "they stay", stops=False),
-        _Row(("ckpt_quant_stage",), _one_of("O1", "O2"), "compressed checkpoints", "stored whole", stops=False),
+        _Row(
+            ("pipeline_parallel_config",),
+            _has("use_dualpipev"),
+            "the DualPipeV schedule",
+            "pp_schedule chooses among the others",
+            stops=False,
+        ),
+        _Row(
+            ("pipeline_parallel_config",),
+            _has("forward_backward_overlap_scheduler"),
+            "one micro-batch's backward over another's forward",
+            "pp_schedule chooses among the others",
+            stops=False,
+        ),
     ),
-    ("chat",): (_Row(("quantization",), bool, "quantised weights when serving", "used as stored", stops=False),),
+    ("eval",): (_Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),),
+    ("chat",): (
+        _Row(("quantization",), bool, "quantised weights when serving", "used as stored", stops=False),
+        _Row(("tensor_parallel_degree",), _above(1), "chat over several devices", "runs on one", stops=False),
+    ),
 }
 
 

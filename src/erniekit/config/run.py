@@ -39,15 +39,24 @@ HIDDEN = "***"
 
 @dataclass(frozen=True)
 class Inert:
-    """A key that was given and does nothing here."""
+    """A key that was given and does nothing here; or one such word (the value) of a key that holds several."""
 
     key: str
     value: Any
     origin: str
 
     @property
+    def name(self) -> str:
+        """The word a user would look for."""
+        return str(self.value) if self._is_word else self.key
+
+    @property
     def reason(self) -> str:
-        return INERT.get(self.key, "of another version")
+        return KEYS[self.key].idle[self.value] if self._is_word else INERT.get(self.key, "of another version")
+
+    @property
+    def _is_word(self) -> bool:
+        return self.key in KEYS and isinstance(self.value, str) and self.value in KEYS[self.key].idle
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,20 @@ class RunConfig:
             values[known] = convert(KEYS[known], value, "replace")
             origins[known] = "argument"
         return make_run(values, self.command, self.files, origins, self.notes, self.inert)
+
+    def derive(self, *notes: Note) -> RunConfig:
+        """The same run after notes that came too late for the rules; one on the same key takes an earlier one's place."""
+        values, origins, kept = {name: self[name] for name in KEYS}, dict(self.origins), list(self.notes)
+        for note in notes:
+            before = next((n for n in kept if n.key == note.key and n.changes), None)
+            kept = [n for n in kept if n is not before]
+            whole = Note(note.key, before.old if before else note.old, note.new, note.reason, note.quiet)
+            values[note.key] = note.new
+            if whole.changes:
+                kept.append(whole)
+            if note.changes:
+                origins[note.key] = "derived"
+        return make_run(values, self.command, self.files, origins, tuple(kept), self.inert)
 
     def resume_keys(self) -> dict[str, Any]:
         """The values that decide what the next step does: a resumed run must have the same."""

@@ -1,63 +1,75 @@
 """AdamW with fp32 master weights and fp32 gradient accumulation whatever the parameters' dtype. For train/step.py.
 
-The update itself is torch's; this file keeps the fp32 copies, the names and the state's way to disk and back.
+The update itself is torch's; this file keeps the fp32 copies, the moments, the names and the state's way to disk and
+back. offload.py says where copies and moments live between updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from erniekit.optim.groups import Group
+from erniekit.optim.offload import OnDevice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
     def __init__(
-        self, groups: list[Group], betas: tuple[float, float], eps: float, low_precision: bool = False
+        self,
+        groups: list[Group],
+        betas: tuple[float, float],
+        eps: float,
+        low_precision: bool = False,
+        home: OnDevice | None = None,
     ) -> None:
         """low_precision: the model computes in 16 bit from fp32 parameters, so what is saved has masters as well."""
-        self.groups, self.low_precision = groups, low_precision
+        self.groups, self.betas, self.eps = groups, betas, eps
+        self.low_precision, self.home = low_precision, home or OnDevice()
         self.masters: dict[str, torch.Tensor] = {}  # fp32; the parameter itself when it is fp32 already
         self.params: dict[str, nn.Parameter] = {}
+        self._summed: dict[str, Any] = {}  # whose `grad` is a parameter's fp32 gradient
+        self._states: dict[str, dict[str, torch.Tensor]] = {}  # "step" and the moments, from a parameter's first update
         for group in groups:
             for name, param in zip(group.names, group.params):
                 self.params[name] = param
                 if param.dtype == torch.float32:
-                    self.masters[name] = param
+                    self.masters[name] = self._summed[name] = param
                 else:
-                    self.masters[name] = param.detach().float().clone()
-                    param.register_post_accumulate_grad_hook(self._adder(name))
-        self._inner = torch.optim.AdamW(
-            [{"params": [self.masters[n] for n in g.names], "weight_decay": g.weight_decay} for g in groups],
-            lr=0.0,
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
+                    self._add_master(name, param)
+
+    def _add_master(self, name: str, param: nn.Parameter) -> None:
+        value = _own(param.detach())
+        master = self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
+        # A tensor in host memory cannot have a gradient on the device.
+        self._summed[name] = master if master.device == value.device else SimpleNamespace(grad=None)
+        param.register_post_accumulate_grad_hook(lambda _: self._sum(name))
 
     @property
     def has_masters(self) -> bool:
         return self.low_precision or any(self.masters[n] is not p for n, p in self.params.items())
 
-    def _adder(self, name: str):  # type: ignore[no-untyped-def]
-        """Moves each low-precision gradient into fp32 the moment autograd finishes it, and frees it."""
-        master = self.masters[name]
-
-        def add(param: torch.Tensor) -> None:
-            if master.grad is None:
-                master.grad = param.grad.float()  # type: ignore[union-attr]
-            else:
-                master.grad.add_(param.grad)  # type: ignore[arg-type]
-            param.grad = None
-
-        return add
+    def _sum(self, name: str) -> None:
+        """Moves a low-precision gradient into fp32, the moment autograd finishes it, and frees it."""
+        param, holder = self.params[name], self._summed[name]
+        if holder is param or param.grad is None:
+            return
+        if holder.grad is None:
+            holder.grad = _own(param.grad).float()
+        else:
+            holder.grad.add_(_own(param.grad))
+        param.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+        for name in self.params:
+            self._sum(name)  # zero-bubble pipelines add a weight's gradient by hand, past autograd's hooks
+        return {n: holder.grad for n, holder in self._summed.items() if holder.grad is not None}
 
     def gradient_norm(self) -> torch.Tensor:
         grads = list(self.gradients().values())
@@ -72,49 +84,79 @@ class AdamW:
             torch._foreach_mul_(grads, limit / norm.clamp(min=limit))
 
     def step(self, lr: float) -> None:
-        for group, inner in zip(self.groups, self._inner.param_groups):
-            inner["lr"] = lr * group.lr_scale
-        self._inner.step()
-        with torch.no_grad():
-            for name, param in self.params.items():
-                if self.masters[name] is not param:
-                    param.copy_(self.masters[name])
+        grads = self.gradients()
+        for group in self.groups:
+            names = [n for n in group.names if n in grads]
+            for part in [[n] for n in names] if self.home.one_by_one else [names]:
+                self._update(part, [_own(grads[n]) for n in part], lr * group.lr_scale, group.weight_decay)
+
+    @torch.no_grad()
+    def _update(self, names: Sequence[str], grads: list[torch.Tensor], lr: float, weight_decay: float) -> None:
+        """Elementwise, so it does not matter which parameters are updated in one call."""
+        states = [self._state(n) for n in names]
+        devices = [grad.device for grad in grads]
+        masters = [self._fetch_master(n, device) for n, device in zip(names, devices)]
+        averages, squares = (
+            [self.home.fetch(state[key], device) for state, device in zip(states, devices)] for key in MOMENTS
+        )
+        adamw(
+            masters, grads, averages, squares, [], [s["step"] for s in states], fused=True, amsgrad=False, lr=lr,
+            beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps, maximize=False,
+        )  # fmt: skip
+        for name, state, master, *moments in zip(names, states, masters, averages, squares):
+            if self.masters[name] is not self.params[name]:
+                _own(self.params[name]).copy_(master)
+                self.home.store(master, self.masters[name])
+            for key, moment in zip(MOMENTS, moments):
+                self.home.store(moment, state[key])
+
+    def _fetch_master(self, name: str, device: torch.device) -> torch.Tensor:
+        master = self.masters[name]
+        return _own(master) if master is self.params[name] else self.home.fetch(master, device)
+
+    def _state(self, name: str) -> dict[str, torch.Tensor]:
+        if name not in self._states:
+            param = _own(self.params[name].detach())
+            moments = {key: self.home.room(param.shape, param.device).zero_() for key in MOMENTS}
+            self._states[name] = {"step": torch.zeros((), device=param.device), **moments}
+        return self._states[name]
 
     def zero_grad(self) -> None:
-        for master in self.masters.values():
-            master.grad = None
+        for name, holder in self._summed.items():
+            self.params[name].grad = holder.grad = None
 
     def refresh_masters(self) -> None:
         """After the parameters were loaded: the fp32 copies follow them."""
         with torch.no_grad():
             for name, param in self.params.items():
                 if self.masters[name] is not param:
-                    self.masters[name].copy_(param)
+                    self.masters[name].copy_(_own(param))
 
     # --- to disk and back: plain named tensors ---
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's pieces of the moments."""
-        for name, master in self.masters.items():
-            state = self._inner.state.get(master, {})
-            for key in MOMENTS:
-                if key in state:
-                    yield f"{name}/{key}", _own(state[key])
+        self.home.settle()
+        for name in self.params:
+            for key in MOMENTS if name in self._states else ():
+                yield f"{name}/{key}", self._states[name][key]
 
     def master_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's pieces of the fp32 weights behind a model that is saved in 16 bit."""
+        self.home.settle()
         for name, param in self.params.items():
             if self.low_precision or self.masters[name] is not param:
                 yield name, _own(self.masters[name].detach())
 
     def steps_taken(self) -> int:
-        for state in self._inner.state.values():
+        for state in self._states.values():
             return int(state["step"].item())
         return 0
 
     @torch.no_grad()
     def load(self, steps: int, moments: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> list[str]:
         """Restores in place from this rank's pieces; returns the names that were expected and not given."""
+        self.home.settle()
         missing = []
         for name, param in self.params.items():
             master = self.masters[name]
@@ -124,14 +166,13 @@ class AdamW:
                 missing.append(name)
             if steps == 0:
                 continue
-            state = {"step": torch.tensor(float(steps), device=master.device)}
+            state = self._state(name)
+            state["step"].fill_(steps)
             for key in MOMENTS:
                 if f"{name}/{key}" in moments:
-                    state[key] = torch.zeros_like(master)
-                    _own(state[key]).copy_(moments[f"{name}/{key}"])
+                    state[key].copy_(moments[f"{name}/{key}"])
                 else:
                     missing.append(f"{name}/{key}")
-            self._inner.state[master] = state
         return missing
 
 

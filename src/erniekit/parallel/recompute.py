@@ -1,20 +1,28 @@
-"""Activation checkpointing: forget what a layer computed, and compute it again in backward. Called by recipes/build.py.
+"""Activation checkpointing: forget what a layer computed, and compute it again in backward. Called by apply.py.
 
 full = whole decoder layers, full_attn = their attention block, core_attn (or selective) = only the weightless
-inner attention.
+inner attention. What is computed again starts from its inputs; those may be kept in host memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+IN_FLIGHT = 2  # inputs on their way to the host: one layer computes while the one before it is copied
 
-def apply_recompute(model: nn.Module, granularity: str, skip_layers: Collection[int] = ()) -> int:
-    """Wraps each layer of `model.layers` but those skipped; returns how many."""
+
+def apply_recompute(
+    model: nn.Module, granularity: str, skip_layers: Collection[int] = (), inputs: HostInputs | None = None
+) -> int:
+    """Wraps each layer of `model.layers` but those skipped; returns how many. inputs: where those are kept meanwhile
+    (offload_recompute_inputs), one for all parts of a model; None leaves them on the device."""
     wrapped = 0
     for i, layer in enumerate(model.layers):  # type: ignore[arg-type]
         if i in skip_layers or not hasattr(layer, "attn"):  # a layer of another pipeline stage
@@ -25,13 +33,57 @@ def apply_recompute(model: nn.Module, granularity: str, skip_layers: Collection[
             "core_attn": (layer.attn.inner, "forward"),
             "selective": (layer.attn.inner, "forward"),
         }[granularity]
-        setattr(owner, method, _again(getattr(owner, method)))
+        setattr(owner, method, _again(getattr(owner, method), inputs))
         wrapped += 1
     return wrapped
 
 
-def _again(function: Callable[..., Any]) -> Callable[..., Any]:
+def _again(function: Callable[..., Any], inputs: HostInputs | None) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False)
 
-    return run
+    def run_from_host(*args: Any) -> Any:
+        # checkpoint saves its tensor arguments under these hooks, and all else under its own.
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):  # type: ignore[union-attr]
+            return run(*args)
+
+    return run if inputs is None else run_from_host
+
+
+class HostInputs:
+    """Tensors kept in pinned host memory from forward to backward. The copies run beside the computation; a tensor is
+    let go once its copy has ended, so that no more than IN_FLIGHT of them take device memory. Those of the CPU stay.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._leaving: deque[tuple[torch.Event, torch.Tensor]] = deque()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.device.type == "cpu":
+            return tensor
+        now = torch.accelerator.current_stream(tensor.device)
+        self._let_go(now, IN_FLIGHT - 1)
+        copies = self._streams.setdefault(tensor.device, torch.Stream(tensor.device))
+        copies.wait_stream(now)
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with copies:
+            kept.copy_(tensor.detach(), non_blocking=True)
+        done = copies.record_event()
+        self._leaving.append((done, tensor.detach()))
+        return kept, tensor.device, done
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        kept, device, done = packed
+        now = torch.accelerator.current_stream(device)
+        self._let_go(now, 0)
+        now.wait_event(done)
+        return kept.to(device, non_blocking=True)
+
+    def _let_go(self, now: torch.Stream, left: int) -> None:
+        """Memory given back is taken again by work on `now`, which therefore first waits for the copy out of it."""
+        while len(self._leaving) > left:
+            done, _ = self._leaving.popleft()
+            now.wait_event(done)

@@ -17,15 +17,21 @@ MEET = timedelta(minutes=10)  # for all ranks to start
 TALK = timedelta(minutes=30)  # for one collective: loading a large model keeps ranks apart
 
 
-def layout_of(parallel: Any) -> Layout:
-    """From the parallel section's values, before anybody knows how many ranks there are."""
+def layout_of(parallel: Any, ranks: int | None = None) -> Layout:
+    """From the parallel section's values. `ranks`: how many there will be; where not given, how many there are. Only
+    sharding over "all that is left" (a degree below 1) asks for them: `fit` says whether the product comes out even."""
     words = set(parallel.sharding)
     stage = next((k for k in (3, 2, 1) if f"stage{k}" in words), 1)
+    cp = max(parallel.context_parallel_degree, parallel.sep_parallel_degree)
+    fsdp = parallel.sharding_parallel_degree
+    if fsdp < 1:
+        others = parallel.pipeline_parallel_degree * parallel.data_parallel_degree * parallel.tensor_parallel_degree
+        fsdp = max(1, (ranks or ranks_started()) // (others * cp))
     return Layout(
         pp=parallel.pipeline_parallel_degree,
         dp=parallel.data_parallel_degree,
-        fsdp=parallel.sharding_parallel_degree,
-        cp=max(parallel.context_parallel_degree, parallel.sep_parallel_degree),
+        fsdp=fsdp,
+        cp=cp,
         tp=parallel.tensor_parallel_degree,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_parallel_degree > 1,
         sharding_stage=stage,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ def train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
         return run(cfg, command)
     finally:
         leave()
+        gc.collect()  # the loop and its listeners know each other: a notebook's next run needs the memory now
 
 
 def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:

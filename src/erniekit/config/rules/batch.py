@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from erniekit.config.note import Note
 from erniekit.config.view import View
+from erniekit.config.world import accumulation_for
 from erniekit.errors import ConfigError
 
 
@@ -64,22 +65,18 @@ def batch_size_sets_per_device(run: View) -> Iterator[Note]:
         yield from run.set(evaluate, run["batch_size"], reason, quiet=not run.given(evaluate))
 
 
-def _per_micro_step(run: View) -> int:
-    """Sequences all devices read at once."""
-    return int(run["batch_size"] * run["data_parallel_degree"] * run["sharding_parallel_degree"])
+def _data_ranks(run: View) -> int:
+    """Devices that read different packs, as far as the recipe says. config.world knows them all."""
+    return max(1, run["data_parallel_degree"]) * max(1, run["sharding_parallel_degree"])
 
 
 def global_batch_gives_accumulation(run: View) -> Iterator[Note]:
-    want, each = run["global_batch_size"], _per_micro_step(run)
+    want, batch, ranks = run["global_batch_size"], run["batch_size"], _data_ranks(run)
     if want is None or run.given("gradient_accumulation_steps"):
         return
-    if want % each:
-        raise ConfigError(
-            f"global_batch_size is {want}, not a multiple of the {each} sequences of one micro-step",
-            where=run.origin("global_batch_size"),
-            fix=f"use a multiple of {each}, or another batch_size",
-        )
-    yield from run.set("gradient_accumulation_steps", want // each, f"global_batch_size {want} / {each}")
+    steps = accumulation_for(want, batch, ranks, run.origin("global_batch_size"))
+    reason = f"global_batch_size {want} / {batch * ranks}; fewer on more data ranks"
+    yield from run.set("gradient_accumulation_steps", steps, reason)
 
 
 def accumulation_is_positive(run: View) -> tuple[Note, ...]:
@@ -94,6 +91,6 @@ def accumulation_is_positive(run: View) -> tuple[Note, ...]:
 
 
 def global_batch_follows(run: View) -> Iterator[Note]:
-    size = _per_micro_step(run) * max(1, run["gradient_accumulation_steps"])
+    size = run["batch_size"] * _data_ranks(run) * max(1, run["gradient_accumulation_steps"])
     reason = "batch_size x data ranks x gradient_accumulation_steps"
     yield from run.set("global_batch_size", size, reason, quiet=not run.given("global_batch_size"))

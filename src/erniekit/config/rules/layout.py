@@ -1,18 +1,61 @@
-"""Rules on how a run is spread over devices, and on what is recomputed."""
+"""Rules on how a run is spread over devices, and on what is recomputed. The number of devices is not known here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from erniekit.config.flat import DEGREES
 from erniekit.config.note import Note
 from erniekit.config.view import View
+from erniekit.config.world import check_interleaving
+from erniekit.errors import ConfigError
+from erniekit.registry import nearest
+
+_REST = -1  # of sharding_parallel_degree: all devices the other degrees leave; layout_of puts in the number
 
 
 def degree_below_one_is_one(run: View) -> Iterator[Note]:
     for name in DEGREES:
-        if run[name] < 1:
+        if run[name] < 1 and not (name == "sharding_parallel_degree" and run["sharding"]):
             yield from run.set(name, 1, "not spread", quiet=True)
+
+
+def one_sharding_stage(run: View) -> tuple[Note, ...]:
+    stages = [word for word in run["sharding"] if word != "offload"]
+    if len(set(stages)) > 1:
+        raise ConfigError(
+            f"sharding names {' and '.join(stages)}",
+            where=run.origin("sharding"),
+            fix=f"name one: {max(stages)} does what the lower ones do, too",
+        )
+    return ()
+
+
+def sharding_has_a_degree(run: View) -> Iterator[Note]:
+    """As in ERNIEKit: a stage alone takes the whole rest of the devices; a degree alone is stage1."""
+    degree, words = run["sharding_parallel_degree"], run["sharding"]
+    if words and (degree < 1 or not run.given("sharding_parallel_degree")):
+        reason = "sharding is given: all devices that the other degrees leave"
+        yield from run.set("sharding_parallel_degree", _REST, reason)
+    elif words and degree == 1:
+        yield from run.remark("sharding", "without effect: sharding_parallel_degree is 1")
+    elif degree > 1 and not words:
+        yield from run.set("sharding", ("stage1",), f"sharding_parallel_degree is {degree}")
+    if words == ("offload",) and degree != 1:
+        yield from run.set("sharding", ("stage1", "offload"), "offload alone")
+
+
+def sep_is_context_parallel(run: View) -> Iterator[Note]:
+    sep, context = run["sep_parallel_degree"], run["context_parallel_degree"]
+    if sep > 1 and context > 1:
+        raise ConfigError(
+            f"sep_parallel_degree is {sep} and context_parallel_degree is {context}: both cut sequences",
+            where=f"{run.origin('sep_parallel_degree')} and {run.origin('context_parallel_degree')}",
+            fix=f"keep context_parallel_degree, with the number of devices one sequence is cut over ({max(sep, context)}?)",
+        )
+    if sep > 1:
+        yield from run.set("context_parallel_degree", sep, f"sep_parallel_degree is {sep}: one way to cut sequences")
 
 
 def sequence_parallel_needs_tp(run: View) -> Iterator[Note]:
@@ -20,15 +63,56 @@ def sequence_parallel_needs_tp(run: View) -> Iterator[Note]:
         yield from run.set("sequence_parallel", False, "tensor_parallel_degree is 1")
 
 
+def pipeline_keys_need_a_pipeline(run: View) -> Iterator[Note]:
+    if run["pipeline_parallel_degree"] > 1:
+        return
+    if run["virtual_pp_degree"] > 1:
+        yield from run.set("virtual_pp_degree", 1, "pipeline_parallel_degree is 1")
+    if run["pp_schedule"] != "auto":
+        yield from run.remark("pp_schedule", "without effect: pipeline_parallel_degree is 1")
+
+
+def schedule_fits_the_stages(run: View) -> Iterator[Note]:
+    schedule, virtual = run["pp_schedule"], run["virtual_pp_degree"]
+    if run["pipeline_parallel_degree"] == 1:
+        return
+    if schedule in ("interleaved", "zero_bubble") and virtual == 1:
+        raise ConfigError(
+            f"pp_schedule {schedule} needs several stages a device; virtual_pp_degree is 1",
+            where=run.origin("pp_schedule"),
+            fix="virtual_pp_degree: 2, or pp_schedule: 1f1b",
+        )
+    if schedule in ("gpipe", "1f1b") and virtual > 1:
+        yield from run.set("pp_schedule", "interleaved", f"virtual_pp_degree is {virtual}")
+
+
+def cuts_are_even_or_rising_bounds(run: View) -> tuple[Note, ...]:
+    words = [word.strip(" []") for word in run["pp_seg_method"]]
+    if not words or (len(words) == 1 and (words[0] == "uniform" or words[0].startswith("layer:"))):
+        return ()
+    if len(words) > 1 and all(word.isdecimal() for word in words):
+        bounds = [int(word) for word in words]
+        if bounds[0] == 0 and all(a < b for a, b in pairwise(bounds)):
+            return ()
+        what = f"pp_seg_method is {','.join(words)}; expected bounds that rise from 0"
+    else:
+        what = f"pp_seg_method is {','.join(words)}; expected uniform, layer:Name or bounds"
+    near = nearest(words[0], ["uniform", "layer:"])
+    fix = f"did you mean {near[0]}?" if near else "e.g. [0,29,57]: two stages of a model of 54 layers"
+    raise ConfigError(what, where=run.origin("pp_seg_method"), fix=fix)
+
+
+def interleaved_micro_batches_divide(run: View) -> tuple[Note, ...]:
+    """Where the accumulation comes from global_batch_size it is known, and checked, with the world."""
+    steps = "gradient_accumulation_steps"
+    if run["do_train"] and (run.given(steps) or not run.given("global_batch_size")):
+        check_interleaving(run["pipeline_parallel_degree"], run["virtual_pp_degree"], run[steps], run.origin(steps))
+    return ()
+
+
 def moe_group_decides_expert_parallel(run: View) -> Iterator[Note]:
     if run["moe_group"] in ("data", "dp") and run["data_parallel_degree"] > 1:
         yield from run.set("use_expert_parallel", True, f"moe_group is {run['moe_group']}")
-
-
-def pp_need_data_has_a_degree(run: View) -> Iterator[Note]:
-    if run["pp_need_data"] and not run["pp_need_data_degree"]:
-        degree = run["pipeline_parallel_degree"]
-        yield from run.set("pp_need_data_degree", degree, f"pipeline_parallel_degree is {degree}")
 
 
 def server_follows_tensor_parallel(run: View) -> Iterator[Note]:

@@ -113,6 +113,20 @@ def keep_at_least_two(run: View) -> Iterator[Note]:
         yield from run.set("save_total_limit", 2, "the newest may be the damaged one: two are kept")
 
 
+def all_options_are_two(run: View) -> Iterator[Note]:
+    """enable_all_options: ERNIEKit reads the two words it stands for in its place."""
+    name = "unified_checkpoint_config"
+    if "enable_all_options" in run[name]:
+        words = [*run[name], "skip_save_model_weight", "master_weight_compatible"]
+        kept = tuple(word for word in dict.fromkeys(words) if word != "enable_all_options")
+        yield from run.set(name, kept, "enable_all_options stands for two words")
+
+
+def quantised_states_can_be_disabled(run: View) -> Iterator[Note]:
+    if run["disable_ckpt_quant"]:
+        yield from run.set("ckpt_quant_stage", "O0", "disable_ckpt_quant is True")
+
+
 def saves_happen_within_the_run(run: View) -> Iterator[Note]:
     steps = run["max_steps"]
     if not run["do_train"] or steps <= 0:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-
-_WORDS = (
-    "async_save", "skip_save_model_weight", "master_weight_compatible", "remove_master_weight",
-    "ignore_merge_optimizer", "enable_all_options",
-)  # fmt: skip
+from erniekit.config.inert import WORDS
 
 
 @dataclass(frozen=True)
@@ -34,15 +30,19 @@ class CheckpointSection:
     ignore_load_lr_and_optim: bool = key(False, "Resume the weights alone.")
     ignore_save_lr_and_optim: bool = key(False, "Save the weights alone: smaller, cannot resume exactly.")
     unified_checkpoint_config: tuple[str, ...] = key(
-        (), "async_save writes behind training; the other words change nothing here.", choices=_WORDS
-    )
-    ignore_data_skip: bool = key(False, "Resume at the first sample.", later="resuming elsewhere in the data")
-    skip_data_intervals: object | None = key(
-        None, "Global steps whose data is passed over.", later="resuming elsewhere in the data"
+        (),
+        "async_save writes behind training. remove_master_weight leaves the fp32 weights out; master_weight_compatible "
+        "makes them from the 16-bit ones where they are missing: neither resumes bit for bit.",
+        choices=("async_save", "remove_master_weight", "master_weight_compatible", "enable_all_options"),
+        idle=WORDS["unified_checkpoint_config"],
     )
     ckpt_quant_stage: str = key(
         "O0",
-        "Compress optimiser states to 8 (O1) or 4 bit (O2).",
+        "Store the optimiser's moments whole (O0), in 8 (O1) or 4 bit (O2); smaller, and a resume is close, not exact.",
         choices=("O0", "O1", "O2"),
-        later="compressed checkpoints",
+    )
+    disable_ckpt_quant: bool = key(False, "Store them whole, whatever ckpt_quant_stage says.")
+    ignore_data_skip: bool = key(False, "Resume at the first sample.", later="resuming elsewhere in the data")
+    skip_data_intervals: object | None = key(
+        None, "Global steps whose data is passed over.", later="resuming elsewhere in the data"
     )

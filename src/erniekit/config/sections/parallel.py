@@ -1,60 +1,91 @@
-"""How one run is spread over devices. One device today: a degree above 1 is refused by name (later.py)."""
+"""How one run is spread over devices: the degrees, what is cut, and in which order a pipeline works.
+
+Read by parallel/world.py (the layout) and recipes/build.py. Layouts change where numbers live, never what they are.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.config.inert import WORDS
 
-_PARALLEL = "several devices"
-_PIPELINE_WORDS = (
-    "disable_p2p_cache_shape", "disable_partial_send_recv", "enable_delay_scale_loss", "enable_dp_comm_overlap",
-    "enable_sharding_comm_overlap", "enable_timer", "enable_release_grads", "enable_clear_every_step_cache",
-    "enable_overlap_p2p_comm", "disable_batch_p2p_comm", "best_unbalanced_scheduler", "enable_offload_queue",
-    "use_dualpipev", "forward_backward_overlap_scheduler", "enable_dynamic_shape",
-)  # fmt: skip
-_SHARDING_WORDS = (
-    "enable_stage1_tensor_fusion", "enable_stage1_overlap", "enable_stage2_overlap", "split_param",
-    "disable_stage1_reduce_avg", "enable_stage1_broadcast_overlap", "enable_stage1_allgather_overlap",
-    "enable_release_grads", "enable_fuse_optimizer_states",
-)  # fmt: skip
-_TENSOR_WORDS = (
-    "sync_param", "sync_grad", "sync_moment", "enable_mp_async_allreduce", "enable_mp_skip_c_identity",
-    "enable_mp_fused_linear_param_grad_add", "enable_sp_async_reduce_scatter", "enable_delay_scale_loss",
-    "replace_with_parallel_cross_entropy",
-)  # fmt: skip
+_EXPERTS = "experts over several devices"
+_WORDS = "Words of ERNIEKit's {}, accepted; `erniekit config` says what each of yours does here."
 
 
 @dataclass(frozen=True)
 class ParallelSection:
-    tensor_parallel_degree: int = key(1, "Devices one layer is spread over.", later=_PARALLEL)
-    pipeline_parallel_degree: int = key(1, "Devices the layers are dealt to.", later=_PARALLEL)
-    virtual_pp_degree: int = key(1, "Stages per device.", later=_PARALLEL)
-    sharding_parallel_degree: int = key(
-        1, "Devices the states are spread over.", also=("sharding_degree",), later=_PARALLEL
+    tensor_parallel_degree: int = key(
+        1,
+        "Devices each layer is cut over, within one machine; raise it when a layer or its activations do not fit. "
+        "Heads need not divide by it.",
+        low=-1,
+        basic=True,
+    )
+    pipeline_parallel_degree: int = key(
+        1,
+        "Devices the layers are dealt to, in stages; raise it for a model too large for one machine, and keep "
+        "gradient_accumulation_steps at several times it.",
+        low=-1,
+        basic=True,
     )
     sharding: tuple[str, ...] = key(
-        (), "What is spread.", choices=("stage1", "stage2", "stage3", "offload"), later=_PARALLEL
+        (),
+        "stage1 shares optimiser states, stage2 gradients, stage3 weights; each also what the one before does. Take "
+        "the lowest that fits: stage3 sends most. offload keeps the shares in host memory.",
+        choices=("stage1", "stage2", "stage3", "offload"),
+        basic=True,
     )
-    data_parallel_degree: int = key(1, "Copies of the model; what is left of the devices.", later=_PARALLEL)
-    sep_parallel_degree: int = key(1, "Devices one sequence is spread over, by segment.", later=_PARALLEL)
-    context_parallel_degree: int = key(1, "Devices one sequence is spread over.", later=_PARALLEL)
-    expert_parallel_degree: int = key(1, "Devices the experts are dealt to.", later=_PARALLEL)
-    expert_tensor_parallel_degree: int = key(1, "Devices one expert is spread over.", later=_PARALLEL)
-    use_expert_parallel: bool = key(False, "Experts over data-parallel devices.", later=_PARALLEL)
-    sequence_parallel: bool = key(False, "Spread norms and dropout over the tensor-parallel devices.", later=_PARALLEL)
-    hybrid_parallel_topo_order: str | None = key(
-        None, "Which axis is nearest.", choices=("pp_first", "sharding_first"), later=_PARALLEL
+    sharding_parallel_degree: int = key(
+        1,
+        "Devices that share one copy; -1, or `sharding` alone, takes all that the other degrees leave. Lower it to "
+        "the devices of one machine when machines are slow to talk.",
+        also=("sharding_degree",),
+        low=-1,
     )
-    tensor_parallel_config: tuple[str, ...] = key((), "Options.", choices=_TENSOR_WORDS, later=_PARALLEL)
-    pipeline_parallel_config: tuple[str, ...] = key((), "Options.", choices=_PIPELINE_WORDS, later=_PARALLEL)
-    sharding_parallel_config: tuple[str, ...] = key((), "Options.", choices=_SHARDING_WORDS, later=_PARALLEL)
-    sharding_comm_buffer_size_MB: int = key(-1, "Gradients sent at once; -1 is 256 MB.", later=_PARALLEL)
+    data_parallel_degree: int = key(
+        1, "Copies of the model. Follows from the number of devices; a number that does not fit it stops.", low=-1
+    )
+    context_parallel_degree: int = key(
+        1,
+        "Devices one sequence is cut over; raise it when max_seq_len does not fit although recompute is on.",
+        low=-1,
+    )
+    sep_parallel_degree: int = key(1, "context_parallel_degree under another name; give one of them.", low=-1)
+    sequence_parallel: bool = key(
+        False, "Also cut what is between the layers' matrices over the tensor-parallel devices: less memory, same time."
+    )
+    virtual_pp_degree: int = key(
+        1,
+        "Stages each pipeline device holds. 2 or more waits less and sends more; gradient_accumulation_steps must "
+        "then be a multiple of pipeline_parallel_degree.",
+        low=-1,
+    )
+    pp_schedule: str = key(
+        "auto",
+        "Order of a pipeline's work; auto takes 1f1b, interleaved with virtual_pp_degree above 1, gpipe with too few "
+        "micro-batches. zero_bubble waits least and needs virtual_pp_degree above 1.",
+        choices=("auto", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+    )
     pp_seg_method: tuple[str, ...] = key(
-        (), "Where the layers are cut: uniform, layer:Name, or bounds such as [0,29,57].", commas=True, later=_PARALLEL
+        (),
+        "Where the layers are cut: evenly (uniform, layer:Name), or at bounds such as [0,29,57] that count the "
+        "embedding, each layer, norm and head. Give the last stage fewer layers: it has the head and the loss.",
+        commas=True,
     )
-    add_tail_layers: int = key(0, "Empty layers added so that the stages divide.", low=0, later=_PARALLEL)
-    pp_need_data: bool = key(False, "Let several stages load data.", later=_PARALLEL)
-    pp_need_data_degree: int = key(0, "How many of them.", low=0, later=_PARALLEL)
-    disable_pipeline_warmup: bool = key(False, "Skip the pipeline's dry run.", later=_PARALLEL)
-    distributed_dataloader: bool = key(False, "Read on one rank, send to the others.", later=_PARALLEL)
+    pipeline_parallel_config: tuple[str, ...] = key(
+        (),
+        _WORDS.format("pipeline"),
+        choices=("use_dualpipev", "forward_backward_overlap_scheduler"),
+        idle=WORDS["pipeline_parallel_config"],
+    )
+    tensor_parallel_config: tuple[str, ...] = key(
+        (), _WORDS.format("tensor parallelism"), idle=WORDS["tensor_parallel_config"]
+    )
+    sharding_parallel_config: tuple[str, ...] = key(
+        (), _WORDS.format("sharding"), idle=WORDS["sharding_parallel_config"]
+    )
+    expert_parallel_degree: int = key(1, "Devices the experts are dealt to.", low=-1, later=_EXPERTS)
+    expert_tensor_parallel_degree: int = key(1, "Devices one expert is cut over.", low=-1, later=_EXPERTS)
+    use_expert_parallel: bool = key(False, "Experts over data-parallel devices.", later=_EXPERTS)
