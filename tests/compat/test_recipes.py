@@ -24,7 +24,7 @@ TEMPLATES = {
 HERE = [name for name in RECIPES if name.startswith("examples/configs/ERNIE-4.5-0.3B/")]
 # Left out of the shipped 0.3B recipes although they are declared: without effect on one device, or better left to us.
 LEFT_OUT = {
-    "disable_tqdm", "distributed_dataloader", "offload_optim", "pipeline_parallel_config", "quantization", "scale_loss",
+    "disable_ckpt_quant", "disable_tqdm", "offload_optim", "pipeline_parallel_config", "quantization", "scale_loss",
     "sharding", "tensor_parallel_config", "unified_checkpoint_config",
 }  # fmt: skip
 
@@ -67,27 +67,49 @@ def test_the_web_pages_templates_resolve(tmp_path):
         resolve(tmp_path, name, values)
 
 
-def test_recipes_of_later_stages_are_refused_by_name(tmp_path):
-    refused = 0
+def test_recipes_that_need_a_later_version_are_refused_by_name(tmp_path):
+    needs: dict[str, int] = {}
+    trained = 0
     for name, values in RECIPES.items():
         cfg = resolve(tmp_path, name, values)
         if cfg.command != "train":
             continue
-        runs_today = (
-            values["stage"] == "SFT"
-            and values.get("compute_type", "bf16") == "bf16"
-            and "device" not in values
-            and values["tensor_parallel_degree"] * values["pipeline_parallel_degree"] == 1
-        )
-        if runs_today:
+        expected = {
+            "preference training (DPO)": values["stage"] == "DPO",
+            "vision-language training": values["stage"] == "VL-SFT",
+            "a mixture of experts": "0.3B" not in values["model_name_or_path"],
+            "training on quantised weights": values.get("compute_type") == "wint4/8",
+            "fp8 training": values.get("compute_type") == "fp8",
+            "training on this kind of device": values.get("device", "gpu") != "gpu",
+        }
+        asked = {item.what for item in later(cfg) if item.stops}
+        assert {what for what, needed in expected.items() if needed} == asked & set(expected), name
+        if not asked:
             refuse_later(cfg)
+            trained += 1
             continue
-        refused += 1
+        for what in asked:
+            needs[what] = needs.get(what, 0) + 1
         with pytest.raises(LaterError) as e:
             refuse_later(cfg)
-        if values["stage"] != "SFT":
-            assert f"stage={values['stage']}" in e.value.where
-    assert refused > 50
+        assert all(what in e.value.what for what in asked)
+    assert trained == 5  # the 0.3B model's own, 8k to 128k, all weights and LoRA
+    assert needs["a mixture of experts"] > 40
+
+
+def test_a_layout_alone_stops_no_recipe(tmp_path):
+    """Tensor and pipeline degrees, sharding and their words as recorded, on a dense model."""
+    spread = 0
+    for name, values in RECIPES.items():
+        if command_of(name) != "train" or values["stage"] != "SFT" or values.get("compute_type", "bf16") != "bf16":
+            continue
+        cfg = resolve(tmp_path, name, {**values, "model_name_or_path": "a-dense-model", "device": "gpu"})
+        refuse_later(cfg)
+        spread += cfg.parallel.tensor_parallel_degree * cfg.parallel.pipeline_parallel_degree > 1
+        words = cfg.parallel.pipeline_parallel_config
+        told = {item.name for item in cfg.inert if item.key == "pipeline_parallel_config"}
+        assert told == set(words), name
+    assert spread == 21
 
 
 def test_every_key_erniekit_knew_is_accepted():

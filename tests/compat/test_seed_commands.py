@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.config import load, refuse_later
+from erniekit.config import later, load, refuse_later
 from erniekit.errors import LaterError
 
 DATA = Path(__file__).parents[1] / "data" / "recipes"
@@ -52,9 +52,15 @@ def test_the_scripts_train_what_they_say(root):
     assert npu_full.moe.moe_use_aux_free is False
     assert npu_lora.lora.lora
     assert any(n.key == "warmup_steps" for n in npu_lora.notes)  # 2000 of 200 steps
-    for cfg in (lora_16_cards, mixed, npu_full, npu_lora):
-        with pytest.raises(LaterError, match="several devices"):
-            refuse_later(cfg)
+    assert (lora_16_cards.parallel.tensor_parallel_degree, lora_16_cards.parallel.pipeline_parallel_degree) == (4, 4)
+    assert (npu_full.parallel.tensor_parallel_degree, npu_full.parallel.pipeline_parallel_degree) == (8, 16)
+
+
+def test_the_scripts_stop_for_their_devices_not_for_their_layouts(root):
+    for line in LINES[:4]:
+        cfg = resolve(line, root)
+        assert {item.key for item in later(cfg) if item.stops} <= {"device"}
+        refuse_later(cfg.replace(device="gpu"))
 
 
 def test_the_server_is_refused_by_name(capsys):

@@ -18,6 +18,7 @@ from erniekit.cli import main as cli
 from erniekit.cli.launch import Launch, start
 
 WORKER = str(Path(__file__).with_name("launch_worker.py"))
+CPP = re.compile(r"^\[W\d{4} .*\n(Exception raised from .*\n((frame #|<omitting).*\n)*\n?)?", re.MULTILINE)
 LEFT_S = 15.0  # the promise: how long the others may take to leave
 
 
@@ -43,7 +44,7 @@ class Launcher:
 
     def said(self) -> list[str]:
         """On stderr, without torch's remarks from C++: a launcher silences them before it imports torch, we had it."""
-        return [line for line in self.err.read_text().splitlines() if not re.match(r"\[[WE]\d{4} ", line)]
+        return CPP.sub("", self.err.read_text()).splitlines()
 
 
 def forked(folder: Path, run: Callable[[], int], terminal: int | None = None) -> Launcher:

@@ -118,7 +118,7 @@ def _in_columns(section: str, cells: list[str]) -> Iterator[str]:
 def _inert_lines(cfg: RunConfig) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for item in cfg.inert:
-        by_reason.setdefault(item.reason, []).append(item.key)
+        by_reason.setdefault(item.reason, []).append(item.name)
     return [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
 
 

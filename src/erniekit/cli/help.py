@@ -142,9 +142,12 @@ def _of_key(topic: str) -> list[str]:
         raise ConfigError(f"no help on {topic!r}", where="command line", fix=fix)
     k = KEYS[name]
     out = [f"{name} ({k.section})", *textwrap.wrap(k.help, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")]
-    out += [f"  takes    {expected(k)}", f"  default  {_default(k)}"]
+    out += textwrap.wrap(f"  takes    {expected(k)}", WIDTH, subsequent_indent=" " * 11)
+    out.append(f"  default  {_default(k)}")
     if k.also:
         out.append(f"  also     {', '.join(k.also)}")
+    for word, why in k.idle.items():
+        out.append(f"  {word}: without effect; {why}")
     if k.later:
         out.append(f"  later    read by {k.later}, which this version does not have")
     return [*out, f"  write    {name}: VALUE in a file, --{name} VALUE, {name}=VALUE"]

@@ -26,7 +26,7 @@ _REASONS = {
         unified_checkpoint save_sharded_model load_sharded_model load_sharded_model_remap_parameter_name
         force_reshard_pp save_sharding_stage1_model_include_freeze_params reshard_save_then_exit""",
     "checkpoints are always whole and published by one rename": """
-        save_tokenizer save_rng_states save_on_each_node output_signal_dir ordered_save_group_size""",
+        save_tokenizer save_rng_states output_signal_dir ordered_save_group_size""",
     "another way to save behind training; unified_checkpoint_config: async_save does it": """
         use_async_save flash_device_save_steps enable_zero_cost_checkpoint zcc_workers_num
         zcc_pipeline_hooks_capacity_usage zcc_save_ema_coef zcc_ema_interval""",
@@ -49,7 +49,7 @@ _REASONS = {
         load_args_from_api video_use_asr""",
     "read from the tokenizer": "pad_token_id",
     "read from the model's config.json": "model_type initializer_range",
-    "always so: under sequence_parallel the norms' gradients are summed once a step, in one message": """
+    "always so: under sequence_parallel the norms' gradients are summed once a step, together": """
         use_sp_callback fuse_sequence_parallel_allreduce""",
     "the loss is always taken from logits cut by vocabulary; the number is the same": "tensor_parallel_output",
     "the norm takes one sum over the ranks that hold the model": "split_norm_comm",
@@ -60,7 +60,7 @@ _REASONS = {
     "ranks are numbered with tensor-parallel ones nearest and pipeline stages farthest; results do not depend on it": """
         hybrid_parallel_topo_order""",
     "stages need not be of one size, so there is nothing to fill up": "add_tail_layers",
-    "every rank reads its batch itself, from one token cache": """
+    "every rank reads its batch itself, from the token cache": """
         distributed_dataloader pp_need_data pp_need_data_degree""",
     "there is no dry run: shapes are known before the first step": "disable_pipeline_warmup",
     "given by the launcher": "local_rank",

@@ -40,6 +40,7 @@ class _Row:
     what: str
     today: str
     stops: bool = True
+    word: str = ""  # of a key that holds several: all that asks is this one
 
 
 def _one_of(*values: str) -> Callable[[Any], bool]:
@@ -113,19 +114,12 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
         _Row(("ignore_data_skip", "skip_data_intervals"), bool, "resuming elsewhere in the data", "leave it out"),
         _Row(("sft_benchmark",), bool, "the benchmark mode", "metrics.jsonl of any run has tokens/s"),
         _Row(
-            ("offload_optim", "tensorwise_offload_optimizer"),
-            bool,
-            "optimiser states in host memory",
-            "they stay on the device",
-            stops=False,
-        ),
-        _Row(("offload_recompute_inputs",), bool, "recompute inputs in host memory", "they stay", stops=False),
-        _Row(
             ("pipeline_parallel_config",),
             _has("use_dualpipev"),
             "the DualPipeV schedule",
             "pp_schedule chooses among the others",
             stops=False,
+            word="use_dualpipev",
         ),
         _Row(
             ("pipeline_parallel_config",),
@@ -133,6 +127,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "one micro-batch's backward over another's forward",
             "pp_schedule chooses among the others",
             stops=False,
+            word="forward_backward_overlap_scheduler",
         ),
     ),
     ("eval",): (_Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),),
@@ -147,7 +142,7 @@ def later(cfg: RunConfig, command: str | None = None) -> list[Later]:
     """What this run asks for that a later version brings; what stops it comes first."""
     command = command or cfg.command
     found = [
-        Later(row.what, key, cfg[key], cfg.origin(key), row.today, row.stops)
+        Later(row.what, key, row.word or cfg[key], cfg.origin(key), row.today, row.stops)
         for commands, rows in LIST.items()
         if command in commands
         for row in rows

@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     layout.moe_group_decides_expert_parallel,
     layout.server_follows_tensor_parallel,
     layout.recompute_moe_keeps_attention,
+    layout.inputs_are_offloaded_with_recompute,
     batch.training_files_agree,
     batch.evaluation_files_agree,
     batch.prompt_fits_sequence,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from erniekit.config.convert import convert
@@ -116,14 +116,12 @@ class RunConfig:
         """The same run after notes that came too late for the rules; one on the same key takes an earlier one's place."""
         values, origins, kept = {name: self[name] for name in KEYS}, dict(self.origins), list(self.notes)
         for note in notes:
-            before = next((n for n in kept if n.key == note.key and n.changes), None)
-            kept = [n for n in kept if n is not before]
-            whole = Note(note.key, before.old if before else note.old, note.new, note.reason, note.quiet)
             values[note.key] = note.new
-            if whole.changes:
-                kept.append(whole)
             if note.changes:
                 origins[note.key] = "derived"
+            at = next((i for i, n in enumerate(kept) if n.key == note.key and n.changes), len(kept))
+            old = kept[at].old if at < len(kept) else note.old
+            kept[at : at + 1] = [replace(note, old=old)] if old != note.new else []
         return make_run(values, self.command, self.files, origins, tuple(kept), self.inert)
 
     def resume_keys(self) -> dict[str, Any]:

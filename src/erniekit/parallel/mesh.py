@@ -105,6 +105,7 @@ class World:
         self.layout = layout or Layout()
         self.rank, self.size, self.device_type = rank, self.layout.size, device_type
         self.at = self.layout.coords(rank)
+        self.leaders = [0]  # the first rank of each node
 
     @property
     def is_main(self) -> bool:

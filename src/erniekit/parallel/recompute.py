@@ -66,7 +66,7 @@ class HostInputs:
         self._let_go(now, IN_FLIGHT - 1)
         copies = self._streams.setdefault(tensor.device, torch.Stream(tensor.device))
         copies.wait_stream(now)
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with copies:
             kept.copy_(tensor.detach(), non_blocking=True)
         done = copies.record_event()

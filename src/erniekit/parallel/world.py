@@ -85,6 +85,8 @@ def open_world(parallel: Any, device_type: str) -> World:
     world = World(layout, rank, device_type)
     if size > 1:
         _join(rank, size, device_type)
+        first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        world.leaders = [r for r, first in enumerate(world.gather(first_here)) if first]
     return world
 
 

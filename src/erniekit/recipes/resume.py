@@ -5,11 +5,14 @@ Called by recipes/sft.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.nodes import agree_on_checkpoint, nodes_without
 from erniekit.checkpoint.state import TrainState
 from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError, ConfigError
@@ -21,22 +24,46 @@ from erniekit.train.save import Saver
 DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-def find(cfg: RunConfig, manager: CheckpointManager, world: World) -> Path | None:
-    """The folder asked for, or the newest good checkpoint of output_dir; None starts afresh."""
+@dataclass(frozen=True)
+class Disks:
+    """Whether all nodes see one output folder; `without`: a rank of each node that does not see rank 0's."""
+
+    output: Path
+    without: list[int]
+
+    @property
+    def shared(self) -> bool:
+        return not self.without
+
+
+def look_at_disks(output: Path, world: World) -> Disks:
+    return Disks(output, nodes_without(output, world.leaders, world.rank, world.control))
+
+
+def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks) -> Path | None:
+    """The folder asked for, or the newest good checkpoint of output_dir, on every node; None starts afresh."""
     asked = cfg.checkpoint.resume_from_checkpoint
-    if asked and str(asked).lower() not in ("true", "false", "none"):
-        path = Path(asked).expanduser()
+    named = asked if asked and str(asked).lower() not in ("true", "false", "none") else None
+    if not named and cfg.checkpoint.overwrite_output_dir:
+        return None
+
+    def here() -> Path | None:
+        if not named:
+            return manager.latest_good()
+        path = Path(named).expanduser()
         if not path.is_dir():
             raise CheckpointError(
-                f"no such checkpoint: {asked}", where="resume_from_checkpoint", fix="check the path, or leave it out"
+                f"no such checkpoint: {named}", where="resume_from_checkpoint", fix="check the path, or leave it out"
             )
-        if world.is_main:
-            manager.verify(path)
+        manager.verify(path)
         return path
-    if cfg.checkpoint.overwrite_output_dir:
-        return None
-    # One rank looks; all go on from the same one.
-    return world.broadcast(manager.latest_good() if world.is_main else None)
+
+    return same_everywhere(here, world, disks)
+
+
+def same_everywhere(look: Callable[[], Path | None], world: World, disks: Disks) -> Path | None:
+    """All ranks go on from one checkpoint; nodes that lack it receive it."""
+    return agree_on_checkpoint(look, disks.output, world.leaders, world.rank, world.control, shared=disks.shared)
 
 
 def promises(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
@@ -85,9 +112,9 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData) -
     return state
 
 
-def roll_back(saver: Saver, state: TrainState) -> None:
+def roll_back(saver: Saver, state: TrainState, disks: Disks) -> None:
     """Non-finite losses in a row: weights and optimiser as they were last saved."""
-    point = saver.world.broadcast(saver.manager.latest_good() if saver.world.is_main else None)
+    point = same_everywhere(saver.manager.latest_good, saver.world, disks)
     if point is None:
         raise CheckpointError(
             f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, and there is no checkpoint yet",

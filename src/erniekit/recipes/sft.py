@@ -60,7 +60,8 @@ def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
     with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog:
         dog.phase("prepare")
-        point = resume.find(cfg, manager, world)
+        disks = resume.look_at_disks(output, world)
+        point = resume.find(cfg, manager, world, disks)
         data = open_data(cfg, tokenizer, output, world)
         opening.show_data(data)
         resume.check_promises(cfg, point, data)
@@ -73,7 +74,7 @@ def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
         if cfg.train.doctor == "on":
             doctor.before_training(cfg, built, optimizer, data, tokenizer, first)
 
-        saver = saver_for(cfg, manager, built, optimizer, first)
+        saver = saver_for(cfg, manager, built, optimizer, first, disks)
         state = resume.restore(cfg, saver, point, data)
         hooks = [dog, *hooks_for(cfg, built, data, saver, trackers)]
         trainer = Trainer(
@@ -85,9 +86,13 @@ def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
             hooks=hooks,
             guard=FiniteGuard(cfg.train.max_bad_steps),
             signals=signals,
-            roll_back=lambda s: resume.roll_back(saver, s),
+            roll_back=lambda s: resume.roll_back(saver, s, disks),
         )
-        trainer.fit()
+        try:
+            trainer.fit()
+        except BaseException:
+            saver.saves.abandon()  # a save in the background ends before the folder is let go
+            raise
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
     finish.say_goodbye(output, result, trainer)
@@ -122,7 +127,10 @@ def step_for(cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData) ->
     return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, cfg.train.compat == "erniekit")
 
 
-def saver_for(cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch) -> Saver:
+def saver_for(
+    cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch, disks: resume.Disks
+) -> Saver:
+    words = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
         manager,
         built.engine,
@@ -135,6 +143,10 @@ def saver_for(cfg: RunConfig, manager: CheckpointManager, built: Built, optimize
         built.read_weights,
         with_optimizer=not cfg.checkpoint.ignore_save_lr_and_optim,
         extra={"config": cfg.to_dict(), "version": opening.version()},
+        compress="O0" if cfg.checkpoint.disable_ckpt_quant else cfg.checkpoint.ckpt_quant_stage,
+        with_masters="remove_master_weight" not in words,
+        rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible", "enable_all_options"}),
+        copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
     )
 
 

@@ -6,7 +6,7 @@ Built by recipes/build.py; the hook saves on schedule and when a signal asks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from erniekit.checkpoint import state as states
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.nodes import copier
 from erniekit.checkpoint.probe import Probe, Verdict
 from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.state import TrainState
@@ -54,11 +55,13 @@ class Saver:
         compress: str = "O0",
         with_masters: bool = True,
         rebuild_masters: bool = False,
+        copy_to: Sequence[int] = (),
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
         compress: O1 or O2 store the moments in 8 or 4 bit. with_masters=False leaves the fp32 weights out of a 16-bit
         model's checkpoint; rebuild_masters lets a resume make them from the 16-bit ones. None of these is bit-exact.
+        copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
         """
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
@@ -67,7 +70,9 @@ class Saver:
         self.compress, self.with_masters, self.rebuild_masters = compress, with_masters, rebuild_masters
         self.world = engine.world
         # Saves in the background talk among ranks while training does: on a group of their own.
-        self.saves = CollectiveSaves(manager, self.world, sharding, self.world.new_host_group())
+        group = self.world.new_host_group()
+        after = copier(manager, copy_to, self.world.rank, group)
+        self.saves = CollectiveSaves(manager, self.world, sharding, group, after)
         self.last_saved = -1
 
     @property

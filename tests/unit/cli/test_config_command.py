@@ -11,6 +11,7 @@ from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.config.flat import KEYS
 
+WORDS = "pipeline_parallel_config=use_dualpipev,enable_timer"
 RECIPE = "examples/configs/ERNIE-4.5-0.3B/sft/run_sft_lora_8k.yaml"
 
 
@@ -30,10 +31,11 @@ def test_a_recipe_fits_a_screen_and_says_where_values_come_from(root, capsys):
 
 
 def test_inert_and_later_keys_are_told_with_their_reason(root, capsys):
-    text = "\n".join(shown(capsys, str(root / RECIPE), "fuse_rope=1", "compute_type=wint4/8", "offload_optim=1"))
+    text = "\n".join(shown(capsys, str(root / RECIPE), "fuse_rope=1", "compute_type=wint4/8", WORDS))
     assert "fuse_rope (a kernel choice" in text
     assert "training on quantised weights (stops the run)" in text
-    assert "optimiser states in host memory;" in text
+    assert "pipeline_parallel_config use_dualpipev (key=value)  the DualPipeV schedule;" in text
+    assert "enable_timer (step times are always in metrics.jsonl)" in text
 
 
 def test_all_shows_every_key(root, capsys):

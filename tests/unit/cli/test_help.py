@@ -70,6 +70,12 @@ def test_help_on_one_key_says_what_it_takes():
     assert len(help_lines(["train", "optim"])) > 10  # a section
 
 
+def test_the_short_help_of_train_names_the_main_ways_to_spread_a_run():
+    text = "\n".join(help_lines(["train"]))
+    for name in ("tensor_parallel_degree", "pipeline_parallel_degree", "sharding"):
+        assert f" {name} " in text
+
+
 def test_help_on_something_unknown_suggests():
     with pytest.raises(ConfigError) as e:
         help_lines(["train", "learning_rat"])

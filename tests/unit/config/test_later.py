@@ -22,13 +22,9 @@ from erniekit.errors import ConfigError, LaterError
         "compute_type=wint8",
         "compute_type=wint4/8",
         "compute_type=nf4",
-        "tensor_parallel_degree=2",
-        "pipeline_parallel_degree=2",
-        "sharding_parallel_degree=2",
-        "data_parallel_degree=2",
-        "sep_parallel_degree=2",
-        "context_parallel_degree=2",
         "expert_parallel_degree=2",
+        "expert_tensor_parallel_degree=2",
+        "model_name_or_path=baidu/ERNIE-4.5-21B-A3B-Paddle",
         "device=npu",
         "optim=adafactor",
         "attention_probs_dropout_prob=0.1",
@@ -50,14 +46,45 @@ def test_a_plain_run_needs_nothing():
     refuse_later(cfg)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tensor_parallel_degree=2 sequence_parallel=1",
+        "pipeline_parallel_degree=2 virtual_pp_degree=2 gradient_accumulation_steps=2 pp_schedule=zero_bubble",
+        "pipeline_parallel_degree=2 pp_seg_method=[0,29,57]",
+        "sharding=stage1",
+        "sharding=stage2 sharding_parallel_degree=4",
+        "sharding=stage3,offload",
+        "data_parallel_degree=2",
+        "sep_parallel_degree=2",
+        "context_parallel_degree=2",
+        "offload_optim=1 tensorwise_offload_optimizer=1 recompute=1 offload_recompute_inputs=1",
+        "ckpt_quant_stage=O2 unified_checkpoint_config=async_save,remove_master_weight",
+    ],
+)
+def test_layouts_offload_and_compression_are_of_this_version(words):
+    assert later(load(words.split())) == []
+
+
 def test_what_changes_no_result_is_listed_but_does_not_stop():
-    cfg = load(["--offload_optim"])
-    assert [item.stops for item in later(cfg)] == [False]
+    cfg = load(["pipeline_parallel_config=use_dualpipev,enable_timer"])
+    (item,) = later(cfg)
+    assert (item.value, item.stops) == ("use_dualpipev", False)
     refuse_later(cfg)
 
 
-def test_commands_that_use_one_process_ignore_the_layout():
+def test_a_folder_is_judged_by_its_config_json_not_by_its_name(tmp_path):
+    folder = tmp_path / "distilled-from-21B-A3B"
+    folder.mkdir()
+    refuse_later(load([f"model_name_or_path={folder}"]))
+    refuse_later(load(["model_name_or_path=me/fp8-A3Bits"]))  # not a size
+
+
+def test_commands_that_use_one_process_say_so_and_run():
     refuse_later(load(["tensor_parallel_degree=8", "compute_type=wint4/8"], "export"))
+    for command in ("eval", "chat"):
+        cfg = load(["tensor_parallel_degree=8"], command)
+        assert [(item.key, item.stops) for item in later(cfg)] == [("tensor_parallel_degree", False)]
 
 
 def test_every_row_names_declared_keys():

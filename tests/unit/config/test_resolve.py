@@ -90,28 +90,16 @@ def test_per_device_batch_sizes_of_a_script_count():
 def test_global_batch_size_gives_the_accumulation():
     cfg = load(["global_batch_size=32", "batch_size=4"])
     assert cfg.train.gradient_accumulation_steps == 8
+    spread = load(["global_batch_size=32", "batch_size=4", "data_parallel_degree=2", "sharding_parallel_degree=2"])
+    assert spread.train.gradient_accumulation_steps == 2
     with pytest.raises(ConfigError, match="multiple"):
         load(["global_batch_size=30", "batch_size=4"])
 
 
 def test_global_batch_size_follows_the_rest():
-    assert load(["batch_size=2", "gradient_accumulation_steps=8"]).train.global_batch_size == 16
-
-
-def test_sequence_parallel_needs_tensor_parallel():
-    cfg = load(["--sequence_parallel"])
-    assert not cfg.parallel.sequence_parallel
-    assert note(cfg, "sequence_parallel").reason == "tensor_parallel_degree is 1"
-    assert load(["--sequence_parallel", "tensor_parallel_degree=2"]).parallel.sequence_parallel
-
-
-def test_degrees_of_minus_one_are_one():
-    cfg = load(["tensor_parallel_degree=-1", "sharding_degree=-1"])
-    assert (cfg.parallel.tensor_parallel_degree, cfg.parallel.sharding_parallel_degree) == (1, 1)
-
-
-def test_server_follows_tensor_parallel():
-    assert load(["tensor_parallel_degree=8"], "server").serve.server_tp_degree == 8
+    words = ["batch_size=2", "gradient_accumulation_steps=8"]
+    assert load(words).train.global_batch_size == 16
+    assert load([*words, "sharding=stage1"]).train.global_batch_size == 16  # as far as is known
 
 
 def test_warmup_longer_than_the_run_is_remarked_upon():
@@ -161,6 +149,19 @@ def test_at_least_two_checkpoints_are_kept():
     assert cfg.checkpoint.save_total_limit == 2
     assert not note(cfg, "save_total_limit").quiet
     assert load(["save_total_limit=0"]).checkpoint.save_total_limit is None
+
+
+def test_all_options_of_checkpoints_are_the_two_they_stand_for():
+    cfg = load(["unified_checkpoint_config=async_save enable_all_options"])
+    assert cfg.checkpoint.unified_checkpoint_config == (
+        "async_save", "skip_save_model_weight", "master_weight_compatible",
+    )  # fmt: skip
+
+
+def test_compressed_states_can_be_disabled():
+    cfg = load(["ckpt_quant_stage=O1", "--disable_ckpt_quant"])
+    assert cfg.checkpoint.ckpt_quant_stage == "O0"
+    assert note(cfg, "ckpt_quant_stage").reason == "disable_ckpt_quant is True"
 
 
 def test_several_files_share_format_and_weight_unless_told_otherwise():

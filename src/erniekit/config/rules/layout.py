@@ -35,15 +35,16 @@ def one_sharding_stage(run: View) -> tuple[Note, ...]:
 def sharding_has_a_degree(run: View) -> Iterator[Note]:
     """As in ERNIEKit: a stage alone takes the whole rest of the devices; a degree alone is stage1."""
     degree, words = run["sharding_parallel_degree"], run["sharding"]
-    if words and (degree < 1 or not run.given("sharding_parallel_degree")):
+    if words and degree == 1 and run.given("sharding_parallel_degree"):
+        yield from run.remark("sharding", "without effect: sharding_parallel_degree is 1")
+        return
+    if words and degree <= 1:
         reason = "sharding is given: all devices that the other degrees leave"
         yield from run.set("sharding_parallel_degree", _REST, reason)
-    elif words and degree == 1:
-        yield from run.remark("sharding", "without effect: sharding_parallel_degree is 1")
-    elif degree > 1 and not words:
+    if not words and degree > 1:
         yield from run.set("sharding", ("stage1",), f"sharding_parallel_degree is {degree}")
-    if words == ("offload",) and degree != 1:
-        yield from run.set("sharding", ("stage1", "offload"), "offload alone")
+    elif words == ("offload",):
+        yield from run.set("sharding", ("stage1", "offload"), "offload is of a stage")
 
 
 def sep_is_context_parallel(run: View) -> Iterator[Note]:
@@ -123,3 +124,8 @@ def server_follows_tensor_parallel(run: View) -> Iterator[Note]:
 def recompute_moe_keeps_attention(run: View) -> Iterator[Note]:
     if run["use_recompute_moe"] and run["recompute_granularity"] == "full":
         yield from run.set("recompute_granularity", "full_attn", "use_recompute_moe is True")
+
+
+def inputs_are_offloaded_with_recompute(run: View) -> Iterator[Note]:
+    if run["offload_recompute_inputs"] and not run["recompute"]:
+        yield from run.remark("offload_recompute_inputs", "without effect: recompute is False")

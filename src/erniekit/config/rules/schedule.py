@@ -114,12 +114,12 @@ def keep_at_least_two(run: View) -> Iterator[Note]:
 
 
 def all_options_are_two(run: View) -> Iterator[Note]:
-    """enable_all_options: ERNIEKit reads the two words it stands for in its place."""
+    """As ERNIEKit reads it: async_save is not among them."""
     name = "unified_checkpoint_config"
     if "enable_all_options" in run[name]:
         words = [*run[name], "skip_save_model_weight", "master_weight_compatible"]
         kept = tuple(word for word in dict.fromkeys(words) if word != "enable_all_options")
-        yield from run.set(name, kept, "enable_all_options stands for two words")
+        yield from run.set(name, kept, "what enable_all_options stands for")
 
 
 def quantised_states_can_be_disabled(run: View) -> Iterator[Note]:

@@ -41,6 +41,9 @@ class CheckpointSection:
         "Store the optimiser's moments whole (O0), in 8 (O1) or 4 bit (O2); smaller, and a resume is close, not exact.",
         choices=("O0", "O1", "O2"),
     )
+    save_on_each_node: bool = key(
+        False, "Where nodes share no disk: checkpoints on every node's own, not on the first one's alone."
+    )
     disable_ckpt_quant: bool = key(False, "Store them whole, whatever ckpt_quant_stage says.")
     ignore_data_skip: bool = key(False, "Resume at the first sample.", later="resuming elsewhere in the data")
     skip_data_intervals: object | None = key(

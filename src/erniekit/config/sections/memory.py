@@ -20,6 +20,14 @@ class MemorySection:
         2048, "Rows of logits alive at once in the loss; lower it for a huge vocabulary.", low=1
     )
     gc_interval: int = key(0, "Run Python's garbage collector every N steps; 0 leaves it alone.", low=0)
-    offload_optim: bool = key(False, "Keep optimiser states in host memory.", later="optimiser offload")
-    tensorwise_offload_optimizer: bool = key(False, "The same, one tensor at a time.", later="optimiser offload")
-    offload_recompute_inputs: bool = key(False, "Keep recompute's inputs in host memory.", later="activation offload")
+    offload_optim: bool = key(
+        False,
+        "Keep optimiser states in host memory between updates: 12 bytes less on the device per trained weight, and "
+        "slower steps.",
+    )
+    tensorwise_offload_optimizer: bool = key(
+        False, "The same, and bring them in for one tensor at a time; when offload_optim still does not fit."
+    )
+    offload_recompute_inputs: bool = key(
+        False, "Keep what recompute starts from in host memory; for long sequences, with recompute on."
+    )

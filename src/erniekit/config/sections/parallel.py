@@ -32,8 +32,8 @@ class ParallelSection:
     )
     sharding: tuple[str, ...] = key(
         (),
-        "stage1 shares optimiser states, stage2 gradients, stage3 weights; each also what the one before does. Take "
-        "the lowest that fits: stage3 sends most. offload keeps the shares in host memory.",
+        "stage1/2/3 share optimiser states, + gradients, + weights; take the lowest that fits: stage3 sends most. "
+        "Add offload to keep the shares in host memory.",
         choices=("stage1", "stage2", "stage3", "offload"),
         basic=True,
     )
