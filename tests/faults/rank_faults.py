@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ AFTER_THE_STEP = ("save", "hooks")  # phases in which the step's number is booke
 class Fault:
     rank: int
     step: int
-    at: str  # a phase of the loop | file | answer | loss | gradient | weights | compute
+    at: str  # a phase of the loop | file | answer | loss | gradient | weights (after the step) | compute
     do: str  # kill | term | hang | fail | full | nan | flip | slow
     call: int = 1  # of file and answer: which one within the save of this step
     code: int = 0  # of fail: the errno
@@ -49,7 +50,7 @@ class Journal:
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def note(self, kind: str, **values: Any) -> None:
-        os.write(self.fd, (json.dumps({"kind": kind, "at": time.monotonic(), **values}) + "\n").encode())
+        os.write(self.fd, (json.dumps({"kind": kind, "time": time.monotonic(), **values}) + "\n").encode())
 
 
 class Faulty:
@@ -63,7 +64,7 @@ class Faulty:
         for fault in self.faults:
             if fault.here(at, step) and fault.call == call and (fault.until or fault not in self.done):
                 self.done.add(fault)
-                self.journal.note("fault", **{**asdict(fault), "on": step})
+                self.journal.note("fault", **asdict(fault), thread=threading.current_thread().name)
                 return fault
         return None
 
@@ -134,8 +135,9 @@ def _in_the_loop(faulty: Faulty) -> None:
         faulty.happens(faulty.strike(name, faulty.step))
 
     def booked(plain: Callable, trainer: Trainer, result: Any, micro: Any) -> bool:
-        if faulty.strike("weights", result.step):
-            flip(next(iter(trainer.step.engine.model.parameters())), bit=0)
+        damaged = faulty.strike("weights", result.step)
+        if damaged:
+            damage(next(iter(trainer.step.engine.model.parameters())), damaged.do)
         going_back = plain(trainer, result, micro)
         s = trainer.state
         counters = (s.step, s.updates, s.skipped_steps, s.bad_in_a_row, s.rollbacks)
@@ -215,5 +217,9 @@ def _in_numbers(faulty: Faulty) -> None:
     around(Engine, "forward_backward", forward_backward)
 
 
-def flip(param: torch.Tensor, bit: int) -> None:
-    build.local(param.detach()).view(torch.int32).view(-1)[0] ^= 1 << bit
+def damage(param: torch.Tensor, how: str) -> None:
+    held = build.local(param.detach()).view(-1)
+    if how == "nan":
+        held[0] = float("nan")
+    else:  # in the middle of the mantissa: an update does not round it away
+        held.view(torch.int32)[0] ^= 1 << 12

@@ -86,7 +86,9 @@ class RankServer:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
         self._started: dict[int, Started] = {}
         self._log = (folder / "server.log").open("w")
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "ERNIEKIT_CACHE": str(folder / "cache")}
+        (folder / "tmp").mkdir()  # for the crash reports of the ranks whose peer died
+        places = {"ERNIEKIT_CACHE": str(folder / "cache"), "TMPDIR": str(folder / "tmp")}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **places}
         self._process = subprocess.Popen(
             [sys.executable, str(SERVER), *self.words("warm", max_steps=1)],
             stdin=subprocess.PIPE,
@@ -102,7 +104,8 @@ class RankServer:
         values = dict(
             model_name_or_path=self.folder / "model", train_dataset_path=self.folder / "rows.jsonl",
             output_dir=self.folder / run, fine_tuning="Full", compute_type="fp32", max_seq_len=96, learning_rate=1e-3,
-            max_steps=10, save_steps=2, gradient_accumulation_steps=2, report_to="none", device="cpu", doctor="off",
+            max_steps=10, save_steps=2, save_total_limit=2, gradient_accumulation_steps=2, report_to="none", device="cpu",
+            doctor="off",
         )  # fmt: skip
         return [f"{name}={value}" for name, value in {**values, **keys}.items()]
 

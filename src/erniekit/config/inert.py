@@ -57,7 +57,7 @@ _REASONS = {
     "gradients are summed in buckets, after the last micro-batch": """
         flatten_param_grads ddp_find_unused_parameters""",
     "sharded layers travel one at a time, other gradients in buckets of 256 MB": "sharding_comm_buffer_size_MB",
-    "ranks are numbered with tensor-parallel ones nearest and pipeline stages farthest; results do not depend on it": """
+    "tensor-parallel ranks are nearest and pipeline stages farthest; results do not depend on it": """
         hybrid_parallel_topo_order""",
     "stages need not be of one size, so there is nothing to fill up": "add_tail_layers",
     "every rank reads its batch itself, from the token cache": """
@@ -73,7 +73,7 @@ _REASONS = {
 INERT: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 # Words of keys that hold several: the key -> its words without effect -> why. The words that are not here are read.
-_ONCE = "the loss is always divided once, by the step's trained tokens"
+_ONCE = "the loss is divided once, by the step's trained tokens"
 _FREED = "gradients are freed after every step, always"
 _FIXED = "a pipeline's rows are all of one length, so shapes never change"
 _TORCH = "torch's schedules decide how sends and receives are posted"

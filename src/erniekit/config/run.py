@@ -113,7 +113,7 @@ class RunConfig:
         return make_run(values, self.command, self.files, origins, self.notes, self.inert)
 
     def derive(self, *notes: Note) -> RunConfig:
-        """The same run after notes that came too late for the rules; one on the same key takes an earlier one's place."""
+        """The same run after notes that came too late for the rules; one takes the place of an earlier on its key."""
         values, origins, kept = {name: self[name] for name in KEYS}, dict(self.origins), list(self.notes)
         for note in notes:
             values[note.key] = note.new

@@ -57,7 +57,7 @@ def accumulation_for(
 
 def check_interleaving(pp: int, virtual: int, micro_batches: int, where: str = "gradient_accumulation_steps") -> None:
     """Interleaved stages take micro-batches in groups of one a pipeline device."""
-    if pp < 2 or virtual < 2 or micro_batches % pp == 0:
+    if pp < 2 or virtual < 2 or micro_batches < 1 or micro_batches % pp == 0:
         return
     below = micro_batches // pp * pp
     wholes = " or ".join(str(count) for count in (below, below + pp) if count)

@@ -48,27 +48,19 @@ class AdamW:
         value = _own(param.detach())
         master = self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
         # A tensor in host memory cannot have a gradient on the device.
-        self._summed[name] = master if master.device == value.device else SimpleNamespace(grad=None)
-        param.register_post_accumulate_grad_hook(lambda _: self._sum(name))
+        holder = self._summed[name] = master if master.device == value.device else SimpleNamespace(grad=None)
+        # Of the gradient alone: a hook that knew this object would keep both, and the parameter, alive for good.
+        param.register_post_accumulate_grad_hook(lambda ready: _sum(ready, holder))
 
     @property
     def has_masters(self) -> bool:
         return self.low_precision or any(self.masters[n] is not p for n, p in self.params.items())
 
-    def _sum(self, name: str) -> None:
-        """Moves a low-precision gradient into fp32, the moment autograd finishes it, and frees it."""
-        param, holder = self.params[name], self._summed[name]
-        if holder is param or param.grad is None:
-            return
-        if holder.grad is None:
-            holder.grad = _own(param.grad).float()
-        else:
-            holder.grad.add_(_own(param.grad))
-        param.grad = None
-
     def gradients(self) -> dict[str, torch.Tensor]:
-        for name in self.params:
-            self._sum(name)  # zero-bubble pipelines add a weight's gradient by hand, past autograd's hooks
+        for name, param in self.params.items():
+            # Zero-bubble pipelines add a weight's gradient by hand, past autograd's hooks.
+            if self._summed[name] is not param and param.grad is not None:
+                _sum(param, self._summed[name])
         return {n: holder.grad for n, holder in self._summed.items() if holder.grad is not None}
 
     def gradient_norm(self) -> torch.Tensor:
@@ -174,6 +166,16 @@ class AdamW:
                 else:
                     missing.append(f"{name}/{key}")
         return missing
+
+
+def _sum(param: torch.Tensor, holder: Any) -> None:
+    """Moves a low-precision gradient into fp32, the moment autograd finishes it, and frees it."""
+    grad = _own(param.grad)  # type: ignore[arg-type]
+    if holder.grad is None:
+        holder.grad = grad.float()
+    else:
+        holder.grad.add_(grad)
+    param.grad = None
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

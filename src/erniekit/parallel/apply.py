@@ -19,7 +19,7 @@ from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.pipeline import Pipeline, cut
 from erniekit.parallel.plan import Plan
-from erniekit.parallel.recompute import apply_recompute
+from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.parallel.tensor import apply_tensor_parallel
 
@@ -30,7 +30,8 @@ class Options:
     no_recompute_layers: tuple[int, ...] = ()
     compile: bool = False
     schedule: str = "auto"
-    offload: bool = False
+    offload: bool = False  # of what fully_shard spreads
+    offload_recompute_inputs: bool = False
     attention: str = "auto"
 
 
@@ -78,9 +79,10 @@ def parallelise(
             layer.attn.inner = ContextAttention(group, world.at["cp"])  # type: ignore[union-attr]
     apply_tensor_parallel(model, sharding, world)
     parts = cut(model, sharding, world)
+    inputs = HostInputs() if options.offload_recompute_inputs else None
     for _, part in parts:
         if options.recompute:
-            apply_recompute(part, options.recompute, options.no_recompute_layers)
+            apply_recompute(part, options.recompute, options.no_recompute_layers, inputs)
         if options.compile:
             for layer in part.layers:  # type: ignore[union-attr]
                 layer.compile()

@@ -28,6 +28,7 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
+from erniekit.optim.offload import states_home
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
 from erniekit.parallel.engine import Engine, Loss
@@ -170,6 +171,9 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
             no_recompute_layers=cfg.memory.no_recompute_layers,
             compile=cfg.model.compile,
+            schedule=cfg.parallel.pp_schedule,
+            offload="offload" in cfg.parallel.sharding,
+            offload_recompute_inputs=cfg.memory.offload_recompute_inputs,
             attention=cfg.model.attention,
         ),
     )
@@ -189,7 +193,8 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
         lambda name: scale_b if is_lora_b(name) else 1.0,
     )
     betas = (cfg.optim.adam_beta1, cfg.optim.adam_beta2)
-    return AdamW(groups, betas, cfg.optim.adam_epsilon, low_precision=built.dtype != torch.float32)
+    home = states_home(cfg.memory.offload_optim, cfg.memory.tensorwise_offload_optimizer)
+    return AdamW(groups, betas, cfg.optim.adam_epsilon, low_precision=built.dtype != torch.float32, home=home)
 
 
 def make_schedule(cfg: RunConfig, max_steps: int) -> Schedule:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config import RunConfig, for_world, load, refuse_later
 from erniekit.recipes import STAGES
 from erniekit.result import RunResult
 
@@ -26,7 +26,8 @@ def check_world(cfg: RunConfig, ranks: int) -> None:
     from erniekit.parallel.mesh import fit
     from erniekit.parallel.world import layout_of
 
-    fit(ranks, layout_of(cfg.parallel))
+    layout = fit(ranks, layout_of(cfg.parallel, ranks))
+    for_world(cfg, layout.data_ranks)
 
 
 def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import probe_from
-from erniekit.config import RunConfig
+from erniekit.config import RunConfig, for_world
 from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
@@ -51,6 +51,7 @@ def run(cfg: RunConfig, command: Sequence[str]) -> RunResult:
     output.mkdir(parents=True, exist_ok=True)
     cfg, device, dtype = settle(cfg)
     world = open_world(cfg.parallel, device.type)
+    cfg = for_world(cfg, world.layout.data_ranks)
     folder, tokenizer = open_model(cfg)
     check_model(world.layout, folder.config.num_layers)
     opening.show_plan(cfg, folder, device, world)
@@ -145,7 +146,7 @@ def saver_for(
         extra={"config": cfg.to_dict(), "version": opening.version()},
         compress="O0" if cfg.checkpoint.disable_ckpt_quant else cfg.checkpoint.ckpt_quant_stage,
         with_masters="remove_master_weight" not in words,
-        rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible", "enable_all_options"}),
+        rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
         copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
     )
 

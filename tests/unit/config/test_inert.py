@@ -39,7 +39,9 @@ def test_every_word_erniekit_knew_is_accepted(key):
 
 
 def test_words_without_effect_are_told_each_with_its_reason():
-    cfg = load(["pipeline_parallel_config=disable_partial_send_recv use_dualpipev", "unified_checkpoint_config=async_save"])
+    cfg = load(
+        ["pipeline_parallel_config=disable_partial_send_recv use_dualpipev", "unified_checkpoint_config=async_save"]
+    )
     (item,) = cfg.inert
     assert (item.name, item.key) == ("disable_partial_send_recv", "pipeline_parallel_config")
     assert item.reason == "whole tensors are always sent"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from erniekit.config import load
-from erniekit.errors import ConfigError
+from erniekit.errors import ConfigError, PlanError
+from erniekit.parallel.mesh import fit
+from erniekit.parallel.world import layout_of
 
 
 def note(cfg, key):
@@ -36,6 +38,17 @@ def test_a_sharding_stage_alone_takes_all_devices_that_are_left(words):
     cfg = load(words)
     assert cfg.parallel.sharding_parallel_degree == -1
     assert cfg.parallel.sharding == ("stage3",)
+
+
+def test_the_layout_fills_in_how_many_that_are():
+    parallel = load(["sharding=stage3", "tensor_parallel_degree=2", "sep_parallel_degree=2"]).parallel
+    layout = fit(16, layout_of(parallel, 16))
+    assert (layout.tp, layout.cp, layout.fsdp, layout.dp, layout.sharding_stage) == (2, 2, 4, 1, 3)
+    with pytest.raises(PlanError, match="multiple of 4 ranks; there are 6"):
+        fit(6, layout_of(parallel, 6))
+    copies = load(["sharding=stage2", "data_parallel_degree=2"]).parallel
+    assert fit(8, layout_of(copies, 8)).fsdp == 4
+    assert fit(1, layout_of(load(["sharding=stage1"]).parallel, 1)).fsdp == 1
 
 
 def test_a_sharding_stage_over_one_device_is_remarked_upon():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -159,6 +160,17 @@ def test_a_gradient_that_came_past_autograds_hooks_is_summed_in_fp32_too() -> No
     assert same_bits(want, got)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_is_dropped_leaves_no_memory_behind(dtype: torch.dtype) -> None:
+    model = tiny(dtype)
+    optimizer = optimizer_of(model, InHost())
+    train(model, optimizer, range(1))
+    left = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(m) for m in optimizer.masters.values()]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
+
+
 # --- with fully_shard: a rank's states are those of its rows ---
 
 
@@ -213,7 +225,7 @@ def memory_of(home: OnDevice | None) -> tuple[dict[str, torch.Tensor], int, int]
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")
 def test_on_a_card_the_states_are_in_host_memory_and_the_bits_are_the_same() -> None:
-    tiny(torch.bfloat16, 1024, "cuda")(torch.ones(1, 1024, device="cuda", dtype=torch.bfloat16))  # cublas' own memory
+    memory_of(None)  # takes cublas' own memory, for good
     count = 16 * (1024 * 1024 + 1024)
     start = torch.cuda.memory_allocated()
     want, between, most = memory_of(None)

@@ -53,7 +53,7 @@ def sep_is_context_parallel(run: View) -> Iterator[Note]:
         raise ConfigError(
             f"sep_parallel_degree is {sep} and context_parallel_degree is {context}: both cut sequences",
             where=f"{run.origin('sep_parallel_degree')} and {run.origin('context_parallel_degree')}",
-            fix=f"keep context_parallel_degree, with the number of devices one sequence is cut over ({max(sep, context)}?)",
+            fix="keep context_parallel_degree: the number of devices one sequence is cut over",
         )
     if sep > 1:
         yield from run.set("context_parallel_degree", sep, f"sep_parallel_degree is {sep}: one way to cut sequences")

@@ -1,0 +1,127 @@
+"""No rank ever holds the whole model: while it starts, its memory grows by its own part of the weights, hardly more.
+
+Half a GiB of weights at every commit, 2 GiB in `make test-full`; real values in sharded files, and they must arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.model_writer import write_model
+from erniekit.data.collate import one_document
+from erniekit.losses.causal import causal_loss
+from erniekit.models import MODELS
+from erniekit.models.config import DecoderConfig
+from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import Layout, World
+from erniekit.recipes.weights import from_folder
+from ranks import Ranks
+
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.skipif(sys.platform != "linux", reason="a process's peak memory is read from Linux's /proc"),
+]
+
+MB = 1 << 20
+SPARE = 160 * MB  # two chunks of 32 MiB while reading, fully_shard's own modules, and what malloc has not given back
+SIZES = {"half a GiB": (3, 490, 560), "2 GiB": (20, 1900, 2100)}  # layers; MiB in bf16, from and to
+LAYOUTS: dict[str, dict[str, Any]] = {"tp2 x sharding 2": dict(tp=2, fsdp=2, sharding_stage=3), "tp4": dict(tp=4)}
+
+
+def config(layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        family="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_layers=layers, num_heads=16,
+        num_kv_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="halves", max_positions=2048,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def write(folder: Path, layers: int) -> int:
+    """One tensor in memory at a time, in files of 200 MB. Returns the bytes of all weights."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in MODELS.get("llama").build(config(layers)).named_parameters()}
+    noise = torch.empty(max(s.numel() for s in shapes.values()), dtype=torch.bfloat16)
+    noise.view(torch.int16).random_(-0x4100, 0x4100, generator=torch.Generator().manual_seed(0))  # all sizes, no NaN
+
+    def value(name: str) -> torch.Tensor:
+        turn = int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "little")
+        return noise.roll(turn)[: shapes[name].numel()].view(shapes[name])
+
+    files = write_model(folder, config(layers), value, max_shard_size=0.2)
+    assert len(files) > 2
+    return sum(s.numel() for s in shapes.values()) * 2
+
+
+def memory(word: str) -> int:
+    """Bytes: VmRSS now, VmHWM the most since this process began."""
+    return int(Path("/proc/self/status").read_text().partition(f"{word}:")[2].split()[0]) * 1024
+
+
+def start(path: str, axes: dict[str, Any], read_whole: bool = False) -> tuple[int, int, list[str]]:
+    """Bytes this rank holds, bytes its memory grew by at the worst moment, and weights that are not those of the file.
+
+    As recipes/build.py does it: fully_shard keeps fp32, other layouts the dtype of the file.
+    """
+    layout = Layout(**axes)
+    rank = torch.distributed.get_rank() if layout.size > 1 else 0
+    world, folder = World(layout, rank), ModelFolder(Path(path))
+    world.max(0.0)  # connections are made
+    model = folder.meta().to(torch.float32 if layout.fsdp > 1 else torch.bfloat16)
+    sharding = sharding_of(model, folder.spec.plan, layout)
+    before = memory("VmRSS")
+    mistake = folder.build() if read_whole else None
+    engine = parallelise(
+        model, sharding, world, torch.device("cpu"), torch.bfloat16, causal_loss,
+        from_folder(folder, sharding, rank), one_document, Options(),
+    )  # fmt: skip
+    del mistake
+    grown = memory("VmHWM") - before
+    held = {plain(name): local(p.detach()) for name, p in engine.model.named_parameters()}
+    wrong = []
+    for entry in folder.entries():
+        if not entry.ours.startswith("layers.") or entry.ours.startswith("layers.1."):
+            whole = folder.read(entry)
+            boxes = sharding.boxes(entry.ours, rank)
+            same = [
+                torch.equal(held[entry.ours][b.local_slices], whole[b.global_slices].to(model.dtype)) for b in boxes
+            ]
+            wrong += [] if boxes and all(same) else [entry.ours]
+    return sum(t.numel() * t.element_size() for t in held.values()), grown, wrong
+
+
+@pytest.mark.parametrize("size", ["half a GiB", pytest.param("2 GiB", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_starts_holds_its_own_part_only(layout: str, size: str, tmp_path: Path) -> None:
+    layers, least, most = SIZES[size]
+    total = write(tmp_path, layers)
+    assert least * MB < total < most * MB
+    fresh = Ranks()  # processes whose peak memory is of nothing else
+    try:
+        answers = fresh.run(4, start, str(tmp_path), LAYOUTS[layout])
+    finally:
+        fresh.close()
+    part = total / 4 * (2 if LAYOUTS[layout].get("fsdp") else 1)
+    for held, grown, wrong in answers:
+        print(f"{layout}, {size}: holds {held / MB:.0f} MiB, grew by {grown / MB:.0f} at most")
+        assert wrong == []
+        assert part <= held < 1.01 * part, "a quarter, and all of the norms"
+        assert grown < held + SPARE
+    assert total + part > part + SPARE, "a rank that held the whole model would be noticed"
+
+
+def test_the_measure_would_see_a_rank_that_holds_it_all(tmp_path: Path) -> None:
+    total = write(tmp_path, SIZES["half a GiB"][0])
+    fresh = Ranks()
+    try:
+        ((held, grown, _),) = fresh.run(1, start, str(tmp_path), {}, True)
+    finally:
+        fresh.close()
+    assert grown > held + total - SPARE // 2 > held + SPARE
