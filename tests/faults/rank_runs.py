@@ -67,7 +67,7 @@ class Started:
             if not self.server.listen(until - time.monotonic()):
                 for rank, pid in enumerate(self.pids):
                     if rank not in self.ends:
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)  # still ours: the server has not waited for it
                 said = [f"rank {r}: {(self.logs / f'rank-{r}.log').read_text()[-2000:]}" for r in range(len(self.pids))]
                 raise AssertionError("\n".join([f"not ended within {seconds} s: {self.logs}", *said]))
         ends = [self.ends[rank] for rank in range(len(self.pids))]
@@ -95,6 +95,7 @@ class RankServer:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=env,
+            bufsize=0,  # select and readline must see the same
         )
         assert self._process.stdout is not None
         ready = self._process.stdout.readline()

@@ -65,7 +65,7 @@ def child(job: dict[str, Any], rank: int, port: str) -> None:
 
 def serve() -> None:
     running: dict[int, tuple[int, int, int]] = {}  # pidfd -> job, rank, pid
-    lines = sys.stdin.buffer
+    lines = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - select and readline must see the same
     while True:
         ready, _, _ = select.select([lines, *running], [], [])
         for fd in ready:

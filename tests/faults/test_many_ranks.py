@@ -372,7 +372,7 @@ def test_a_number_that_is_none_on_one_rank_is_skipped_on_both(server: RankServer
             dict(rank=0, step=5, at="gradient", do="nan"),
             dict(rank=0, step=7, at="weights", do="nan"),  # and stays: five bad steps, back to the checkpoint of step 6
         ]
-        ended = server.run("n1", faults=faults, drift_check_steps=0)
+        ended = server.run("n1", faults=faults, max_steps=14, drift_check_steps=0)
         story = ended.story()
         row.count, row.hits = len(faults), len(ended.faults())
         assert row.hits == 3, story
