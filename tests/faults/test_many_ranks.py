@@ -269,7 +269,9 @@ def test_three_failed_saves_in_a_row_stop_both_ranks_and_a_repaired_disk_lets_th
 # --- T1, T2: asked to leave
 
 
-def asked_to_leave(row: Row, server: RankServer, reference: Reference, name: str, rank: int, step: int, at: str) -> Ended:
+def asked_to_leave(
+    row: Row, server: RankServer, reference: Reference, name: str, rank: int, step: int, at: str
+) -> Ended:
     """SIGTERM to one rank in this moment: both save this very step and end with 75."""
     folder = server.folder / name
     ended = server.run(name, faults=[dict(rank=rank, step=step, at=at, do="term")])
@@ -334,7 +336,9 @@ def twice_to_the_one_that_waits(server: RankServer, row: Row) -> tuple[Ended, fl
     return ended, ended.ended[1] - asked
 
 
-def leaving_again_and_again(row: Row, server: RankServer, dp: Reference, name: str, rng: random.Random, stops: int) -> None:
+def leaving_again_and_again(
+    row: Row, server: RankServer, dp: Reference, name: str, rng: random.Random, stops: int
+) -> None:
     starts: list[Ended] = []
     for step in sorted(rng.sample(range(1, STEPS), stops)):
         rank, at = rng.randrange(2), rng.choice(PHASES)
@@ -343,7 +347,9 @@ def leaving_again_and_again(row: Row, server: RankServer, dp: Reference, name: s
     starts.append(server.run(name))
     judge(row, dp, server.folder / name, starts, finished=True)
     for rank in (0, 1):
-        assert [s for start in starts for s in start.steps(rank)] == list(range(1, STEPS + 1)), "none twice, none left out"
+        assert [s for start in starts for s in start.steps(rank)] == list(range(1, STEPS + 1)), (
+            "none twice, none left out"
+        )
     longest = max(max(start.ended) - start.faults()[0]["time"] for start in starts[:-1])
     assert longest < 25
     row.note = f"saved and left within {longest:.1f} s"
@@ -377,7 +383,10 @@ def test_a_number_that_is_none_on_one_rank_is_skipped_on_both(server: RankServer
         row.count, row.hits = len(faults), len(ended.faults())
         assert row.hits == 3, story
         assert ended.codes == [0, 0], story
-        done = [[(e["step"], e["applied"], repr(e["loss"]), e["counters"]) for e in ended.journal(r, "step")] for r in (0, 1)]
+        done = [
+            [(e["step"], e["applied"], repr(e["loss"]), e["counters"]) for e in ended.journal(r, "step")]
+            for r in (0, 1)
+        ]
         assert done[0] == done[1], "every step, loss and counter the same on both"
         skipped = [step for step, applied, *_ in done[0] if not applied]
         assert skipped == [3, 5, 8, 9, 10, 11, 12], story
@@ -390,12 +399,16 @@ def test_a_number_that_is_none_on_one_rank_is_skipped_on_both(server: RankServer
         row.note = "7 updates skipped, gone back once, replicas equal"
 
 
-def test_one_changed_bit_is_found_at_the_next_check_and_nothing_of_it_is_saved(server: RankServer, dp: Reference) -> None:
+def test_one_changed_bit_is_found_at_the_next_check_and_nothing_of_it_is_saved(
+    server: RankServer, dp: Reference
+) -> None:
     with fault("N2", "one bit of a weight changed on one rank of three; of two") as row:
         three = server.run("n2-three", 3, [dict(rank=2, step=3, at="weights", do="flip")], drift_check_steps=4)
         assert three.codes == [3, 3, 3], three.story()
         for rank in range(3):
-            assert "step 4: replicas no longer hold the same weights: rank 2 differs from ranks 0, 1" in three.said(rank)
+            assert "step 4: replicas no longer hold the same weights: rank 2 differs from ranks 0, 1" in three.said(
+                rank
+            )
         assert [e["step"] for e in three.journal(0, "published")] == [2], "the check comes before the save"
         two = server.run("n2-two", 2, [dict(rank=1, step=5, at="weights", do="flip")], drift_check_steps=3)
         assert two.codes == [3, 3], two.story()
