@@ -13,9 +13,9 @@ demo: $(READY)
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"
 
-# Heavier sizes of the fault tests, and every command of the docs.
+# Heavier sizes of the fault tests (their results: docs/faults.md), and every command of the docs.
 test-full: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
+	FAULT_TABLE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
 
 lint: $(READY)
 	$(BIN)/ruff check src tests examples

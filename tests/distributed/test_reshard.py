@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from faults.results import fault
 from ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -105,10 +106,12 @@ def test_weights_and_optimiser_come_through_bit_for_bit(
 ) -> None:
     """Loaded under the target layout and saved from there again: the same bytes."""
     point = started[source] / "checkpoint-3"
-    again = go(
-        ranks, place, target, f"{source}-to-{target}", resume_from_checkpoint=point, max_steps=3, override_resume=True
-    )
-    assert files(again / "checkpoint-3") == files(point)
+    keys = dict(resume_from_checkpoint=point, max_steps=3, override_resume=True)
+    with fault("R2", "weights and optimiser loaded under another layout and saved again") as row:
+        row.count = 1
+        again = go(ranks, place, target, f"{source}-to-{target}", **keys)
+        row.hits, row.differing = 1, int(files(again / "checkpoint-3") != files(point))
+        assert files(again / "checkpoint-3") == files(point)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,5 +129,8 @@ def test_the_curve_goes_on_when_the_layout_changes(
     mine = place / f"on-{source}-{target}"
     shutil.copytree(started[source] / "checkpoint-3", mine / "checkpoint-3")
     shutil.copyfile(started[source] / "metrics.jsonl", mine / "metrics.jsonl")
-    go(ranks, place, target, mine.name)
-    assert curve(mine) == pytest.approx(curve(started["one"]), abs=2e-6)
+    with fault("R2", "a run that goes on under another layout: its losses") as row:
+        row.count = 1
+        go(ranks, place, target, mine.name)
+        row.hits, row.differing = 1, 0
+        assert curve(mine) == pytest.approx(curve(started["one"]), abs=2e-6)

@@ -15,6 +15,7 @@ import pytest
 
 from erniekit.errors import ConfigError, Preempted
 from erniekit.train.metrics import LogHook
+from faults.results import fault
 
 STEPS = 6
 NEVER = -1
@@ -49,16 +50,20 @@ def test_a_run_stopped_after_any_step_ends_bit_identical(
     train(whole, fine_tuning=tuning, doctor="off")
     want = weights(whole / f"checkpoint-{STEPS}")
     assert any(name.startswith("optimizer") for name in want)
-    for step in range(1, STEPS):
-        stop_at(step)
-        with pytest.raises(Preempted):
+    with fault("R1", f"SIGTERM after every step, {tuning}, packing, accumulation 3, 2 loader threads") as row:
+        row.differing = 0
+        for step in range(1, STEPS):
+            stop_at(step)
+            row.count += 1
+            with pytest.raises(Preempted):
+                train(tmp_path / f"stop{step}", fine_tuning=tuning, doctor="off")
+            stop_at(NEVER)
+            saved = [p.name for p in (tmp_path / f"stop{step}").glob("checkpoint-*")]
+            assert saved == [f"checkpoint-{step}"], "the checkpoint of that very step"
+            row.hits += 1
             train(tmp_path / f"stop{step}", fine_tuning=tuning, doctor="off")
-        stop_at(NEVER)
-        saved = [p.name for p in (tmp_path / f"stop{step}").glob("checkpoint-*")]
-        assert saved == [f"checkpoint-{step}"], "the checkpoint of that very step"
-        train(tmp_path / f"stop{step}", fine_tuning=tuning, doctor="off")
-        assert weights(tmp_path / f"stop{step}" / f"checkpoint-{STEPS}") == want
-        assert curve(tmp_path / f"stop{step}") == curve(whole), "no step repeated, none left out"
+            assert weights(tmp_path / f"stop{step}" / f"checkpoint-{STEPS}") == want
+            assert curve(tmp_path / f"stop{step}") == curve(whole), "no step repeated, none left out"
 
 
 def test_the_checks_before_training_do_not_change_the_run(train: Callable, weights: Callable, tmp_path: Path) -> None:
@@ -117,10 +122,13 @@ def test_resuming_with_another_setting_is_refused_by_name(
     key: str, value: object, train: Callable, tmp_path: Path
 ) -> None:
     train(tmp_path, max_steps=2, doctor="off")
-    with pytest.raises(ConfigError) as caught:
-        train(tmp_path, max_steps=2, doctor="off", **{key: value})
-    assert key in caught.value.where
-    train(tmp_path, max_steps=2, doctor="off", override_resume=True, **{key: value})
+    with fault("R3", "resumed with another learning rate, seed, batch or an edited data file") as row:
+        row.count, row.note = 1, "refused, the key named"
+        with pytest.raises(ConfigError) as caught:
+            train(tmp_path, max_steps=2, doctor="off", **{key: value})
+        assert key in caught.value.where
+        row.hits = 1
+        train(tmp_path, max_steps=2, doctor="off", override_resume=True, **{key: value})
 
 
 def test_resuming_with_an_edited_data_file_is_refused(train: Callable, rows: Path, tmp_path: Path) -> None:
@@ -128,9 +136,12 @@ def test_resuming_with_an_edited_data_file_is_refused(train: Callable, rows: Pat
     mine.write_text(rows.read_text())
     train(tmp_path / "run", train_dataset_path=mine, max_steps=1, doctor="off")
     mine.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ConfigError) as caught:
-        train(tmp_path / "run", train_dataset_path=mine, max_steps=1, doctor="off")
-    assert "train data" in caught.value.where
+    with fault("R3", "resumed with another learning rate, seed, batch or an edited data file") as row:
+        row.count, row.note = 1, "refused, the key named"
+        with pytest.raises(ConfigError) as caught:
+            train(tmp_path / "run", train_dataset_path=mine, max_steps=1, doctor="off")
+        assert "train data" in caught.value.where
+        row.hits = 1
 
 
 def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_used(

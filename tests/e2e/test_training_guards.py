@@ -13,6 +13,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError, ErnieKitError
 from erniekit.recipes import build
 from erniekit.train.guard import NotFinite
+from faults.results import fault
 
 
 def records(folder: Path) -> list[dict]:
@@ -44,26 +45,30 @@ def test_one_bad_step_is_skipped_and_counted_and_the_run_goes_on(
     train: Callable, poison: Callable, tmp_path: Path
 ) -> None:
     hits = poison({4})  # the first micro-batch of step 2
-    result = train(tmp_path, doctor="off")
-    assert hits == [4], "the fault must really happen"
-    assert result.metrics["skipped_steps"] == 1
-    assert [r["global_step"] for r in records(tmp_path)] == [1, 3, 4, 5, 6]
-    model = ModelFolder(tmp_path).build()
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    with fault("N1", "NaN in the loss, one process: one step; five in a row") as row:
+        result = train(tmp_path, doctor="off")
+        row.count, row.hits = 1, len(hits)
+        assert hits == [4], "the fault must really happen"
+        assert result.metrics["skipped_steps"] == 1
+        assert [r["global_step"] for r in records(tmp_path)] == [1, 3, 4, 5, 6]
+        model = ModelFolder(tmp_path).build()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def test_five_bad_steps_in_a_row_go_back_to_the_last_checkpoint_once(
     train: Callable, poison: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     hits = poison(set(range(7, 22)))  # steps 3 to 7 of accumulation 3
-    result = train(tmp_path, max_steps=10, save_steps=2, doctor="off")
-    assert len(hits) == 15
-    assert "going back to checkpoint-2" in capsys.readouterr().err
-    assert result.steps == 10
-    state = json.loads((tmp_path / "checkpoint-10" / "state.json").read_text())
-    assert state["rollbacks"] == 1
-    assert state["updates"] == 10, "two steps before the fault and eight after going back"
-    assert state["packs"] == (2 + 5 + 8) * 3, "the bad stretch of data is skipped, not repeated"
+    with fault("N1", "NaN in the loss, one process: one step; five in a row") as row:
+        result = train(tmp_path, max_steps=10, save_steps=2, doctor="off")
+        row.count, row.hits = 15, len(hits)
+        assert len(hits) == 15
+        assert "going back to checkpoint-2" in capsys.readouterr().err
+        assert result.steps == 10
+        state = json.loads((tmp_path / "checkpoint-10" / "state.json").read_text())
+        assert state["rollbacks"] == 1
+        assert state["updates"] == 10, "two steps before the fault and eight after going back"
+        assert state["packs"] == (2 + 5 + 8) * 3, "the bad stretch of data is skipped, not repeated"
 
 
 def test_a_run_that_stays_bad_stops_and_names_the_packs(train: Callable, poison: Callable, tmp_path: Path) -> None:

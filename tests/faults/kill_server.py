@@ -331,10 +331,12 @@ def main() -> None:
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     Training().advance()  # the first optimiser step imports a great deal: a fork should not
     reference = Reference(args.root / "undisturbed")
-    result = {
-        "calls": kill_at_every_call(args.root, reference),
-        "random": kill_at_random_times(args.root, reference, args.kills, args.inside, args.seed),
-    }
+    began = time.perf_counter()
+    calls = kill_at_every_call(args.root, reference)
+    halfway = time.perf_counter()
+    kills = kill_at_random_times(args.root, reference, args.kills, args.inside, args.seed)
+    seconds = {"calls": halfway - began, "random": time.perf_counter() - halfway}
+    result = {"calls": calls, "random": kills, "seconds": seconds}
     (args.root / "result.json").write_text(json.dumps(result, indent=1))
 
 

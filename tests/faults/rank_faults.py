@@ -22,7 +22,6 @@ from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.gather import Exchange
 from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.optim.adamw import AdamW
-from erniekit.parallel.engine import Engine
 from erniekit.recipes import build, finish
 from erniekit.train.trainer import Trainer
 
@@ -64,7 +63,7 @@ class Faulty:
         for fault in self.faults:
             if fault.here(at, step) and fault.call == call and (fault.until or fault not in self.done):
                 self.done.add(fault)
-                self.journal.note("fault", **asdict(fault), thread=threading.current_thread().name)
+                self.journal.note("fault", **asdict(fault), on=step, thread=threading.current_thread().name)
                 return fault
         return None
 
@@ -167,7 +166,7 @@ def _in_a_save(faulty: Faulty) -> None:
         try:
             plain(manager, step, *rest)
         finally:
-            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
     def save(plain: Callable, saves: CollectiveSaves, step: int, *rest: Any, **keys: Any) -> Any:
@@ -196,7 +195,10 @@ def _in_a_save(faulty: Faulty) -> None:
 
 def _in_numbers(faulty: Faulty) -> None:
     def loss(plain: Callable, *args: Any) -> torch.Tensor:
+        began = time.thread_time()
         value = plain(*args)
+        if torch.is_grad_enabled() and faulty.strike("compute", faulty.step):
+            time.sleep(12 * (time.thread_time() - began))  # four times forward and backward, which takes twice as long
         return value * float("nan") if torch.is_grad_enabled() and faulty.strike("loss", faulty.step) else value
 
     def gradients(plain: Callable, optimizer: AdamW) -> dict[str, torch.Tensor]:
@@ -205,16 +207,8 @@ def _in_numbers(faulty: Faulty) -> None:
             next(iter(grads.values())).view(-1)[0] = float("inf")
         return grads
 
-    def forward_backward(plain: Callable, *args: Any) -> torch.Tensor:
-        began = time.thread_time()
-        out = plain(*args)
-        if faulty.strike("compute", faulty.step):
-            time.sleep(4 * (time.thread_time() - began))
-        return out
-
     around(build, "causal_loss", loss)
     around(AdamW, "gradients", gradients)
-    around(Engine, "forward_backward", forward_backward)
 
 
 def damage(param: torch.Tensor, how: str) -> None:

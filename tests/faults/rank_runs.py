@@ -105,8 +105,8 @@ class RankServer:
         values = dict(
             model_name_or_path=self.folder / "model", train_dataset_path=self.folder / "rows.jsonl",
             output_dir=self.folder / run, fine_tuning="Full", compute_type="fp32", max_seq_len=96, learning_rate=1e-3,
-            max_steps=10, save_steps=2, save_total_limit=2, gradient_accumulation_steps=2, report_to="none", device="cpu",
-            doctor="off",
+            max_steps=10, save_steps=2, save_total_limit=2, gradient_accumulation_steps=1, report_to="none",
+            device="cpu", doctor="off",
         )  # fmt: skip
         return [f"{name}={value}" for name, value in {**values, **keys}.items()]
 

@@ -99,7 +99,7 @@ def _where() -> dict[str, Any]:
 
 
 def draw(collected: dict[str, Any]) -> str:
-    rows = sorted(collected["rows"], key=lambda r: (list(ROWS).index(r["row"]), r["what"]))
+    rows = _merged(collected["rows"])
     missing = [name for name in ROWS if name not in {r["row"] for r in rows}]
     failed = [r for r in rows if not r["passed"]]
     total = {key: sum(r[key] or 0 for r in rows) for key in ("count", "hits", "lost", "torn", "differing", "seconds")}
@@ -113,8 +113,8 @@ def draw(collected: dict[str, Any]) -> str:
         f"This one: {collected['date']}, {collected['machine']}, {collected['cores']} cores, Python "
         f"{collected['python']}, torch {collected['torch']}; the numbers are in `build/faults.json` after a run.",
         "",
-        f"**{total['hits']} faults: {total['lost']} checkpoints lost, {total['torn']} torn, {total['differing']} losses "
-        f"or final weights that differ from an undisturbed run.**",
+        f"**{total['hits']} faults: {total['lost']} checkpoints lost, {total['torn']} torn, {total['differing']} "
+        "losses or final weights that differ from those of an undisturbed run.**",
         "",
     ]
     if failed:
@@ -128,7 +128,7 @@ def draw(collected: dict[str, Any]) -> str:
         "",
         "- hit: the fault happened where it was meant to; each test asserts that, and how often at least.",
         "- lost: published checkpoints that were gone afterwards, except those that rotation deletes.",
-        "- torn: published checkpoints that did not verify, or whose tensors are not bit for bit the undisturbed run's.",
+        "- torn: published checkpoints that did not verify, or whose tensors are not the bits of the undisturbed run.",
         "- differing: losses and final weights that are not bit for bit the undisturbed run's (R2: beyond 2e-6).",
         "- -: the row promises nothing of the kind.",
         "",
@@ -138,10 +138,24 @@ def draw(collected: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line for each fault, in the order of ROWS: cases of one parametrised test are added up."""
+    out: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        line = out.get((row["row"], row["what"]))
+        if line is None:
+            out[row["row"], row["what"]] = dict(row)
+            continue
+        for key in ("count", "hits", "lost", "torn", "differing", "seconds"):
+            line[key] = None if line[key] is row[key] is None else (line[key] or 0) + (row[key] or 0)
+        line["passed"] = line["passed"] and row["passed"]
+    return sorted(out.values(), key=lambda line: (list(ROWS).index(line["row"]), line["what"]))
+
+
 def _line(row: dict[str, Any]) -> str:
     numbers = ["-" if row[key] is None else str(row[key]) for key in ("lost", "torn", "differing")]
     seen = row["note"] if row["passed"] else f"FAILED {row['note']}"
-    words = [row["row"], row["what"], str(row["count"]), str(row["hits"]), *numbers, f"{row['seconds']:.0f}", seen]
+    words = [row["row"], row["what"], str(row["count"]), str(row["hits"]), *numbers, f"{row['seconds']:.1f}", seen]
     return f"| {' | '.join(words)} |"
 
 

@@ -23,6 +23,7 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.manifest import MANIFEST
 from erniekit.checkpoint.safe import SafetensorsHeader, check_safetensors, load_pickle, read_json, refuse_pickle
 from erniekit.errors import CheckpointError
+from faults.results import fault
 
 SEED = int(os.environ.get("FAULT_SEED", time.time_ns() % 1_000_000))
 
@@ -130,12 +131,18 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_kind_of_damage_to_every_file_is_found_and_the_checkpoint_before_is_used(saved, tmp_path, capsys):
-    assert damage_everything(saved, tmp_path, capsys, rounds=2) >= 60
+    with fault("C1", "every kind of damage to every file, twice") as row:
+        row.count = row.hits = damage_everything(saved, tmp_path, capsys, rounds=2)
+        row.lost, row.note = 0, "all found, the file named, the checkpoint before used"
+        assert row.count >= 60
 
 
 @pytest.mark.full
 def test_a_thousand_damages_are_all_found(saved, tmp_path, capsys):
-    assert damage_everything(saved, tmp_path, capsys, rounds=33) >= 1000
+    with fault("C1", "every kind of damage to every file, 33 times") as row:
+        row.count = row.hits = damage_everything(saved, tmp_path, capsys, rounds=33)
+        row.lost, row.note = 0, "all found, the file named, the checkpoint before used"
+        assert row.count >= 1000
 
 
 def sound_file() -> bytes:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from faults.results import fault
+
 pytestmark = pytest.mark.xdist_group("hangs")  # they take turns: their time-outs are short
 
 VICTIM = Path(__file__).with_name("hang_victim.py")
@@ -91,10 +93,13 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
 
 def end_of(victim: Victim) -> tuple[int, int, str]:
     """(its monitor, its exit code, what it said), after it hung and was ended in time."""
-    monitor = victim.monitor()
-    victim.hangs()
-    code, errors = victim.ends()
-    assert HARD - 0.5 < victim.ended_at - victim.hung_at < HARD + GRACE
+    with fault("H1", "hung for good: data thread, collective, interpreter lock held, dead disk") as row:
+        monitor = victim.monitor()
+        victim.hangs()
+        row.count = row.hits = 1
+        code, errors = victim.ends()
+        assert HARD - 0.5 < victim.ended_at - victim.hung_at < HARD + GRACE
+        row.note = f"hard time-out {HARD:.0f} s: gone within {HARD + GRACE:.0f} s"
     return monitor, code, errors
 
 

@@ -15,6 +15,7 @@ import pytest
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.errors import CheckpointError
+from faults.results import fault
 
 SERVER = Path(__file__).with_name("kill_server.py")
 
@@ -52,16 +53,21 @@ def results(tmp_path_factory) -> dict:
 
 def judge_random_kills(results: dict, kills: int, inside: int) -> None:
     result, story = results["random"], str(results)
-    assert result["lost"] == [], story
-    assert result["torn"] == [], story
-    assert result["different"] == [], story
-    # the faults happened, and where they hurt
-    assert result["kills"] >= kills, story
-    assert result["inside"] >= inside, story
-    assert result["inside_background"] > 0, story
-    assert result["stale_locks"] >= kills // 2, story
-    assert result["runs_completed"] >= kills // 20, story
-    assert result["losses_compared"] > 30 * result["runs_completed"], story
+    with fault("K1", f"kill -9 at {kills} random times, one process, saves in front and behind") as row:
+        row.count = row.hits = result["kills"]
+        row.lost, row.torn, row.differing = (len(result[kind]) for kind in ("lost", "torn", "different"))
+        row.seconds = results["seconds"]["random"]
+        row.note = f"{result['inside']} inside a save, {result['losses_compared']} losses compared"
+        assert result["lost"] == [], story
+        assert result["torn"] == [], story
+        assert result["different"] == [], story
+        # the faults happened, and where they hurt
+        assert result["kills"] >= kills, story
+        assert result["inside"] >= inside, story
+        assert result["inside_background"] > 0, story
+        assert result["stale_locks"] >= kills // 2, story
+        assert result["runs_completed"] >= kills // 20, story
+        assert result["losses_compared"] > 30 * result["runs_completed"], story
 
 
 def test_sixty_kills_at_random_times_lose_no_checkpoint_and_change_no_loss(results):
@@ -75,13 +81,19 @@ def test_six_hundred_kills_at_random_times_lose_no_checkpoint_and_change_no_loss
 
 def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new(results):
     result = results["calls"]
-    for kind in ("wrong", "torn", "different", "left"):
-        assert result[kind] == [], result
-    for name, case in result["points"].items():
-        assert case["kills"] == case["points"] >= case["calls"], (name, case)  # every single point was hit
-    assert result["points"]["first save"]["calls"] >= 15
-    assert result["points"]["later save, with rotation"]["calls"] >= 20
-    assert result["resumed"] == sum(case["points"] for case in result["points"].values())
+    with fault("K2", "kill -9 at every call of a first save, a later one, a repeated one and a start") as row:
+        row.count = sum(case["points"] for case in result["points"].values())
+        row.hits = sum(case["kills"] for case in result["points"].values())
+        row.lost, row.torn, row.differing = (len(result[kind]) for kind in ("wrong", "torn", "different"))
+        row.seconds = results["seconds"]["calls"]
+        row.note = f"{result['resumed']} resumed, from the old checkpoint or the new"
+        for kind in ("wrong", "torn", "different", "left"):
+            assert result[kind] == [], result
+        for name, case in result["points"].items():
+            assert case["kills"] == case["points"] >= case["calls"], (name, case)  # every single point was hit
+        assert result["points"]["first save"]["calls"] >= 15
+        assert result["points"]["later save, with rotation"]["calls"] >= 20
+        assert result["resumed"] == row.count
 
 
 def test_a_second_trainer_is_refused_until_the_first_is_killed_and_then_takes_over(tmp_path):

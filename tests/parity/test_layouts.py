@@ -173,12 +173,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# More of the same kind as others in the list: run by `make test-full`.
+HEAVY = ("dp4", "tp4", "pp4", "cp4", "sharding stage 1", "sharding stage 2", "pp2 cut by hand", "pp2 x sharding 2")
+
+
+def named(*names: str) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.full) if n in HEAVY else n for n in names]
+
+
+@pytest.mark.parametrize("name", named(*LAYOUTS))
 def test_full_training_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", ["tp2 with sequence parallel", "pp2", "sharding stage 3", "tp2 x pp2", "cp2"])
+@pytest.mark.parametrize("name", ["tp2 with sequence parallel", "pp2", "sharding stage 3"])
 def test_llama_with_an_untied_head_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name], family="llama")
 
@@ -193,8 +201,8 @@ def test_lora_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     [
         (dict(tp=8), ODD_HEADS),
         (dict(tp=8), TWENTY_FOUR),
-        (dict(tp=4, fsdp=2), ODD_HEADS),
-        (dict(tp=3), ODD_HEADS),
+        pytest.param(dict(tp=4, fsdp=2), ODD_HEADS, marks=pytest.mark.full),
+        pytest.param(dict(tp=3), ODD_HEADS, marks=pytest.mark.full),
     ],
 )
 def test_heads_need_not_divide(axes: dict[str, Any], shape: dict[str, int], ranks: Ranks) -> None:
@@ -205,6 +213,8 @@ def test_lora_on_heads_that_do_not_divide(ranks: Ranks) -> None:
     check(ranks, dict(tp=4), shape=ODD_HEADS, lora=True)
 
 
-@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+@pytest.mark.parametrize(
+    "granularity", ["full", *(pytest.param(g, marks=pytest.mark.full) for g in ("full_attn", "core_attn"))]
+)
 def test_recompute_in_a_layout_changes_nothing(granularity: str, ranks: Ranks) -> None:
     check(ranks, dict(tp=2, pp=2), recompute=granularity)

@@ -128,7 +128,8 @@ def test_twenty_full_steps_follow_paddles_curve(paddle, dense):
     folder = ModelFolder(paddle / "dense_old")
     model = folder.build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimiser = AdamW(make_groups(model, run["weight_decay"]), (run["beta1"], run["beta2"]), run["epsilon"])
+    groups = make_groups(model.named_parameters(), 3, run["weight_decay"])
+    optimiser = AdamW(groups, (run["beta1"], run["beta2"]), run["epsilon"])
     losses, grad_norms = [], []
     for step in range(run["steps"]):
         k = step % 4

@@ -63,7 +63,7 @@ class Engine:
         return int(count)
 
     def forward_backward(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
-        """Gradients of sum(loss / share); returns that sum over all ranks, detached."""
+        """Gradients of sum(loss / share); returns this rank's part of that sum, detached: see `sum_losses`."""
         mine = [self._mine(batch) for batch in batches]
         if self.pipeline is not None:
             total = self._pipelined(mine, shares)
@@ -74,8 +74,6 @@ class Engine:
                 loss = self.loss(self.model, batch) / share
                 (loss * self.averaged_over).backward()
                 total += loss.detach()
-        if self.loss_group is not None:
-            dist.all_reduce(total, group=self.loss_group)
         return total
 
     def _mine(self, batch: Any) -> Any:

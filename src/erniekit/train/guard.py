@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import deque
 from types import FrameType
@@ -14,9 +15,24 @@ from erniekit.errors import ErnieKitError
 from erniekit.log import warn
 from erniekit.train.step import StepResult
 
+_listening: list[Signals] = []
+
+
+def _be_deaf() -> None:
+    """In a forked child, which inherits the pipe: Ctrl-C reaches parent and child, and must not count twice."""
+    if _listening:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_be_deaf)
+
 
 class Signals:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the end of the step; asking twice stops at once."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the end of the step; asking twice stops at once.
+
+    A handler runs between two steps of the interpreter, and a rank that waits for its peers in C++ comes to none. So
+    the system's own note of each signal (its number, through a pipe) goes to a thread, which counts as well.
+    """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -26,6 +42,12 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._thread = threading.Thread(target=self._listen, name="erniekit-signals", daemon=True)
+        self._thread.start()
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        _listening.append(self)
         for number in self.WATCHED:
             self._before[number] = signal.signal(number, self._on)
         return self
@@ -33,11 +55,24 @@ class Signals:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        _listening.remove(self)
+        os.write(self._writer, b"\0")  # no signal has this number: the end
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
             os._exit(128 + number)
         self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
+
+    def _listen(self) -> None:
+        asked = 0
+        while number := os.read(self._reader, 1)[0]:
+            asked += number in self.WATCHED
+            if asked == 2:
+                os._exit(128 + number)
 
 
 class NotFinite(ErnieKitError):

@@ -92,7 +92,7 @@ class Saver:
         frozen = TrainState(**vars(state))
 
         def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
-            self.write_weights(folder, whole["weights"])
+            self.write_weights(folder, _Sound(whole["weights"], state.step))
             if len(whole.get("optimizer", ())):
                 write_shards(folder, "optimizer", compressed(whole["optimizer"].items(), self.compress))
             if len(whole.get("master_weights", ())):
@@ -139,6 +139,30 @@ class Saver:
             )
 
 
+class _Sound(Tensors):
+    """Weights on their way to disk. Those that are not numbers are refused: a run that goes back must find sound ones,
+    and one that ends must not leave them as its result."""
+
+    def __init__(self, tensors: Tensors, step: int) -> None:
+        self.tensors, self.step = tensors, step
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self.tensors[name]
+        # The smallest and the largest carry a NaN or an infinity, and are no copy of the tensor.
+        if tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
+            raise CheckpointError(
+                f"checkpoint-{self.step} was not written: {name} holds values that are not numbers",
+                fix="the same command goes on from the checkpoint before; test the machine's memory, lower learning_rate",
+            )
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
 class SaveHook(Hook):
     """Saves every `every` steps (0: never on schedule), and at the end of a step in which a signal came."""
 
@@ -174,8 +198,9 @@ class SaveHook(Hook):
 
     def _leave(self, trainer: Trainer, signal_name: str) -> None:
         trainer.phase("save")
+        asked_at = trainer.signals.requested_at or time.monotonic()  # by a signal of its own, or now by another rank
         path = self.saver.save(trainer.state, final=True)
-        took = time.monotonic() - trainer.signals.requested_at
+        took = time.monotonic() - asked_at
         late = f"; the save took {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"
         text = f"{signal_name}: stopped after step {trainer.state.step}, saved {path}"
         self.trackers.event(trainer.state.step, "stop", text + (late if took > self.grace_seconds else ""))
