@@ -35,7 +35,7 @@ from erniekit.train.save import Saver
 from erniekit.train.step import TrainStep
 from ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.full]  # a busy machine blurs the ratio
 
 SAVES, BETWEEN = 4, 2  # saves of a run, steps before each
 CONFIG = DecoderConfig(

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launchers import Launcher, alive, forked
 from test_nodes import Host, ip
 
-pytestmark = pytest.mark.xdist_group("nodes")
+pytestmark = [pytest.mark.xdist_group("nodes"), pytest.mark.full]  # a minute and more
 
 STEPS, EVERY = 24, 3  # of a run; between its saves
 WHEN = "checkpoint-6"  # it is there when a host is lost

@@ -28,6 +28,7 @@ from erniekit.recipes.weights import from_folder
 from ranks import Ranks
 
 pytestmark = [
+    pytest.mark.full,  # writes and loads gigabytes
     pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(sys.platform != "linux", reason="a process's peak memory is read from Linux's /proc"),
 ]

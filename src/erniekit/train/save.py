@@ -92,7 +92,7 @@ class Saver:
         frozen = TrainState(**vars(state))
 
         def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
-            self.write_weights(folder, _Sound(whole["weights"], state.step))
+            self.write_weights(folder, _Sound(whole["weights"], frozen.step))
             if len(whole.get("optimizer", ())):
                 write_shards(folder, "optimizer", compressed(whole["optimizer"].items(), self.compress))
             if len(whole.get("master_weights", ())):
@@ -152,7 +152,7 @@ class _Sound(Tensors):
         if tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
             raise CheckpointError(
                 f"checkpoint-{self.step} was not written: {name} holds values that are not numbers",
-                fix="the same command goes on from the checkpoint before; test the machine's memory, lower learning_rate",
+                fix="the same command goes on from the checkpoint before; lower learning_rate, or test the memory",
             )
         return tensor
 
