@@ -88,10 +88,12 @@ def parallelise(
                 layer.compile()
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
+    # torch wants shards that live on the host to be born there.
+    home = torch.device("cpu") if options.offload and world.layout.fsdp > 1 else device
     with torch.no_grad():
         done: set[int] = set()
         for part in modules:
-            _give_memory(part, device)
+            _give_memory(part, home)
             for name, param in part.named_parameters():
                 if id(param) not in done:
                     done.add(id(param))

@@ -61,6 +61,17 @@ def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, n
     return out
 
 
+class Stage(PipelineStage):
+    """torch's zero-bubble backward sets weight gradients past autograd's hooks, where fp32 sums are made."""
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_weight_one_chunk(*args, **kwargs)
+        for param in self.submod.parameters():
+            if param.grad is not None:
+                for hook in (param._post_accumulate_grad_hooks or {}).values():
+                    hook(param)
+
+
 class StageModule(nn.Module):
     """One stage as a schedule calls it: hidden states (or ids) in; out go hidden states, or from the last stage the sum
     of losses [1]. The batch comes from the queue."""
@@ -121,7 +132,7 @@ class Pipeline:
             hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             losses = torch.empty(1, device="meta", requires_grad=True)
             stages = [
-                PipelineStage(
+                Stage(
                     module,
                     number,
                     self.count,
