@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,9 +31,25 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
+    """One pool for the run: under xdist all tests that use it go to one worker, marked by hand or not."""
+    for item in items:
+        pooled = getattr(getattr(item, "module", None), "Ranks", None) is Ranks  # others may have ranks of their own
+        if pooled and "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+    result = yield
+    for item in items:
+        # xdist 3.8 puts a test's group where pytest 9.2 no longer looks for its name, and would deal all tests singly.
+        grouped = vars(item).get("_nodeid")
+        if grouped and item.nodeid != grouped:
+            item._id = type(item.id).parse(grouped)
+    return result
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """One pool of gloo rank processes for the session; tests that use it share xdist_group("ranks")."""
+    """One pool of gloo rank processes for the session."""
     pool = Ranks()
     yield pool
     pool.close()

@@ -86,24 +86,28 @@ def sft_eval() -> list[Row]:
 
 
 def preferences(rows: list[Row]) -> list[Row]:
-    """The last answer of each row and a worse one; `sort` says which is better, and it is not always the first."""
+    """The last answer of each row and a worse one; `sort` says which is better, and it is not always the first.
+    Every other dialogue is compared from its first answer on."""
     out = []
     for i, row in enumerate(rows):
-        better, neighbour = row["tgt"][-1], rows[i - 1]["tgt"][-1]  # right, but to another question
+        better, neighbour = row["tgt"][-1:], rows[i - 1]["tgt"][-1:]  # right, but to another question
         language = "zh" if any("一" <= c <= "鿿" for c in row["src"][-1]) else "en"
-        worse = neighbour if i % 3 == 0 and neighbour != better else WORSE[language][i % 4]
-        pair = (
-            {"response": [[worse], [better]], "sort": [0, 1]}
-            if i % 2
-            else {"response": [[better], [worse]], "sort": [1, 0]}
-        )
-        out.append({key: row[key] for key in ("system", "src") if key in row} | {"tgt": row["tgt"][:-1]} | pair)
+        worse = neighbour if i % 3 == 0 and neighbour != better else [WORSE[language][i % 4]]
+        asked = {key: row[key] for key in ("system", "src") if key in row} | {"tgt": row["tgt"][:-1]}
+        if i % 2 and len(row["src"]) > 1 and "label" not in row:
+            asked |= {"src": row["src"][:1], "tgt": []}
+            better, worse = row["tgt"][:1], [WORSE[language][i % 4]]
+            for turn, (question, answer) in enumerate(zip(row["src"][1:], row["tgt"][1:]), 1):
+                better += [question, answer]
+                worse += [question, WORSE[language][(i + turn) % 4]]
+        pair = {"response": [worse, better], "sort": [0, 1]} if i % 2 else {"response": [better, worse], "sort": [1, 0]}
+        out.append(asked | pair)
     return out
 
 
 def alpaca(row: Row) -> Row | None:
-    """The same row in alpaca's words; None where it has none: untrained answers, history before a preference."""
-    if 0 in row.get("label", []) or ("response" in row and row["tgt"]):
+    """The same row in alpaca's words; None where it has none: untrained answers, a preference of several turns."""
+    if 0 in row.get("label", []) or ("response" in row and (row["tgt"] or len(row["response"][0]) > 1)):
         return None
     instruction, _, given = row["src"][-1].partition("\n")
     out: Row = {"instruction": instruction, "input": given}

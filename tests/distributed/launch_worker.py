@@ -156,6 +156,25 @@ def add_ranks(folder: str, steps: str = "1", victim: str = "") -> None:
     print(f"sum {total.item():.0f}", flush=True)
 
 
+def add_until_enough(folder: str) -> None:
+    """Collectives without an end, until there is a file `enough`; every step and its attempt go into a file."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    (Path(folder) / f"pid-{RANK}-{ATTEMPT}").write_text(str(os.getpid()))
+    enough = torch.zeros(1)
+    while not enough.item():
+        enough = torch.tensor([float((Path(folder) / "enough").exists())])
+        dist.all_reduce(enough)
+        with open(Path(folder) / f"steps-{RANK}-{ATTEMPT}", "a") as out:
+            out.write(".")
+        time.sleep(0.02)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     launch_rank.die_with_the_launcher()
     cli.COMMANDS["play"] = cli.Command("__main__:play", "x", "x", ("x",))

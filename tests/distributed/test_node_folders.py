@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from erniekit.checkpoint.nodes import agree_on_checkpoint, copier, copy_to_nodes
 from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 from erniekit.parallel.mesh import Layout, World
+from erniekit.recipes.finish import publish_on_nodes
 from fake_sharding import FakeSharding, Held
 from ranks import Ranks
 
@@ -198,6 +201,45 @@ def test_saves_and_their_rotation_are_the_same_on_every_node(ranks: Ranks, tmp_p
         folder = tmp_path / f"node{node}" / "output"
         assert load_file(folder / "checkpoint-5" / "model.safetensors")["w"].tolist() == [5.0] * 4
         assert CheckpointManager(folder).latest_good() == folder / "checkpoint-5"
+
+
+# --- the end of a run ---
+
+
+def end_of_run(root: str, shared: bool) -> str:
+    """Rank 2's node has no copy of the last checkpoint; all have weights of an earlier run in the way."""
+    rank, world = dist.get_rank(), World(Layout(dp=dist.get_world_size()), dist.get_rank())
+    world.leaders = [0, 1, 2]
+    folder = node_folder(root, 0) if shared else node_folder(root)
+    if rank == 0 or not shared:
+        (folder / "model-00002-of-00002.safetensors").write_bytes(b"old")
+    if rank == 0 or (rank == 1 and not shared):
+        publish(folder, 9)
+    dist.barrier()
+    said = io.StringIO()
+    with redirect_stderr(said):
+        publish_on_nodes(folder / "checkpoint-9", folder, world)
+    return said.getvalue()
+
+
+def test_the_final_model_appears_on_every_node_that_has_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks.run(3, end_of_run, str(tmp_path), False)
+    there = [{p.name for p in (tmp_path / f"node{n}" / "output").iterdir() if p.is_file()} for n in range(3)]
+    old = "model-00002-of-00002.safetensors"
+    assert there[0] == {old}, "rank 0's own is not published by this"
+    assert there[1] == {"model.safetensors", "empty"}
+    first, second = (tmp_path / "node1" / "output" / name for name in ("model.safetensors", "checkpoint-9"))
+    assert load_file(first)["w"][0, 0] == 9.0
+    assert first.read_bytes() == (second / "model.safetensors").read_bytes()
+    assert there[2] == {old}, "what is there stays where there is nothing better"
+    assert "no final model on the node of rank 2: No such file or directory" in told[0]
+
+
+def test_on_a_shared_folder_the_other_nodes_publish_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(3, end_of_run, str(tmp_path), True) == [""] * 3
+    assert {p.name for p in (tmp_path / "node0" / "output").iterdir() if p.is_file()} == {
+        "model-00002-of-00002.safetensors"
+    }
 
 
 # --- resume ---

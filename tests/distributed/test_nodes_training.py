@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from erniekit.checkpoint import manifest
+from erniekit.cli import launch_pulse
 from erniekit.cli.launch import train_command
 from erniekit.export.run import export_command
 
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launchers import Launcher, alive, forked
 from test_nodes import Host, ip
 
-pytestmark = [pytest.mark.xdist_group("nodes"), pytest.mark.full]  # a minute and more
+pytestmark = pytest.mark.xdist_group("nodes")  # in turn: each has four processes or more
 
 STEPS, EVERY = 24, 3  # of a run; between its saves
 WHEN = "checkpoint-6"  # it is there when a host is lost
@@ -127,12 +129,19 @@ def undisturbed(folder: Path, paddle: Path, ranks: int, **words: object) -> Mach
     return machine
 
 
-def lose(launcher: Launcher, out: Path) -> None:
-    """kill -9 of all that runs on a machine, once the checkpoint `WHEN` is in `out`."""
+def lose(launcher: Launcher, out: Path, cable_of: Host | None = None) -> None:
+    """kill -9 of all that runs on a machine, or its cable is pulled, once the checkpoint `WHEN` is in `out`."""
     until = time.monotonic() + PATIENCE_S
     while not (out / WHEN).is_dir():
         assert time.monotonic() < until, launcher.said()
         time.sleep(0.005)
+    if cable_of is not None:
+        cable_of.plug("down")
+        try:
+            assert launcher.wait(PATIENCE_S) == 1, "it is cut off from where all meet"
+        finally:
+            cable_of.plug("up")
+        return
     assert kill(launcher) > 1, "a launcher and its rank"
     assert launcher.wait() == -signal.SIGKILL
 
@@ -164,28 +173,48 @@ def same_tensors(one: Path, other: Path) -> bool:
     return files[0] == files[1] and all((one / name).read_bytes() == (other / name).read_bytes() for name in files[0])
 
 
+def same_model(one: Path, other: Path) -> bool:
+    """What a run leaves in its output folder to chat with or to export."""
+    files = [{path.name: path.read_bytes() for path in out.glob("*.safetensors")} for out in (one, other)]
+    configs = [sorted(path.name for path in out.glob("*config.json")) for out in (one, other)]
+    return files[0] == files[1] and bool(files[0]) and configs[0] == configs[1] and bool(configs[0])
+
+
 def stories(launchers: Sequence[Launcher]) -> str:
     return "\n".join(f"--- {m.err}\n" + "\n".join(m.said()) for m in launchers)
 
 
+@pytest.mark.parametrize(
+    ("numbered", "fault"),
+    [
+        pytest.param(True, "killed", marks=pytest.mark.full),  # forty seconds and more
+        pytest.param(False, "killed", marks=pytest.mark.full),  # it has to miss its heartbeats first
+        pytest.param(True, "unplugged", marks=pytest.mark.full),
+    ],
+)
 def test_a_lost_host_comes_back_and_the_run_ends_as_if_nothing_had_happened(
-    paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool, fault: str
 ) -> None:
+    monkeypatch.setattr(launch_pulse, "LOST_S", 5.0)
     whole = undisturbed(tmp_path, paddle, 2, **LORA_TP)
     with cluster(tmp_path, paddle) as (first, second):
         words = {**LORA_TP, "nnodes": 2, "master": f"{first.address}:8080"}
-        one, two = first.train(words), second.train(words)
-        lose(two, first.out)
+        here, there = ({**words, "node_rank": k} if numbered else words for k in range(2))
+        one, two = first.train(here), second.train(there)
+        lose(two, first.out, cable_of=second.host if fault == "unplugged" else None)
         assert LAST not in saved(first.out), "it must be lost in the middle"
         assert not saved(second.out), "its disk has nothing: rank 0 alone saves"
-        again = second.train(words)
+        again = second.train(there)
         assert [again.wait(PATIENCE_S), one.wait(PATIENCE_S)] == [0, 0], stories([one, again])
 
+    said = "\n".join(one.said())
+    assert re.search(r"^error: lost(, and back)?: machine 1 of 2, .* \(10\.78\.0\.2\), rank 1$", said, re.M), said
     assert curve(first.out) == curve(whole.out), "no step is missing, done twice or different"
     assert same_tensors(first.out / LAST, whole.out / LAST)
     (point,) = saved(second.out)  # what the run went on from was brought to it, and nothing else
     assert 6 <= int(point.split("-")[1]) < STEPS
     assert same_tensors(second.out / point, first.out / point)
+    assert f"restart 1 of 3 as soon as all machines are there, from {point}" in said
     assert f"resume   out/{point} at step" in (first.disk / "erniekit_dist_log" / "workerlog.0").read_text()
 
     monkeypatch.chdir(first.disk)
@@ -215,6 +244,7 @@ def test_the_first_host_may_lose_its_disk_when_every_node_saves(paddle: Path, tm
     assert curve(first.out) == curve(whole.out)[int(point.split("-")[1]) :], "it went on from there"
     for machine in (first, second):
         assert same_tensors(machine.out / LAST, whole.out / LAST), "whole on each disk"
+        assert same_model(machine.out, whole.out), "and so is the result"
 
 
 @pytest.mark.full
@@ -234,6 +264,7 @@ def test_one_of_four_hosts_is_lost_and_comes_back(
     assert curve(machines[0].out) == curve(whole.out), "no step is missing, done twice or different"
     for machine in machines:
         assert same_tensors(machine.out / LAST, whole.out / LAST), "whole on each disk"
+        assert same_model(machine.out, whole.out), "and so is the result"
     monkeypatch.chdir(machines[0].disk)
     assert export_command(["model_name_or_path=model", "output_dir=out", "lora=True"]) == 0
     assert manifest.check(machines[0].out / "export").info["proof"]

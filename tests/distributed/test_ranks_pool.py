@@ -31,3 +31,9 @@ def test_a_failing_ranks_words_come_back(ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match="rank one's own words"):
         ranks.run(2, fail_on_one)
     assert ranks.run(2, add_ranks, 0) == [1, 1], "the pool starts anew"
+
+
+def test_tests_that_use_the_pool_are_dealt_to_one_worker(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("only where xdist deals tests to workers")
+    assert request.node.nodeid.endswith("@ranks"), "a second worker would start a second pool"

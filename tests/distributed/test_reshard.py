@@ -38,7 +38,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # Every layout as source and as target, 24 arrows: each goes to the three that follow it in the list.
 NAMES = list(LAYOUTS)
-PAIRS = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in (1, 2, 3)]
+PAIRS = [
+    pytest.param(a, NAMES[(i + k) % len(NAMES)], marks=[pytest.mark.full] if k > 1 else [])
+    for i, a in enumerate(NAMES)
+    for k in (1, 2, 3)
+]
 
 
 def size(layout: dict[str, Any]) -> int:
@@ -121,7 +125,12 @@ def test_every_layout_draws_the_curve_of_one_process(name: str, started: dict[st
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("one", "tp2pp2"), ("tp2", "pp2"), ("fsdp2", "one"), ("pp2", "fsdp2"), ("cp2", "dp2"), ("tp2fsdp2", "cp2")],
+    [
+        ("one", "tp2pp2"),
+        ("tp2", "pp2"),
+        ("fsdp2", "one"),
+        *(pytest.param(*p, marks=pytest.mark.full) for p in (("pp2", "fsdp2"), ("cp2", "dp2"), ("tp2fsdp2", "cp2"))),
+    ],
 )
 def test_the_curve_goes_on_when_the_layout_changes(
     source: str, target: str, ranks: Ranks, place: Path, started: dict[str, Path]

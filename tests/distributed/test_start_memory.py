@@ -10,25 +10,23 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
-from erniekit.data.collate import one_document
-from erniekit.losses.causal import causal_loss
+from erniekit.config import load
+from erniekit.devices import pick
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
-from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World
-from erniekit.recipes.weights import from_folder
+from erniekit.parallel.world import open_world
+from erniekit.recipes import stage_of
+from erniekit.recipes.build import build
 from ranks import Ranks
 
 pytestmark = [
-    pytest.mark.full,  # writes and loads gigabytes
     pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(sys.platform != "linux", reason="a process's peak memory is read from Linux's /proc"),
 ]
@@ -36,7 +34,14 @@ pytestmark = [
 MB = 1 << 20
 SPARE = 160 * MB  # two chunks of 32 MiB while reading, fully_shard's own modules, and what malloc has not given back
 SIZES = {"half a GiB": (3, 490, 560), "2 GiB": (20, 1900, 2100)}  # layers; MiB in bf16, from and to
-LAYOUTS: dict[str, dict[str, Any]] = {"tp2 x sharding 2": dict(tp=2, fsdp=2, sharding_stage=3), "tp4": dict(tp=4)}
+LAYOUTS = {
+    "tp2 x sharding 2": ["tensor_parallel_degree=2", "sharding_parallel_degree=2", "sharding=stage3"],
+    "tp4": ["tensor_parallel_degree=4"],
+}
+CASES = [  # one at every commit
+    ("tp2 x sharding 2", "half a GiB"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("tp2 x sharding 2", "2 GiB"), ("tp4", "2 GiB"))),
+]
 
 
 def config(layers: int) -> DecoderConfig:
@@ -68,31 +73,23 @@ def memory(word: str) -> int:
     return int(Path("/proc/self/status").read_text().partition(f"{word}:")[2].split()[0]) * 1024
 
 
-def start(path: str, axes: dict[str, Any], read_whole: bool = False) -> tuple[int, int, list[str]]:
+def start(path: str, keys: list[str], read_whole: bool = False) -> tuple[int, int, list[str]]:
     """Bytes this rank holds, bytes its memory grew by at the worst moment, and weights that are not those of the file.
-
-    As recipes/build.py does it: fully_shard keeps fp32, other layouts the dtype of the file.
-    """
-    layout = Layout(**axes)
-    rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    world, folder = World(layout, rank), ModelFolder(Path(path))
+    fully_shard keeps fp32, other layouts the dtype of the file."""
+    cfg = load([f"model_name_or_path={path}", "fine_tuning=Full", "train_dataset_path=none", *keys])
+    world, folder = open_world(cfg.parallel, "cpu"), ModelFolder(Path(path))
     world.max(0.0)  # connections are made
-    model = folder.meta().to(torch.float32 if layout.fsdp > 1 else torch.bfloat16)
-    sharding = sharding_of(model, folder.spec.plan, layout)
     before = memory("VmRSS")
     mistake = folder.build() if read_whole else None
-    engine = parallelise(
-        model, sharding, world, torch.device("cpu"), torch.bfloat16, causal_loss,
-        from_folder(folder, sharding, rank), one_document, Options(),
-    )  # fmt: skip
+    built = build(cfg, folder, pick("cpu", True), torch.bfloat16, world, stage_of(cfg))
     del mistake
     grown = memory("VmHWM") - before
-    held = {plain(name): local(p.detach()) for name, p in engine.model.named_parameters()}
+    held = {name: local(param.detach()) for name, param in built.parameters()}
     wrong = []
     for entry in folder.entries():
         name = entry.ours
         if not name.startswith("layers.") or name.startswith("layers.1."):
-            whole, boxes = folder.read(entry).to(held[name].dtype), sharding.boxes(name, rank)
+            whole, boxes = folder.read(entry).to(held[name].dtype), built.sharding.boxes(name, world.rank)
             same = [torch.equal(held[name][box.local_slices], whole[box.global_slices]) for box in boxes]
             wrong += [] if same and all(same) else [name]
     return sum(t.numel() * t.element_size() for t in held.values()), grown, wrong
@@ -112,13 +109,12 @@ def fresh() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.mark.parametrize("size", ["half a GiB", pytest.param("2 GiB", marks=pytest.mark.full)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "size"), CASES)
 def test_a_rank_that_starts_holds_its_own_part_only(layout: str, size: str, folder: Path, fresh: Ranks) -> None:
     layers, least, most = SIZES[size]
     total = write(folder, layers)
     assert least * MB < total < most * MB
-    part = total / 4 * (2 if "fsdp" in LAYOUTS[layout] else 1)
+    part = total / 4 * (2 if "sharding" in layout else 1)
     for held, grown, wrong in fresh.run(4, start, str(folder), LAYOUTS[layout]):
         print(f"{layout}, {size}: holds {held / MB:.0f} MiB, grew by {grown / MB:.0f} at most")
         assert wrong == []
@@ -126,7 +122,8 @@ def test_a_rank_that_starts_holds_its_own_part_only(layout: str, size: str, fold
         assert grown < held + SPARE
 
 
+@pytest.mark.full
 def test_the_measure_would_see_a_rank_that_holds_it_all(folder: Path, fresh: Ranks) -> None:
     total = write(folder, SIZES["half a GiB"][0])
-    ((held, grown, _),) = fresh.run(1, start, str(folder), {}, True)
+    ((held, grown, _),) = fresh.run(1, start, str(folder), [], True)
     assert grown > held + total - SPARE // 2 > held + SPARE

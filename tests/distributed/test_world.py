@@ -7,42 +7,65 @@ import subprocess
 import sys
 
 CODE = """
-import sys
+import os, sys, time
 from types import SimpleNamespace
 from erniekit.errors import DeviceError
 from erniekit.parallel.world import leave, open_world
 section = SimpleNamespace(pipeline_parallel_degree=1, data_parallel_degree=1, sharding_parallel_degree=1,
     context_parallel_degree=1, sep_parallel_degree=1, tensor_parallel_degree=1, sequence_parallel=False, sharding=(),
     virtual_pp_degree=1, pp_seg_method=())
+import torch.distributed as dist
+real, (device, habit) = dist.TCPStore.get, sys.argv[1:]
+def get(store, key):
+    if habit == "dies":
+        os._exit(9)
+    time.sleep(0.3 if habit == "reads late" else 0)
+    return real(store, key)
+dist.TCPStore.get = get
 try:
-    world = open_world(section, sys.argv[1])
+    world = open_world(section, device)
     print("joined", world.layout.dp, int(world.sum(world.rank + 1)))
     leave()
 except DeviceError as error:
     print(error)
     sys.exit(error.exit_code)
+except dist.DistError as error:
+    print(error)
+    sys.exit(1)
 """
 
 
-def start(kinds: list[str]) -> list[tuple[int, str]]:
+def start(kinds: list[str], habits: dict[int, str] | None = None) -> list[tuple[int, str]]:
+    """Exit code and last words of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for rank, kind in enumerate(kinds):
         env = dict(RANK=str(rank), WORLD_SIZE=str(len(kinds)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        command = [sys.executable, "-c", CODE, kind]
-        processes.append(subprocess.Popen(command, env={**env, "PATH": ""}, stdout=subprocess.PIPE, text=True))
-    return [(p.wait(timeout=60), p.communicate()[0]) for p in processes]
+        command = [sys.executable, "-c", CODE, kind, (habits or {}).get(rank, "")]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        processes.append(subprocess.Popen(command, env={**env, "PATH": "", "OMP_NUM_THREADS": "1"}, **pipes))
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    return [(process.returncode, words) for process, words in zip(processes, said)]
 
 
-def test_a_cpu_rank_and_a_cuda_rank_cannot_form_one_group() -> None:
-    for code, said in start(["cpu", "cuda"]):
-        assert code == 2
+def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
+    """Rank 0 hosts the store: it may not leave before the last one has read."""
+    for code, said in start(["cpu", "cuda", "cpu"], {2: "reads late"}):
         assert "different devices" in said
-        assert "cpu: ranks [0]" in said
+        assert "cpu: ranks [0, 2]" in said
         assert "cuda: ranks [1]" in said
+        assert code == 2
 
 
 def test_like_ranks_join_and_reduce() -> None:
     assert [said.strip() for _, said in start(["cpu", "cpu"])] == ["joined 2 3", "joined 2 3"]
+
+
+def test_a_rank_that_loses_the_store_says_that_another_ended_first() -> None:
+    (died, _), (code, said) = start(["cpu", "cpu"], {0: "dies", 1: "reads late"})
+    assert died == 9
+    assert "rank 1 could not meet the others" in said
+    assert "where another rank ended first, its log says why" in said
+    assert code == 1

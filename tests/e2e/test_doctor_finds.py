@@ -27,10 +27,16 @@ def test_a_sound_run_says_what_was_checked(train: Callable, tmp_path: Path, caps
     assert start <= 20, "about a screen before the first step"
 
 
+def leaking(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bounds: torch.Tensor) -> torch.Tensor:
+    """Plain causal attention over whole rows."""
+    k, v = (t.view(*q.shape[:2], *t.shape[1:]) for t in (k, v))
+    return kernel._causal(q, k, v)
+
+
 def test_attention_that_leaks_between_documents_is_caught(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "_per_document", lambda q, k, v, cu: kernel._causal(q, k, v))
+    monkeypatch.setattr(kernel, "_per_document", leaking)
     with pytest.raises(DoctorError, match="leaks"):
         train(tmp_path, max_steps=1)
 
@@ -83,6 +89,6 @@ def test_answers_that_are_all_cut_have_no_trained_end(train: Callable, tmp_path:
 
 
 def test_doctor_off_skips_the_checks(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_per_document", lambda q, k, v, cu: kernel._causal(q, k, v))
+    monkeypatch.setattr(kernel, "_per_document", leaking)
     train(tmp_path, max_steps=1, doctor="off")
     assert torch.is_grad_enabled()

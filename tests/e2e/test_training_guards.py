@@ -11,7 +11,7 @@ import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError, ErnieKitError
-from erniekit.recipes import build
+from erniekit.recipes import stage
 from erniekit.train.guard import NotFinite
 from faults.results import fault
 
@@ -25,7 +25,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[int]]:
     """Turns the loss of the micro-batches with these running numbers into NaN; returns the list of hits."""
 
     def arrange(numbers: set[int]) -> list[int]:
-        plain, hits, count = build.causal_loss, [], [0]
+        plain, hits, count = stage.causal_loss, [], [0]
 
         def loss(model, batch, *chunk):
             count[0] += 1
@@ -35,7 +35,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[int]]:
                 return value * float("nan")
             return value
 
-        monkeypatch.setattr(build, "causal_loss", loss)
+        monkeypatch.setattr(stage, "causal_loss", loss)
         return hits
 
     return arrange

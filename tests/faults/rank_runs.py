@@ -1,4 +1,4 @@
-"""Runs of several real ranks for test_many_ranks.py: start, wait, and what is left on disk and in the journals."""
+"""Runs of several real ranks for test_rank_*.py: start, wait, and what is left on disk and in the journals."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ from typing import Any
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.errors import CheckpointError
+from faults.results import Row
 
 SERVER = Path(__file__).with_name("rank_server.py")
 TIMEOUT = 90.0  # seconds for a run that takes two on an idle machine
 Faults = Sequence[dict[str, Any]]
+
+SEED = int(os.environ.get("FAULT_SEED", time.time_ns() % 1_000_000))
+STEPS, EVERY = 10, 2  # of a run; between its saves
+PHASES = ("data", "forward/backward", "collective", "update")
+TP = dict(tensor_parallel_degree=2, gradient_accumulation_steps=2)  # both ranks hold parts of what is saved
+PP = dict(pipeline_parallel_degree=2, gradient_accumulation_steps=2)
+FSDP = dict(sharding_parallel_degree=2, sharding="stage2")
+ASYNC = dict(unified_checkpoint_config="async_save")
 
 
 @dataclass
@@ -105,7 +114,7 @@ class RankServer:
         values = dict(
             model_name_or_path=self.folder / "model", train_dataset_path=self.folder / "rows.jsonl",
             output_dir=self.folder / run, fine_tuning="Full", compute_type="fp32", max_seq_len=96, learning_rate=1e-3,
-            max_steps=10, save_steps=2, save_total_limit=2, gradient_accumulation_steps=1, report_to="none",
+            max_steps=STEPS, save_steps=EVERY, save_total_limit=2, gradient_accumulation_steps=1, report_to="none",
             device="cpu", doctor="off",
         )  # fmt: skip
         return [f"{name}={value}" for name, value in {**values, **keys}.items()]
@@ -200,3 +209,23 @@ def lost(folder: Path, starts: Sequence[Ended]) -> list[str]:
     deleted = {event["step"] for start in starts for event in start.journal(0, "deleting")}
     there = {step_of(path) for path in CheckpointManager(folder).list()}
     return [f"checkpoint-{step}" for step in sorted(published - deleted - there)]
+
+
+def undisturbed(server: RankServer, name: str, **keys: Any) -> Reference:
+    ended = server.run(name, save_steps=1, save_total_limit=100, **keys)
+    assert ended.codes == [0, 0], ended.story()
+    return Reference(server.folder / name, ended)
+
+
+def judge(row: Row, reference: Reference, folder: Path, starts: list[Ended], finished: bool) -> None:
+    """Nothing lost, nothing torn; and once the run has finished, nothing different."""
+    story = f"FAULT_SEED={SEED} {folder}\n{starts[-1].story()}"
+    gone, torn = lost(folder, starts), reference.torn(folder)
+    row.lost, row.torn = (row.lost or 0) + len(gone), (row.torn or 0) + len(torn)
+    assert not gone, f"{gone} {story}"
+    assert not torn, f"{torn} {story}"
+    if finished:
+        assert set(starts[-1].codes) == {0}, story
+        different = reference.differing(folder)
+        row.differing = (row.differing or 0) + len(different)
+        assert not different, f"{different} {story}"

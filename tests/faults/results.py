@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTED = ROOT / "build" / "faults.json"
@@ -36,6 +36,12 @@ ROWS = {  # reliability rows and what a passing one promises
     "N2": "one bit changed on one rank",
     "H1": "a hang",
     "H2": "a slow rank",
+    "S1": "requests that are no requests",
+    "S2": "prompts around and over the limit",
+    "S3": "clients that leave in mid-stream",
+    "S4": "more clients than there is room for",
+    "S5": "wrong keys and open addresses",
+    "S6": "the server killed or asked to leave in mid-stream",
 }
 # The workers of one run under xdist share its name; a run without xdist makes one for itself.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.environ.setdefault("ERNIEKIT_FAULT_RUN", uuid.uuid4().hex)
@@ -77,8 +83,7 @@ def _book(entry: Row) -> None:
         if found.get("run") != RUN:
             found = {"run": RUN, **_where(), "rows": []}
         found["rows"].append(asdict(entry))
-        file.truncate(0)
-        file.write(json.dumps(found, indent=1) + "\n")
+        _replace(file, found)
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -110,8 +115,11 @@ def draw(collected: dict[str, Any]) -> str:
         "tests: `make test-full`, or `FAULT_TABLE=1 make test` for the size of every commit. The tests are in",
         "`tests/faults` (with their README), `tests/e2e` and `tests/distributed`.",
         "",
-        f"This one: {collected['date']}, {collected['machine']}, {collected['cores']} cores, Python "
-        f"{collected['python']}, torch {collected['torch']}; the numbers are in `build/faults.json` after a run.",
+        f"This one: {collected.get('size', 'some of the tests')}; {collected['date']}, {collected['machine']}, Python "
+        f"{collected['python']}, torch {collected['torch']}, {collected['cores']} cores at a load average of",
+        f"{collected.get('load', 'unknown')} (where that is more than the cores, other work made it slower). The rows "
+        f"took {total['seconds']:.0f} s in all; their numbers",
+        "are in `build/faults.json` after a run.",
         "",
         f"**{total['hits']} faults: {total['lost']} checkpoints lost, {total['torn']} torn, {total['differing']} "
         "losses or final weights that differ from those of an undisturbed run.**",
@@ -159,13 +167,21 @@ def _line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(words)} |"
 
 
-def write_table(of_this_run: bool = False) -> None:
-    """Under the lock: workers end one after another, and the last one has all the rows."""
-    with COLLECTED.open(encoding="utf-8") as file:
+def write_table(of_this_run: bool = False, size: str = "") -> None:
+    """Under the lock: workers end one after another, and the last one has all the rows. size: which tests ran."""
+    with COLLECTED.open("r+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found = _read(file.read())
         if found and (found["run"] == RUN or not of_this_run):
+            found |= {"size": size, "load": round(os.getloadavg()[1])} if size else {}
             TABLE.write_text(draw(found), encoding="utf-8")
+            _replace(file, found)
+
+
+def _replace(file: TextIO, found: dict[str, Any]) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

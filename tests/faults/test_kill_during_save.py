@@ -17,6 +17,8 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.errors import CheckpointError
 from faults.results import fault
 
+pytestmark = pytest.mark.xdist_group("kills")  # one server, not one for each worker
+
 SERVER = Path(__file__).with_name("kill_server.py")
 
 # Saves without end; each is slow enough (20 files) for a kill to land inside one.

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from erniekit.data.collate import collate, one_document
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.errors import PlanError
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
@@ -174,7 +176,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 # More of the same kind as others in the list: run by `make test-full`.
-HEAVY = ("dp4", "tp4", "pp4", "cp4", "sharding stage 1", "sharding stage 2", "pp2 cut by hand", "pp2 x sharding 2")
+HEAVY = (
+    "dp4", "tp4", "pp4", "cp4", "sharding stage 1", "sharding stage 2", "pp2 cut by hand", "sharding 2 x dp 2",
+    "sharding 2 x cp2", "pp2 x sharding 2",
+)  # fmt: skip
 
 
 def named(*names: str) -> list[Any]:
@@ -186,12 +191,17 @@ def test_full_training_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", ["tp2 with sequence parallel", "pp2", "sharding stage 3"])
+@pytest.mark.parametrize(
+    "name", ["pp2", *(pytest.param(n, marks=pytest.mark.full) for n in ("tp2", "sharding stage 3"))]
+)
 def test_llama_with_an_untied_head_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name], family="llama")
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "tp2 with sequence parallel", "pp2", "sharding stage 3", "tp2 x pp2"])
+LORA = ("dp2", "tp2", "tp2 with sequence parallel", "pp2", "sharding stage 1", "sharding stage 3", "cp2", "tp2 x pp2")
+
+
+@pytest.mark.parametrize("name", named(*LORA, "pp2 x dp2"))
 def test_lora_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name], lora=True)
 
@@ -200,7 +210,7 @@ def test_lora_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     ("axes", "shape"),
     [
         (dict(tp=8), ODD_HEADS),
-        (dict(tp=8), TWENTY_FOUR),
+        pytest.param(dict(tp=8), TWENTY_FOUR, marks=pytest.mark.full),
         pytest.param(dict(tp=4, fsdp=2), ODD_HEADS, marks=pytest.mark.full),
         pytest.param(dict(tp=3), ODD_HEADS, marks=pytest.mark.full),
     ],
@@ -209,6 +219,7 @@ def test_heads_need_not_divide(axes: dict[str, Any], shape: dict[str, int], rank
     check(ranks, axes, shape=shape)
 
 
+@pytest.mark.full
 def test_lora_on_heads_that_do_not_divide(ranks: Ranks) -> None:
     check(ranks, dict(tp=4), shape=ODD_HEADS, lora=True)
 
@@ -218,3 +229,52 @@ def test_lora_on_heads_that_do_not_divide(ranks: Ranks) -> None:
 )
 def test_recompute_in_a_layout_changes_nothing(granularity: str, ranks: Ranks) -> None:
     check(ranks, dict(tp=2, pp=2), recompute=granularity)
+
+
+@pytest.mark.parametrize(
+    ("axes", "lora"),
+    [
+        (dict(pp=2), False),
+        pytest.param(dict(pp=2, tp=2), False, marks=pytest.mark.full),
+        pytest.param(dict(pp=2), True, marks=pytest.mark.full),
+    ],
+)
+def test_the_zero_bubble_schedule_changes_nothing(axes: dict[str, Any], lora: bool, ranks: Ranks) -> None:
+    check(ranks, dict(axes, virtual_stages=2), lora=lora, schedule="zero_bubble")
+
+
+def refusal(axes: dict[str, Any]) -> str:
+    try:
+        train(axes, "ernie4_5", SHAPE, False, dict(schedule="zero_bubble"))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_the_zero_bubble_schedule_refuses_sharded_weights_before_the_first_step(ranks: Ranks) -> None:
+    for said in ranks.run(4, refusal, dict(pp=2, virtual_stages=2, fsdp=2)):
+        assert "zero_bubble schedule does not work with sharded weights" in said
+
+
+class Reductions(TorchDispatchMode):
+    """Counts how often gradients are reduced into this rank's shards, whatever torch calls that in Python."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in op.name()
+        return op(*args, **(kwargs or {}))
+
+
+def reductions(axes: dict[str, Any]) -> int:
+    with Reductions() as seen:
+        train(axes, "ernie4_5", SHAPE, False, {})
+    return seen.count
+
+
+def test_stage_1_reduces_gradients_once_a_step_under_a_pipeline_too(ranks: Ranks) -> None:
+    """Two micro-batches a rank: stage 2 reduces after each."""
+    once = ranks.run(4, reductions, dict(pp=2, fsdp=2, sharding_stage=1))
+    every = ranks.run(4, reductions, dict(pp=2, fsdp=2, sharding_stage=2))
+    assert min(once) >= STEPS
+    assert every == [2 * count for count in once]

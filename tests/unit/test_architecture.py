@@ -13,7 +13,7 @@ ALLOWED = {
     "config": set(),
     "kernels": set(),
     "devices": set(),
-    "parallel": {"devices"},
+    "parallel": {"devices", "kernels"},
     "models": {"kernels", "parallel"},
     "data": set(),
     "losses": {"data", "kernels"},

@@ -6,6 +6,7 @@ Called by recipes/build.py, export/, serve/ and api. Layout is told by tensor na
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,15 @@ class ModelFolder:
     """An opened model folder. Tensors are read lazily; at most one entry's tensors are in memory at a time.
 
     weights=False: a folder that need hold no more than config.json and a tokenizer, for a model from scratch.
+    changes: values that replace those of config.json.
     """
 
-    def __init__(self, path: Path, weights: bool = True) -> None:
+    def __init__(self, path: Path, weights: bool = True, changes: Mapping[str, Any] | None = None) -> None:
         self.path = path
-        self.config_json = read_json(path / "config.json")
+        self.config_json = {**read_json(path / "config.json"), **(changes or {})}
         self.spec: ModelSpec = find(self.config_json, str(path / "config.json"))
         self.files = tensor_files(path) if weights else {}
-        self.layout = "paddle" if any(n.startswith(self.spec.paddle_prefix) for n in self.files) else "hf"
+        self.layout = self._layout()
         # Only the files can tell for a config that does not say; Paddle writes the head even when tied.
         has_head = "lm_head.weight" in self.files
         self.config: DecoderConfig = self.spec.read_config(
@@ -67,8 +69,15 @@ class ModelFolder:
         )
         if self.config_json.get("use_bias"):  # covers the head in Paddle, not in transformers' dense class
             self.config = replace(self.config, head_bias="lm_head.bias" in self.files)
+        if self.files and self.spec.settle is not None:
+            self.config = self.spec.settle(self.config, self.files)
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
+
+    def _layout(self) -> str:
+        if self.spec.layout_of is not None:
+            return self.spec.layout_of(self.files)
+        return "paddle" if any(n.startswith(self.spec.paddle_prefix) for n in self.files) else "hf"
 
     def entries(self) -> list[Entry]:
         return self.spec.names(self.config, self.layout)
@@ -149,7 +158,7 @@ class ModelFolder:
         self.check_names()
         model = self.meta()
         self.check_shapes(model)
-        model.to(dtype=dtype or self.dtype()).to_empty(device=device)
+        self.spec.cast(model, dtype or self.dtype()).to_empty(device=device)
         state = model.state_dict()
         with torch.no_grad():
             for entry in self.entries():

@@ -31,10 +31,12 @@ def write_model(
 ) -> list[Path]:
     """`get(our name) -> tensor` is called once a tensor, in order. max_shard_size in GB. Returns the weight files."""
     spec = MODELS.get(config.family)
+    if config.moe is None and layout == "hf_fused":
+        layout = "hf"  # no experts, nothing to fuse
     entries = spec.names(config, layout)
     folder.mkdir(parents=True, exist_ok=True)
     dtypes: list[torch.dtype] = []
-    tag = "pt" if layout == "hf" else "np"
+    tag = "np" if layout == "paddle" else "pt"
     files = write_shards(folder, "model", _pieces(entries, get, dtypes), max_shard_size, tag)
     write_json(folder / "config.json", spec.write_config(config, layout, DTYPE_NAMES[dtypes[0]]))
     if tokenizer_from is not None:

@@ -67,14 +67,17 @@ class TensorFiles:
             raise CheckpointError(f"{name} has dtype {word}, which cannot be trained", where=str(self.files[name]))
         return DTYPES[word]
 
-    def read(self, name: str, at: Slices | None = None) -> torch.Tensor:
-        """The block `at` of a tensor, one slice with bounds for each dim; all of it when not given."""
+    def read(self, name: str, at: Slices | None = None, shape: Sequence[int] = ()) -> torch.Tensor:
+        """The block `at` of a tensor, one slice with bounds for each dim; all of it when not given.
+
+        shape: under which `at` is meant, where it is not the file's own (the same elements in the same order)."""
         entry, dtype = self._entry(name), self.dtype(name)
-        at = tuple(slice(0, n) for n in entry.shape) if at is None else at
+        shape = shape or entry.shape
+        at = tuple(slice(0, n) for n in shape) if at is None else at
         out = torch.empty([s.stop - s.start for s in at], dtype=dtype)
         if out.numel():
             view = out.reshape(-1).view(torch.uint8).numpy().data
-            self._fill(self.files[name], view, entry.start, byte_runs(entry.shape, at, dtype.itemsize))
+            self._fill(self.files[name], view, entry.start, byte_runs(shape, at, dtype.itemsize))
         return out
 
     def _entry(self, name: str) -> TensorEntry:
@@ -158,7 +161,7 @@ def fill_boxes(files: TensorFiles, entry: Entry, boxes: Sequence[Box], out: torc
         for name, at, here in _parts(entry, box, files):
             turned = entry.turned and len(at) == 2
             for rows in _chunks(at, files.dtype(name).itemsize):
-                piece = files.read(name, (rows, *at[1:]))
+                piece = files.read(name, (rows, *at[1:]), _seen_as(entry, len(at)))
                 moved = _shifted(here[1 if turned else 0], at[0], rows)
                 place = (here[0], moved) if turned else (moved, *here[1:])
                 out[place].copy_(piece.t() if turned else piece)
@@ -179,6 +182,14 @@ def _parts(entry: Entry, box: Box, files: TensorFiles) -> Iterator[tuple[str, Sl
             ours = slice(here.start + lo - rows.start, here.start + hi - rows.start)
             yield name, (*rest, theirs) if turned else (theirs, *rest), (ours, *here_rest)
         first += count
+
+
+def _seen_as(entry: Entry, dims: int) -> tuple[int, ...]:
+    """Our shape of a tensor that is stored under another; empty when it is not."""
+    if not entry.shape:
+        return ()
+    count = entry.runs[0].count or 0
+    return (count,) if dims == 1 else (count, prod(entry.shape) // count)
 
 
 def _chunks(at: Slices, item: int) -> Iterator[slice]:

@@ -37,6 +37,8 @@ class Launch:
     max_restarts: int = 3
     grace_s: float = 25.0  # a rank's time to save after a signal
     join_timeout_s: float = 600.0
+    output: Path | None = None  # where checkpoints are
+    saves_on_each_node: bool = False
 
     @property
     def world(self) -> int:
@@ -101,6 +103,8 @@ def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> Launch:
         max_restarts=cfg.launch.max_restarts,
         grace_s=cfg.train.preempt_grace_s,
         join_timeout_s=cfg.launch.join_timeout_s,
+        output=Path(cfg.train.output_dir or "output"),
+        saves_on_each_node=cfg.checkpoint.save_on_each_node,
     )
 
 

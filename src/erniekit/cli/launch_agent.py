@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,12 +23,13 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from erniekit.cli.launch import Launch
 from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.cli.launch_logs import Relay
-from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, interface_of, own_address, rendezvous
+from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
+from erniekit.cli.launch_pulse import Machine, newest_checkpoint, notice_silence
 from erniekit.errors import ConfigError
 
 LEAVE_S = 8.0  # from SIGTERM to SIGKILL for the ranks whose peer is gone
@@ -50,6 +53,8 @@ def run_ranks(launch: Launch, command: list[str]) -> int:
     try:
         with _remarks_to_a_file(launch.log_dir), _environment(launch), _signals_end_us():
             handler, here = rendezvous(launch)
+            if launch.nnodes > 1:
+                notice_silence(launch.port)
             spec = WorkerSpec(
                 role="rank",
                 local_world_size=launch.nproc,
@@ -68,7 +73,7 @@ def run_ranks(launch: Launch, command: list[str]) -> int:
     except SignalException as e:  # between two attempts; or in the moment between torch's handlers and ours
         return (agent.exit_code if agent else 0) or 128 + e.sigval
     except (RendezvousError, DistError) as e:
-        raise _apart(launch, e, met=agent is not None and agent.met) from e
+        raise (agent.apart(e) if agent is not None and agent.met else _apart(launch, e)) from e
     finally:
         relay.close()
         shutil.rmtree(errors, ignore_errors=True)
@@ -105,6 +110,7 @@ class Agent(LocalElasticAgent):
         self.launch, self.relay, self.here = launch, relay, here
         self.exit_code, self.met = 0, False
         self._nodes: Nodes | None = None
+        self._word = secrets.token_hex(4)  # tells this launcher from another that takes its place
         self._signals: list[int] = []  # that came for us
         self._passed_on = 0  # how many of them the ranks have
         self._ignored = {n for n in (signal.SIGHUP,) if signal.getsignal(n) == signal.SIG_IGN}  # nohup erniekit ...
@@ -122,7 +128,12 @@ class Agent(LocalElasticAgent):
         os.environ[NO_SHARED_STORE] = "0"  # the ranks, though, meet at one that a launcher holds
         store = worker_group.store
         assert store is not None
-        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, self.here)
+        number, count = worker_group.group_rank, worker_group.group_world_size
+        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        host = socket.gethostname()
+        if self._nodes:
+            self._nodes.close()
+        self._nodes = Nodes(store, Machine(number, count, host, self.here or host, ranks), self.launch, self._word)
         spec = worker_group.spec
         attempt = self._nodes.agree(spec.max_restarts - self._remaining_restarts, wait)
         self._remaining_restarts = max(0, spec.max_restarts - attempt)
@@ -152,8 +163,7 @@ class Agent(LocalElasticAgent):
             self.relay.say(*told.lines)
         done = self.launch.max_restarts - self._remaining_restarts
         wait = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** max(0, done - 1)) if self._failure else 0.0
-        again = f"restart {done} of {self.launch.max_restarts} in {wait:.0f} s" if self._failure else "all start again"
-        self.relay.say(again)
+        self.relay.say(self._next_attempt(done, wait))
         until = time.monotonic() + wait
         while time.monotonic() < until:
             if self._signals:
@@ -166,7 +176,37 @@ class Agent(LocalElasticAgent):
         with _signals_end_us():
             self._initialize_workers(worker_group)
 
+    def _next_attempt(self, done: int, wait: float) -> str:
+        if self._failure is None:
+            return "a machine has joined: all start again"
+        number = f"restart {done} of {self.launch.max_restarts}"
+        if not self._failure.lost:
+            return f"{number} in {wait:.0f} s"
+        return f"{number} as soon as all machines are there, from {self._point()}"
+
+    def _point(self) -> str:
+        """The checkpoint a restart goes on from, as far as this machine's disk can tell."""
+        launch, ranks = self.launch, [worker.global_rank for worker in self._worker_group.workers]
+        knows = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
+        return (newest_checkpoint(launch.output) if knows and launch.output else "") or "the newest checkpoint"
+
+    def apart(self, error: Exception) -> Apart:
+        """The others are out of reach: the machine where all meet is gone, or one that was lost did not come back."""
+        assert self._nodes is not None
+        if self._failure and self._failure.lost and isinstance(error, RendezvousTimeoutError):
+            return self._nodes.late(self._failure.lost)
+        launch, machines = self.launch, self._nodes.machines
+        there, numbered = addresses(launch.address), launch.node_rank is not None
+        host = next((f", {m}" for m in machines if m.address in there or (numbered and m.number == 0)), "")
+        return Apart(
+            f"the other machines are gone: no answer from where all meet{host}",
+            where=f"{launch.address}:{launch.port}, {launch.nnodes} machines: {_first_line(error)}",
+            fix=f"run the same command on every machine; the run goes on from {self._point()}",
+        )
+
     def _exit_barrier(self) -> None:
+        if self._nodes:
+            self._nodes.done()
         with _signals_end_us():
             super()._exit_barrier()
 
@@ -192,14 +232,23 @@ class Agent(LocalElasticAgent):
         elif failed:
             cause = self._cause(worker_group, failed)
             if not (cause.peer and running and self._wait_for_a_better()):
-                return self._end(cause if self._nodes is None else self._nodes.publish(cause))
+                return self._end(self._publish(cause))
         elif told is not None:
             return self._end(told)
+        elif running and self._nodes and (lost := self._nodes.lost(self._may_restart)):
+            return self._end(self._publish(lost))
         elif not running:
             return super()._monitor_workers(worker_group)  # all is well: torch waits for the other machines
         if running and time.monotonic() > self._leave_by:
             return self._end(self._overdue(running, preempted))
         return RunResult(state=WorkerState.HEALTHY)
+
+    @property
+    def _may_restart(self) -> bool:
+        return self._remaining_restarts > 0 and not self._signals
+
+    def _publish(self, cause: Failure) -> Failure:
+        return cause if self._nodes is None else self._nodes.publish(cause, self._may_restart)
 
     def _leave_within(self, seconds: float) -> None:
         self._leave_by = min(self._leave_by, time.monotonic() + seconds)
@@ -258,7 +307,7 @@ class Agent(LocalElasticAgent):
         if self._signals or not cause.restartable:
             self._remaining_restarts = 0
         if self._remaining_restarts == 0 and self._nodes:
-            self._nodes.goodbye()
+            self._nodes.goodbye(missing=len(cause.lost))
         return RunResult(state=WorkerState.FAILED)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
@@ -320,15 +369,16 @@ def _signals_end_us() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _apart(launch: Launch, error: Exception, met: bool) -> Apart:
-    what = str(error.__cause__ or error).splitlines()[0]
-    where = f"{launch.address}:{launch.port}, {launch.nnodes} machines"
-    if met:
-        return Apart(f"the other machines are gone: {what}", where=where, fix="run the same command again on each")
+def _first_line(error: Exception) -> str:
+    return str(error.__cause__ or error).splitlines()[0]
+
+
+def _apart(launch: Launch, error: Exception) -> Apart:
+    what = _first_line(error)
     if launch.nnodes == 1:
         return Apart(f"the ranks cannot meet: {what}", where=f"port {launch.port}", fix="unset MASTER_PORT and master")
     return Apart(
         f"the machines did not meet: {what}",
-        where=where,
+        where=f"{launch.address}:{launch.port}, {launch.nnodes} machines",
         fix="the same command on every machine, MASTER_ADDR reachable from each, and a free port there",
     )

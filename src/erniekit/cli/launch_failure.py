@@ -34,6 +34,7 @@ class Failure:
     host: str = ""
     peer: bool = False  # says no more than that another rank is gone
     at: float = 0.0  # seconds since the epoch; 0: it had no time to say
+    lost: tuple[int, ...] = ()  # the machines that are lost, where that is the failure
 
     @property
     def restartable(self) -> bool:
@@ -49,7 +50,7 @@ class Failure:
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
         data = json.loads(text)
-        return cls(**{**data, "lines": tuple(data["lines"])})
+        return cls(**{**data, "lines": tuple(data["lines"]), "lost": tuple(data["lost"])})
 
 
 def record(error: BaseException, code: int) -> bool:

@@ -7,10 +7,13 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from erniekit.cli.launch_failure import Failure
+from erniekit.cli import launch_pulse
+from erniekit.cli.launch_failure import CRASH, Failure
+from erniekit.cli.launch_pulse import PULSE_S, Machine, Pulse, notice_silence
 from erniekit.errors import ErnieKitError
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ def rendezvous(launch: Launch) -> tuple[RendezvousHandler, str | None]:
         return meet("static", rank=launch.node_rank, timeout=wait), here
     waits = dict(join_timeout=wait, last_call_timeout=1, read_timeout=wait, keep_alive_interval=BEAT_S)
     # torch asks the host's name whether the address is ours; the routes know better
-    if here is not None and here in _addresses(launch.address):
+    if here is not None and here in addresses(launch.address):
         try:
             return meet("c10d", is_host=True, **waits), here
         except RendezvousConnectionError:  # another launcher of this machine came first
@@ -56,7 +59,7 @@ def rendezvous(launch: Launch) -> tuple[RendezvousHandler, str | None]:
     return meet("c10d", is_host=False, **waits), here
 
 
-def _addresses(host: str) -> set[str]:
+def addresses(host: str) -> set[str]:
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError:
@@ -90,11 +93,22 @@ def interface_of(address: str) -> str | None:
 class Nodes:
     """What the launchers of one attempt write into the store they met at. One node talks to nobody."""
 
-    def __init__(self, store: Store, me: int, count: int, here: str | None) -> None:
-        self.store, self.me, self.count, self.here = store, me, count, here
+    def __init__(self, store: Store, me: Machine, launch: Launch, launcher: str) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        self.store, self.me, self.count, self.launch = store, me.number, me.of, launch
         self.attempt = 0
+        self.machines = [me]
         self._asked = 0.0
         self._server: Any = None
+        self._pulse: Pulse | None = None
+        if self.count > 1:
+            notice_silence(launch.port)
+            wait = timedelta(seconds=launch.join_timeout_s)
+            own = TCPStore(launch.address, launch.port, None, False, wait, wait_for_workers=False)
+            notice_silence(launch.port)
+            self._pulse = Pulse(PrefixStore(f"erniekit/{launch.run_id}", own), self.me, self.count, launcher)
+            store.set(f"erniekit/machine/{self.me}", me.to_json())
 
     def agree(self, attempt: int, timeout: float) -> int:
         """The number of this attempt: the highest that any launcher is at. Returns when all are there.
@@ -104,20 +118,37 @@ class Nodes:
         until = time.monotonic() + timeout
         names = [f"erniekit/attempt/{node}" for node in range(self.count)]
         while True:
+            if self._pulse:
+                self._pulse.announce(attempt)
             self.store.set(names[self.me], str(attempt))
             there = [int(self.store.get(name)) if self.store.check([name]) else -1 for name in names]
             attempt = max(there)
             if min(there) == attempt:
                 self.attempt = attempt
+                self._begin()
                 return attempt
             if time.monotonic() > until:
-                late = [str(node) for node, at in enumerate(there) if at < attempt]
-                raise Apart(
-                    f"machine {', '.join(late)} of {self.count} did not come back within {timeout:.0f} s",
-                    where="join_timeout_s",
-                    fix="run the same command there, or raise join_timeout_s",
-                )
+                raise self.late([node for node, at in enumerate(there) if at < attempt])
             time.sleep(0.1)
+
+    def _begin(self) -> None:
+        if self._pulse:
+            said = self.store.multi_get([f"erniekit/machine/{node}" for node in range(self.count)])
+            self.machines = [Machine.from_json(word) for word in said]
+            self._pulse.start()
+
+    def late(self, numbers: Sequence[int]) -> Apart:
+        """The error of waiting for these in vain; who they are, the last attempt has left in the store."""
+        known = {m.number: m for m in self.machines}
+        for n in numbers:
+            if n not in known and self.store.check([key := f"erniekit/machine/{n}"]):
+                known[n] = Machine.from_json(self.store.get(key))
+        names = [str(known.get(n) or f"machine {n} of {self.count}") for n in numbers]
+        return Apart(
+            f"not back within {self.launch.join_timeout_s:.0f} s: {'; '.join(names)}",
+            where="join_timeout_s",
+            fix="run the same command on every machine, or raise join_timeout_s",
+        )
 
     def meeting_point(self, timeout: float) -> tuple[str, int]:
         """Host and port of a store for this attempt's ranks: an old one holds addresses of ranks that are gone."""
@@ -125,25 +156,49 @@ class Nodes:
 
         name = f"erniekit/store/{self.attempt}"
         if self.me == 0:
-            host = self.here or socket.gethostname()
+            host = self.machines[0].address
             self._server = TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
             self.store.set(name, json.dumps([host, self._server.port]))
         host, port = json.loads(self.store.get(name))
         return str(host), int(port)
 
-    def publish(self, failure: Failure) -> Failure:
-        """Tell the others; the answer is the failure that counts, which may be another machine's."""
+    def publish(self, failure: Failure, again: bool = False) -> Failure:
+        """Tell the others; the answer is the failure that counts, which may be another machine's, or its loss."""
         if self.count == 1:
             return failure
         name = f"erniekit/failed/{self.attempt}"
-        until = time.monotonic() + (WORD_S if failure.peer else 0)
+        until = time.monotonic() + (launch_pulse.QUIET_S + 2 * PULSE_S if failure.peer else 0)
         while not self.store.check([name]) and time.monotonic() < until:
+            if lost := self.lost(again, launch_pulse.QUIET_S):
+                failure = lost
+                break
             time.sleep(0.05)
         told = Failure.from_json(self.store.compare_set(name, "", failure.to_json()))
         if told.peer and not failure.peer:  # they saw our rank go before we did
             self.store.set(name, failure.to_json())
             return failure
-        return told if failure.peer else failure
+        return told if failure.peer or failure.lost else failure
+
+    def lost(self, again: bool, seconds: float = 0.0) -> Failure | None:
+        """The loss of machines whose launchers are silent for so long, or were started anew. again: we may restart."""
+        if self._pulse is None:
+            return None
+        back = self._pulse.replaced()
+        gone = [n for n in self._pulse.silent(seconds or launch_pulse.LOST_S) if n not in back]
+        lines = [f"error: lost, and back: {self.machines[n]}" for n in back]
+        lines += [f"error: lost: {self.machines[n]}" for n in gone]
+        if not lines:
+            return None
+        if gone:
+            wait = f"; the others wait {self.launch.join_timeout_s:.0f} s for it (join_timeout_s)"
+            there = "there" if again else "on every machine, to go on from the newest checkpoint"
+            lines += [
+                "where: its launcher is silent: switched off, out of reach, or ended by force",
+                f"fix:   run the same command {there}{wait if again else ''}",
+            ]
+        numbers = (*back, *gone)
+        first = self.machines[numbers[0]]
+        return Failure(first.ranks[0], 1, CRASH, tuple(lines), first.host, at=time.time(), lost=numbers)
 
     def elsewhere(self, at_once: bool = False) -> Failure | None:
         """A failure another launcher told of; asks at most once a second."""
@@ -153,14 +208,23 @@ class Nodes:
         name = f"erniekit/failed/{self.attempt}"
         return Failure.from_json(self.store.get(name)) if self.store.check([name]) else None
 
-    def goodbye(self) -> None:
+    def done(self) -> None:
+        """The ranks of this machine have finished."""
+        if self._pulse:
+            self._pulse.done()
+
+    def close(self) -> None:
+        if self._pulse:
+            self._pulse.close()
+
+    def goodbye(self, missing: int = 0) -> None:
         """The last word is said: stay until all have it, as one of us is the host of the store."""
         if self.count == 1:
             return
         name, until = f"erniekit/left/{self.attempt}", time.monotonic() + GOODBYE_S
         try:
             self.store.add(name, 1)
-            while self.store.add(name, 0) < self.count and time.monotonic() < until:
+            while self.store.add(name, 0) < self.count - missing and time.monotonic() < until:
                 time.sleep(0.1)
         except RuntimeError:  # the host has left: it has seen us
             return

@@ -24,6 +24,7 @@ class Command:
     about: str
     usage: tuple[str, ...]
     keys: tuple[str, ...] = ()  # shown by `erniekit COMMAND --help`; none: the basic keys of training
+    parts: tuple[tuple[str, str], ...] = ()  # commands of two words: the second, and its target, which has its own help
 
 
 _MODEL_KEYS = ("model_name_or_path", "lora_path", "output_dir", "compute_type", "device")
@@ -57,6 +58,7 @@ COMMANDS: dict[str, Command] = {
             "max_seq_len",
             "batch_size",
             "max_evaluate_steps",
+            "eval_tasks",
         ),
     ),
     "doctor": Command(
@@ -75,8 +77,12 @@ COMMANDS: dict[str, Command] = {
         "erniekit.data.inspect:data_command",
         "train",
         "look into dataset files: rows, bad rows, lengths, what is trained",
-        ("erniekit data FILE [FILE ...] [--model_name_or_path DIR]",),
+        (
+            "erniekit data FILE [FILE ...] [--model_name_or_path DIR]",
+            "erniekit data index FILE [FILE ...] --model_name_or_path DIR --output PREFIX   tokens for pre-training",
+        ),
         ("train_dataset_path", "train_dataset_type", "model_name_or_path", "max_seq_len", "overlong"),
+        (("index", "erniekit.data.index_command:index_command"),),
     ),
     "export": Command(
         "erniekit.export.run:export_command",
@@ -99,9 +105,28 @@ COMMANDS: dict[str, Command] = {
         ("erniekit chat DIR", "erniekit chat RECIPE.yaml [key=value ...]"),
         (*_MODEL_KEYS, "max_new_tokens", "temperature", "top_p", "repetition_penalty", "max_model_len"),
     ),
+    "server": Command(
+        "erniekit.serve.server:server_command",
+        "use",
+        "an OpenAI-compatible server for a base, adapter or merged folder",
+        ("erniekit server DIR [--port 8188]", "erniekit server BASE lora_modules=name=DIR,other=DIR"),
+        (
+            *_MODEL_KEYS,
+            "engine",
+            "host",
+            "port",
+            "lora_modules",
+            "served_model_name",
+            "max_model_len",
+            "max_num_seqs",
+            "max_queue",
+            "request_timeout",
+            "api_key_file",
+            "allow_unauthenticated",
+        ),
+    ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
-    "server": Command("", "later", "the OpenAI-compatible server", ("talk to the model with `erniekit chat DIR`",)),
     "webui": Command("", "later", "the web page", ("`erniekit train RECIPE` does what its train page would",)),
     "quantize": Command("", "later", "quantisation after training", ("`erniekit export` writes bf16 weights",)),
     "plan": Command("", "later", "the planner of memory and time", ("`erniekit doctor RECIPE` checks one device",)),
@@ -140,14 +165,21 @@ def _dispatch(args: list[str]) -> int:
     rest = args[1:]
     if word not in COMMANDS:
         raise _unknown(word)
+    part = dict(COMMANDS[word].parts).get(rest[0]) if rest else None
+    if part:
+        return _call(part, rest[1:])
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]
     if not COMMANDS[word].target:
         what, today = COMMANDS[word].about, COMMANDS[word].usage[0]
         raise LaterError(f"not in this version: {what}", where=f"erniekit {word}", fix=today)
-    module, _, attr = COMMANDS[word].target.partition(":")
-    return int(getattr(import_module(module), attr)(rest) or 0)
+    return _call(COMMANDS[word].target, rest)
+
+
+def _call(target: str, args: list[str]) -> int:
+    module, _, attr = target.partition(":")
+    return int(getattr(import_module(module), attr)(args) or 0)
 
 
 def _unknown(word: str) -> ConfigError:

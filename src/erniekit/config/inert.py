@@ -37,18 +37,21 @@ _REASONS = {
         enable_global_training_logs global_logging_interval record_optimizer_stat enable_timer
         enable_optimizer_timer log_on_each_node""",
     "evaluation keeps losses only": "prediction_loss_only eval_accumulation_steps label_names past_index",
-    "overwritten by ERNIEKit itself; use max_evaluate_steps": "eval_iters",
     "another command does that": "do_predict do_export",
     "declared by ERNIEKit and used by none of its code": "mergekit_task_config hf_hub_id",
     "a switch of another reader": """
         dataset_name num_comparisons in_tokens_batching use_cls lazy_data_processing remove_unused_columns
         dataloader_drop_last dataloader_shuffle data_load_process_num base_seq_length num_consecutive
-        shuffle_consecutive skip_load_data_seq_cache dev_data same_data from_scratch factor pseudo_strategy
+        shuffle_consecutive skip_load_data_seq_cache dev_data same_data factor pseudo_strategy
         pseudo_sampling_prob example_from_same_task_prob min_shot max_shot corpus_name prompt_dir
         sampling_wo_replacement_data_resuming use_train_part_sharding text_use_train_part_sharding
         load_args_from_api video_use_asr""",
+    "one router, in fp32 always": "moe_gate",
+    "router losses are fed in where they arise, whatever the stage": "moe_with_send_router_loss",
+    "always so: the orthogonal loss counts once a step": "use_ortho_loss_callback",
+    "every pipeline stage reads its batch itself, further tokens too": "enable_mtp_magic_send",
     "read from the tokenizer": "pad_token_id",
-    "read from the model's config.json": "model_type initializer_range",
+    "read from the model's config.json": "model_type use_moe",
     "always so: under sequence_parallel the norms' gradients are summed once a step, together": """
         use_sp_callback fuse_sequence_parallel_allreduce""",
     "the loss is always taken from logits cut by vocabulary; the number is the same": "tensor_parallel_output",

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ class _Row:
     today: str
     stops: bool = True
     word: str = ""  # of a key that holds several: all that asks is this one
+    not_for: str = ""  # a stage that has it already
 
 
 def _one_of(*values: str) -> Callable[[Any], bool]:
@@ -51,14 +51,12 @@ def _has(word: str) -> Callable[[Any], bool]:
     return lambda words: word in words
 
 
-def _has_experts(model: str | None) -> bool:
-    """A hub id such as ERNIE-4.5-21B-A3B says so: of 21B weights a token meets 3B. A folder's config.json is exact,
-    and read when it is opened."""
-    return bool(model) and not os.path.isdir(str(model)) and re.search(r"-A\d+B(?![a-z0-9])", str(model)) is not None
-
-
 def _above(limit: float) -> Callable[[Any], bool]:
     return lambda value: value is not None and value > limit
+
+
+def _fp8(model_config: Mapping[str, Any] | None) -> bool:
+    return any((model_config or {}).get(name) for name in ("use_fp8_mlp", "use_fp8_fuse_node"))
 
 
 SPREAD = (
@@ -69,10 +67,7 @@ SPREAD = (
 # The commands that would need it -> what they would need. Adding the capability takes its line away.
 LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
     ("train", "eval", "doctor"): (
-        _Row(("stage",), _one_of("DPO"), "preference training (DPO)", "SFT trains on chosen answers today"),
-        _Row(("stage",), _one_of("PT"), "pre-training", "SFT trains on conversations today"),
         _Row(("stage",), _one_of("VL-SFT", "OCR-VL-SFT"), "vision-language training", "SFT trains on text today"),
-        _Row(("model_name_or_path",), _has_experts, "a mixture of experts", "dense models train today"),
         _Row(("compute_type",), _one_of("fp8"), "fp8 training", "use bf16"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
         _Row(
@@ -82,23 +77,25 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "use bf16 with fine_tuning: LoRA",
         ),
         _Row(
-            ("expert_parallel_degree", "expert_tensor_parallel_degree"),
-            _above(1),
-            "experts over several devices",
-            "set it to 1: dense models have no experts",
-        ),
-        _Row(
             ("device",),
             _one_of("xpu", "npu", "iluvatar_gpu", "metax_gpu"),
             "training on this kind of device",
             "use gpu or cpu",
         ),
-        _Row(("num_nextn_predict_layers",), _above(0), "multi-token prediction", "set it to 0"),
-        _Row(("dataset_type",), _one_of("map", "pretrain"), "data packed beforehand", "use iterable"),
+        _Row(("moe_group_experts",), bool, "choosing experts within groups", "leave it out"),
+        _Row(("dataset_type",), _one_of("map"), "data packed beforehand", "use iterable"),
         _Row(("split_multi_turn", "encode_one_turn"), bool, "one example per turn", "leave it out"),
-        _Row(("use_template",), lambda on: not on, "training on raw text", "leave it out"),
-        _Row(("use_global_causal_attn",), bool, "attention across the documents of a pack", "leave it out"),
-        _Row(("model_config",), bool, "changing a model's config from the recipe", "edit its config.json"),
+        _Row(("use_template",), lambda on: not on, "training on raw text", "use stage: PT", not_for="PT"),
+        _Row(
+            ("use_global_causal_attn",), bool, "attention across the documents of a pack", "leave it out", not_for="PT"
+        ),
+        _Row(
+            ("model_config",),
+            _fp8,
+            "fp8 training",
+            "put use_fp8_mlp: False there, and it computes in compute_type",
+            word="use_fp8_mlp: True",
+        ),
     ),
     ("train", "doctor"): (
         _Row(("optim",), _one_of("adafactor", "adamw_mini", "adamw_custom"), "this optimiser", "use adamw"),
@@ -147,7 +144,7 @@ def later(cfg: RunConfig, command: str | None = None) -> list[Later]:
         if command in commands
         for row in rows
         for key in row.keys
-        if row.asks(cfg[key])
+        if row.asks(cfg[key]) and cfg.train.stage != row.not_for
     ]
     return sorted(found, key=lambda item: not item.stops)
 

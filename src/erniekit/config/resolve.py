@@ -15,6 +15,9 @@ from erniekit.config.view import Rule, View
 
 RULES: tuple[Rule, ...] = (
     kind.pre_training_files_train_pt,
+    kind.pre_training_trains_every_weight,
+    kind.scratch_means_no_weights,
+    kind.erniekit_documents_see_each_other,
     kind.lora_word_means_fine_tuning,
     kind.fine_tuning_decides_lora,
     kind.script_flags_choose_compute_type,
@@ -30,7 +33,8 @@ RULES: tuple[Rule, ...] = (
     layout.pipeline_keys_need_a_pipeline,
     layout.schedule_fits_the_stages,
     layout.cuts_are_even_or_rising_bounds,
-    layout.moe_group_decides_expert_parallel,
+    layout.experts_have_a_group,
+    layout.expert_degrees_fit_their_group,
     layout.server_follows_tensor_parallel,
     layout.recompute_moe_keeps_attention,
     layout.inputs_are_offloaded_with_recompute,
@@ -46,6 +50,8 @@ RULES: tuple[Rule, ...] = (
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
     stages.loss_type_decides_reference,
+    stages.preference_training_has_no_dropout,
+    stages.benchmark_only_trains,
     stages.vision_keys_follow,
     stages.target_frames_turn_fps_off,
     schedule.lr_scheduler_is_an_old_name,

@@ -23,6 +23,7 @@ YAML, JSON = (".yaml", ".yml"), (".json",)
 POSITIONAL = {
     "chat": "model_name_or_path",
     "eval": "model_name_or_path",
+    "server": "model_name_or_path",
     "data": "train_dataset_path",
     "export": "output_dir",
     "split": "output_dir",
@@ -58,8 +59,12 @@ class Sources:
         if name in KEYS:
             if inner:
                 value = parse_value(value, origin) if isinstance(value, str) else value
-                value = {**(self.given[name].value if name in self.given else {}), inner: value}
-            self.given[name] = Given(convert(KEYS[name], value, origin), origin, self._order, in_file)
+                for part in reversed(inner.split(".")):
+                    value = {part: value}
+            value = convert(KEYS[name], value, origin)
+            if isinstance(value, dict) and name in self.given:  # a later word changes some of it
+                value = _merged(self.given[name].value or {}, value)
+            self.given[name] = Given(value, origin, self._order, in_file)
         elif name in INERT:
             self.inert[name] = Given(value, origin, self._order, in_file)
         else:
@@ -107,7 +112,18 @@ def _put_entry(out: Sources, key: str, entry: Entry, name: str) -> None:
     out.put(key, value, f"{name}:{entry.line}", in_file=True)
 
 
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(old)
+    for name, value in new.items():
+        deeper = isinstance(value, dict) and isinstance(out.get(name), dict)
+        out[name] = _merged(out[name], value) if deeper else value
+    return out
+
+
 # ---- words of a command line
+
+# Of ERNIE's pre-training script: recipes follow the first two, key=value the third, as everywhere here.
+BEFORE = ("--config", "--configs", "--kwargs")
 
 
 def _items(words: list[str]) -> Iterator[tuple[str, Any, str]]:
@@ -116,6 +132,8 @@ def _items(words: list[str]) -> Iterator[tuple[str, Any, str]]:
     while at < len(words):
         word = words[at]
         at += 1
+        if word in BEFORE:
+            continue
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             if equals:

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 def for_world(cfg: RunConfig, data_ranks: int) -> RunConfig:
     """The run on so many ranks that read different packs: a global_batch_size that was given is kept to by the
-    accumulation; else it is what batch_size, the ranks and the accumulation make."""
+    accumulation; else it is what batch_size, the ranks and the accumulation make. Pre-training keeps to it even where
+    both were given: its recipes name the accumulation of one cluster."""
     t = cfg.train
-    if cfg.given("global_batch_size") and not cfg.given("gradient_accumulation_steps"):
+    both = cfg.given("gradient_accumulation_steps") and t.stage != "PT"
+    if cfg.given("global_batch_size") and not both:
         name, old, each = "gradient_accumulation_steps", t.gradient_accumulation_steps, t.batch_size * data_ranks
         new = accumulation_for(t.global_batch_size or each, t.batch_size, data_ranks, cfg.origin("global_batch_size"))
         reason = f"global_batch_size {t.global_batch_size} / (batch_size {t.batch_size} x data ranks {data_ranks})"

@@ -6,15 +6,28 @@ The loader's threads call `collate`; the trainer moves the result to the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from erniekit.data.types import IGNORE, Batch, Pack
+from erniekit.data.types import IGNORE, Batch, Future, Pack
 
 
-def collate(packs: Sequence[Pack], *, pad_id: int = 0, pad_multiple: int = 8, pad_to: int | None = None) -> Batch:
-    """Rows are as long as the longest pack, rounded up to `pad_multiple`, or exactly `pad_to`."""
+def collate(
+    packs: Sequence[Pack],
+    *,
+    pad_id: int = 0,
+    pad_multiple: int = 8,
+    pad_to: int | None = None,
+    ahead: int = 0,
+    one_count: bool = False,
+) -> Batch:
+    """Rows are as long as the longest pack, rounded up to `pad_multiple`, or exactly `pad_to`.
+
+    ahead: how many further tokens are predicted. one_count: positions run through a row, as ERNIEKit's do; between
+    documents nobody can tell, but its padding looks at all of them.
+    """
     used = [sum(len(sample.ids) for sample in pack.samples) for pack in packs]
     length = pad_to if pad_to is not None else -(-max(used) // pad_multiple) * pad_multiple
     if max(used) > length:
@@ -33,8 +46,12 @@ def collate(packs: Sequence[Pack], *, pad_id: int = 0, pad_multiple: int = 8, pa
         if at < length:
             documents.append(length - at)
     bounds = np.concatenate([[0], np.cumsum(documents)])
+    padded = min(used) < length
+    real = torch.from_numpy(np.arange(length)[None] < np.array(used)[:, None]) if padded else None
     positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], documents)
-    return Batch(
+    if one_count:
+        positions = np.tile(np.arange(length), len(packs))
+    batch = Batch(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),
         positions=torch.from_numpy(positions.reshape(shape)),
@@ -45,7 +62,27 @@ def collate(packs: Sequence[Pack], *, pad_id: int = 0, pad_multiple: int = 8, pa
         pack_indices=tuple(pack.index for pack in packs),
         packed=any(len(pack.samples) > 1 for pack in packs),
         sum_squares=sum(len(sample.ids) ** 2 for pack in packs for sample in pack.samples),
+        real=real,
     )
+    return with_future(batch, ahead) if ahead else batch
+
+
+def with_future(batch: Batch, ahead: int) -> Batch:
+    """The 1st, 2nd ... next token of every position and what follows it. Trained only where the position itself and
+    the one it looks ahead to both are, and never across the end of a document."""
+    ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
+    place = torch.arange(len(ids))
+    document = torch.searchsorted(batch.cu_seqlens.long(), place, right=True)
+    next_ids, next_labels = [], []
+    for distance in range(1, ahead + 1):
+        there = (place + distance).clamp(max=len(ids) - 1)
+        inside = (place + distance < len(ids)) & (document[there] == document)
+        trained = inside & (labels != IGNORE)
+        next_ids.append(torch.where(inside, ids[there], 0))
+        next_labels.append(torch.where(trained, labels[there], IGNORE))
+    shape = (*batch.input_ids.shape, ahead)
+    future = Future(torch.stack(next_ids, -1).view(shape), torch.stack(next_labels, -1).view(shape))
+    return replace(batch, future=future)
 
 
 def one_document(ids: torch.Tensor, length: int) -> Batch:

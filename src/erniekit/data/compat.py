@@ -24,7 +24,7 @@ Examples = Sequence[np.ndarray]
 
 
 class CompatOrder:
-    """Virtual epochs of `num_samples_each_epoch` draws, shuffled twice and read backwards."""
+    """Virtual epochs of `num_samples_each_epoch` draws, shuffled twice and read backwards (preferences: forwards)."""
 
     def __init__(
         self,
@@ -34,10 +34,11 @@ class CompatOrder:
         seed: int,
         num_samples_each_epoch: int,
         shuffle: bool = True,
+        backwards: bool = True,
     ) -> None:
         probs = [1.0] * len(examples) if probs is None else list(probs)
         shares(probs)  # the same refusals as the default order
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.backwards = seed, shuffle, backwards
         self.examples = [np.asarray(e, dtype=np.int64) for e in examples]
         self._probs = probs
         self._live = [s for s, p in enumerate(probs) if p > 0]
@@ -93,7 +94,8 @@ class CompatOrder:
         order = np.arange(len(place))
         if self.shuffle:
             shuffler.shuffle(order)
-        place, row = place[order[::-1]], row[order[::-1]]
+        order = order[::-1] if self.backwards else order
+        place, row = place[order], row[order]
         index = np.empty(len(place), dtype=np.int64)
         for k, s in enumerate(self._live):
             here = np.flatnonzero(place == k)
@@ -161,3 +163,67 @@ class CompatPackStream(PackStream):
         # a pack opened for a row that its second tokenising dropped may stay empty; those are not handed out
         _, compact = np.unique(np.array(bins)[kept], return_inverse=True)
         return source[kept], index[kept], compact.tolist()
+
+
+class CompatPairStream(PackStream):
+    """As PackStream; but the packer's buffer counts pairs, not rows: those that assembling drops take no place."""
+
+    def __init__(
+        self,
+        order: CompatOrder | CompatEvalOrder,
+        lengths: Sequence[np.ndarray],
+        max_seq_len: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(order, lengths, max_seq_len, **options)
+        self._compat = order
+
+    def count_packs(self, epochs: float = 1) -> int:
+        """Packs until as many pairs went by as there are rows: that is an epoch when ERNIEKit counts steps."""
+        pairs = packs = 0
+        while pairs < self._compat.pass_size():
+            pairs += len(self[packs])
+            packs += 1
+        return ceil(packs * epochs)
+
+    def _window(self, start: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray, list[int], int]:
+        if not (self.packing and self.greedy):
+            return super()._window(start, most)
+        left = min(self._epoch - start % self._epoch, most or self._epoch)
+        count = min(self.buffer_size, left)
+        while True:
+            source, index = self.order.take(start, count)
+            kept = np.flatnonzero(index >= 0)
+            if len(kept) >= self.buffer_size or count == left:
+                break
+            count = min(count + self.buffer_size - len(kept), left)
+        if len(kept) == self.buffer_size:
+            count = int(kept[-1]) + 1
+        return *self._greedy(source[kept], index[kept]), count
+
+
+class CompatEvalOrder:
+    """How ERNIEKit goes through its preference evaluation set: shuffled as for training, anew each time it evaluates.
+
+    `number` is how many evaluations came before. Packed by a CompatPairStream with epochs=1.
+    """
+
+    def __init__(self, examples: Examples, number: int, shuffle: bool = True) -> None:
+        shuffler = np.random.RandomState(number)
+        rows = [np.arange(len(forms)) for forms in examples]
+        source = np.repeat(np.arange(len(rows)), [len(forms) for forms in examples])
+        order = np.arange(len(source))
+        if shuffle:
+            for part in (*rows, order):
+                shuffler.shuffle(part)
+        index = np.concatenate([forms[part, 0] for forms, part in zip(examples, rows)])  # the file is read anew
+        self._drawn = source[order], index[order]
+
+    def epoch_size(self) -> int:
+        return len(self._drawn[0])
+
+    def pass_size(self) -> int:
+        return self.epoch_size()
+
+    def take(self, start: int, count: int) -> Drawn:
+        return gather(lambda epoch: self._drawn, self.epoch_size(), start, count)

@@ -1,4 +1,4 @@
-"""`erniekit data FILE...`: which format each file has, how many rows, and every bad row by file and line.
+"""`erniekit data FILE...`: which format each file has, how many rows, what they compare, and bad rows by line.
 
 Called by the command table; reads only, and needs neither a model nor torch.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from erniekit.data.formats import FORMATS, PREFERENCE, detect, parse, rows
-from erniekit.data.types import Problem
+from erniekit.data.formats import FORMATS, Detected, detect, parse, parse_pair, rows
+from erniekit.data.preference import Preference
+from erniekit.data.types import Message, Problem
 from erniekit.errors import DataError
 from erniekit.log import paint, say
 
@@ -26,33 +27,99 @@ def data_command(args: list[str]) -> int:
 
 
 def _check(path: str, format: str | None) -> int:
-    if format is None:
-        found = detect(path)
-        if found.format == PREFERENCE:
-            say(f"{path}: {found.why}")
-            return 0
-        format, why = found.format, found.why
-    else:
-        why = "as given"
+    found = detect(path) if format is None else _as_given(path, format)
     total = examples = 0
     kinds: Counter[str] = Counter()
     shown: list[Problem] = []
+    pairs = _Pairs()
     for line, raw in rows(path):
         total += 1
-        result = parse(raw, line, path, format)
+        read = parse_pair if found.preference else parse
+        result = read(raw, line, path, found.format)
         if isinstance(result, Problem):
             kinds[result.kind] += 1
             if len(shown) < _SHOWN:
                 shown.append(result)
+        elif isinstance(result, Preference):
+            pairs.add(line, result)
+            examples += 1
         else:
             examples += len(result)
     if not total:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
-    say(f"{path}: {paint(format, 'bold')} ({why})")
-    say(f"  {total:,} rows, {examples:,} conversations, {bad:,} bad rows ({bad / total:.2%})")
+    what = "preference pairs" if found.preference else "conversations"
+    say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
+    say(f"  {total:,} rows, {examples:,} {what}, {bad:,} bad rows ({bad / total:.2%})")
+    for line_of_text in pairs.lines():
+        say(f"  {line_of_text}")
     for problem in shown:
         say(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
     if bad > len(shown):
         say(f"  ... and {bad - len(shown):,} more: " + ", ".join(f"{k} {n:,}" for k, n in kinds.most_common()))
     return 1 if bad else 0
+
+
+def _as_given(path: str, format: str) -> Detected:
+    try:
+        preference = detect(path).preference
+    except DataError:
+        preference = False
+    return Detected(format, "as given", preference)
+
+
+class _Pairs:
+    """What the pairs of a file are like, in characters: which model will read them is not known here."""
+
+    def __init__(self) -> None:
+        self.count = self.longer = self.alike = self.several = self.past = 0
+        self.sizes: dict[str, Counter[int]] = {"prompt": Counter(), "chosen": Counter(), "rejected": Counter()}
+        self.first: tuple[int, Preference] | None = None
+
+    def add(self, line: int, pair: Preference) -> None:
+        self.first = self.first or (line, pair)
+        sizes = {"prompt": _size(pair.prompt), "chosen": _size(pair.chosen), "rejected": _size(pair.rejected)}
+        for name, size in sizes.items():
+            self.sizes[name][size] += 1
+        self.count += 1
+        self.longer += sizes["chosen"] > sizes["rejected"]
+        self.alike += pair.chosen == pair.rejected
+        self.several += len(pair.chosen) > 1 or len(pair.rejected) > 1
+        self.past += any(message.role == "assistant" for message in pair.prompt)
+
+    def lines(self) -> list[str]:
+        if self.first is None:
+            return []
+        told = ", ".join(f"{name} {_median(sizes):,} (to {max(sizes):,})" for name, sizes in self.sizes.items())
+        out = [f"characters, median: {told}; chosen is longer in {self.longer / self.count:.0%}"]
+        if self.past:
+            out.append(f"{self.past:,} prompts hold earlier turns; they are read, not scored")
+        if self.several:
+            out.append(f"{self.several:,} pairs have answers of several turns; the assistant's are scored")
+        if self.alike:
+            out.append(f"{self.alike:,} pairs have two equal answers; training leaves them out")
+        line, pair = self.first
+        out.append(f"row {line}; scored is what the assistant says in its last two lines:")
+        out += [f"  {message.role:9} {_shown(message)}" for message in pair.prompt]
+        for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            said = [paint(_shown(m), "bold") if m.role == "assistant" else f"({m.role}: {_shown(m)})" for m in answer]
+            out.append(f"  {name:9} " + " ".join(said))
+        return out
+
+
+def _size(said: tuple[Message, ...]) -> int:
+    return sum(len(message.content) for message in said)
+
+
+def _median(counts: Counter[int]) -> int:
+    seen = 0
+    for size in sorted(counts):
+        seen += counts[size]
+        if 2 * seen >= counts.total():
+            return size
+    raise AssertionError("no counts")
+
+
+def _shown(message: Message, most: int = 80) -> str:
+    text = " ".join(message.content.split())
+    return text if len(text) <= most else text[: most - 3] + "..."

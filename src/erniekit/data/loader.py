@@ -6,19 +6,29 @@ recipes/ builds a BatchLoader, the trainer iterates it and saves `state()`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from erniekit.data.collate import collate
-from erniekit.data.pack import PackStream
+from erniekit.data.pack import Members
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 
 
 class Source(Protocol):
     def sample(self, index: int) -> Sample: ...
+
+
+class Stream(Protocol):
+    """Which samples make pack p: a PackStream, or the RowStream of pre-training."""
+
+    epochs: int | None  # None: there is always a next pack
+
+    def __getitem__(self, number: int, /) -> Members: ...
+    def __len__(self) -> int: ...
 
 
 class BatchLoader:
@@ -27,12 +37,12 @@ class BatchLoader:
     Step k takes packs [k * G, (k + 1) * G), G = batch_size * accumulation * dp_size: the same set for any
     number of ranks with the same G. A bounded stream ends with a shorter step; a rank that has no pack there
     gets an untrained one, so that all ranks make the same number of calls. It is for one pass: an evaluation
-    builds a new loader over the same stream.
+    builds a new loader over the same stream. `collate` makes the batches: collate.py's, or preference_collate.py's.
     """
 
     def __init__(
         self,
-        stream: PackStream,
+        stream: Stream,
         sources: Sequence[Source],
         batch_size: int,
         accumulation: int = 1,
@@ -45,12 +55,14 @@ class BatchLoader:
         pad_id: int = 0,
         pad_multiple: int = 8,
         pad_to: int | None = None,
+        collate: Callable[..., Batch] = collate,
     ) -> None:
         assert 0 <= dp_rank < dp_size
         self.stream, self.sources = stream, sources
         self.batch_size, self.accumulation = batch_size, accumulation
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.num_workers, self.prefetch = num_workers, prefetch
+        self._collate = collate
         self._padding = {"pad_id": pad_id, "pad_multiple": pad_multiple, "pad_to": pad_to}
         self._consumed = start_pack
         self._end = len(stream) if stream.epochs is not None else None
@@ -115,7 +127,7 @@ class BatchLoader:
         if not packs:
             assert self._end is not None
             packs = [_untrained(self._pack(self._end - 1))]
-        return collate(packs, **self._padding)  # type: ignore[arg-type]
+        return self._collate(packs, **self._padding)
 
     def _pack(self, number: int) -> Pack:
         members = self.stream[number]
@@ -123,5 +135,5 @@ class BatchLoader:
 
 
 def _untrained(pack: Pack) -> Pack:
-    samples = (Sample(sample.ids, np.full_like(sample.labels, IGNORE)) for sample in pack.samples)
+    samples = (replace(sample, labels=np.full_like(sample.labels, IGNORE)) for sample in pack.samples)
     return Pack(tuple(samples), pack.index)

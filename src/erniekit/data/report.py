@@ -35,6 +35,9 @@ class DataReport:
     trained_tokens: int = 0
     lengths: dict[str, int] = field(default_factory=dict)  # min, median, p95, max
     histogram: list[tuple[int, int]] = field(default_factory=list)  # (longest in the bin, samples), powers of two
+    # preference data only: prompt, chosen, rejected -> median, p95, max tokens; and pairs whose chosen answer is longer
+    pair_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
+    chosen_longer: int = 0
     seconds: float = 0.0  # of tokenising, when it was done
     from_cache: bool = False
 
@@ -61,6 +64,17 @@ class DataReport:
         first = int(np.flatnonzero(bins)[0])
         self.histogram = [(2**power, int(bins[power])) for power in range(first, len(bins))]
 
+    def measure_pairs(self, lengths: np.ndarray, parts: np.ndarray) -> None:
+        """`parts` as in preference.py. A prompt is all that its answers do not have for themselves."""
+        if not len(lengths):
+            return
+        chosen, rejected = parts["rejected"] - parts["shared"], lengths - parts["rejected"]
+        prompt = parts["shared"] + (parts["scored"] == parts["rejected"])  # its last token is in both parts
+        for name, tokens in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+            middle, high = (int(q) for q in np.percentile(tokens, [50, 95]))
+            self.pair_lengths[name] = {"median": middle, "p95": high, "max": int(tokens.max())}
+        self.chosen_longer = int((chosen > rejected).sum())
+
     def check(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
         """Stop a run whose data is not what its owner thinks it is."""
         if self.bad_fraction > max_bad_fraction:
@@ -82,15 +96,21 @@ class DataReport:
             )
 
     def lines(self) -> list[str]:
+        what, learnt = ("pairs", "scored") if self.pair_lengths else ("samples", "trained")
         out = [
-            f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} samples, "
-            f"{short(self.tokens)} tokens, {self.trained_share:.0%} trained" + (" (cached)" if self.from_cache else "")
+            f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} {what}, "
+            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}" + (" (cached)" if self.from_cache else "")
         ]
         if self.lengths:
             told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
             top = max(n for _, n in self.histogram)
             bars = "".join(_BARS[-(-8 * n // top)] for _, n in self.histogram)
-            out.append(f"  tokens a sample: {told}  {bars} (to {self.histogram[-1][0]:,})")
+            out.append(f"  tokens a {what[:-1]}: {told}  {bars} (to {self.histogram[-1][0]:,})")
+        if self.pair_lengths:
+            median = ", ".join(f"{name} {told['median']:,}" for name, told in self.pair_lengths.items())
+            most = ", ".join(f"{told['max']:,}" for told in self.pair_lengths.values())
+            longer = self.chosen_longer / self.samples
+            out.append(f"  of it, median: {median} (at most {most}); chosen is longer in {longer:.0%} of the pairs")
         if self.bad:
             out.append(f"  bad rows: {_counts(self.bad)} ({self.bad_fraction:.3%})")
             out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_bad[:3]]

@@ -71,14 +71,15 @@ def prompt_ids(
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] | None = None,
     whole: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Ids to generate from: equal to the training prefix, token for token.
+    """Ids to generate from: equal to the training prefix, token for token. variables: what else the template reads.
 
     `whole` encodes the rendering as one string, as servers that know only the template do. The two differ where an
     earlier answer merges with the space of `Assistant: ` in front of it.
     """
     asked = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
-    ready, render, mark = _prepare(asked.messages, asked.tools, tokenizer)
+    ready, render, mark = _prepare(asked.messages, asked.tools, tokenizer, variables)
     parts = None if whole or _uses_tools(asked) else _cut(ready, render, tokenizer, ask=True)
     texts = [render(ready, True)] if parts is None else [text for part in parts for text in part]
     return [id for ids in _encode(texts, tokenizer, mark) for id in ids]
@@ -156,7 +157,10 @@ def _spans(text: str, tokenizer: Tokenizer, mark: str) -> Iterator[tuple[str, bo
 
 
 def _prepare(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]], tokenizer: Tokenizer
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    tokenizer: Tokenizer,
+    more: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[Message, ...], Render, str]:
     """Messages ready for the template, the template, and the mark.
 
@@ -168,7 +172,7 @@ def _prepare(
     template, knows_tools = _compile(source)
     if not knows_tools:
         messages, tools = _write_out_tools(messages, tools), ()
-    mark = _unused_mark(messages, tools)
+    mark = _unused_mark(messages, (*tools, dict(more)) if more else tools)
 
     def shield(value: Any) -> Any:
         if isinstance(value, str):
@@ -188,6 +192,7 @@ def _prepare(
 
     ready = tuple(map(ready_for, messages))
     variables = {
+        **shield(more or {}),
         **tokenizer.named_tokens,
         "begin_token": tokenizer.begin_token,
         "end_token": tokenizer.end_token,
@@ -201,7 +206,7 @@ def _prepare(
             for m in said
         ]
         try:
-            return template.render(messages=plain, add_generation_prompt=ask, **variables)
+            return template.render(**{**variables, "messages": plain, "add_generation_prompt": ask})
         except Exception as error:  # a template is a program from the model's folder: anything may come out of it
             raise TemplateRefused(f"the chat template refuses it: {error}") from error
 

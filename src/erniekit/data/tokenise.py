@@ -15,20 +15,22 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from erniekit import log
-from erniekit.data.assemble import Assembled, assemble
-from erniekit.data.formats import parse, rows
+from erniekit.data.assemble import Assembled, Dropped, assemble
+from erniekit.data.formats import parse, parse_pair, rows
+from erniekit.data.preference import PARTS, PairRules, PairSample, Preference
+from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Problem, Sample
@@ -36,17 +38,25 @@ from erniekit.errors import DataError, ErnieKitError
 
 CHUNK_ROWS = 2000
 CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
-IDS, LABELS, OFFSETS, ROWS, FORMS, BAD_ROWS = (
+IDS, LABELS, OFFSETS, ROWS, FORMS, PAIR_PARTS, BAD_ROWS = (
     "ids.bin",
     "labels.bin",
     "offsets.npy",
     "rows.npy",
     "forms.npy",
+    "parts.npy",
     "bad_rows.jsonl",
 )
 
 Rows = list[tuple[int, Any]]
 Told = tuple[int, str, str]  # line, kind, reason
+Made = TypeVar("Made", covariant=True)
+
+
+class Work(Protocol[Made]):
+    """What a worker process is given: it travels there once, then makes something of each chunk of rows."""
+
+    def work(self, batch: Rows) -> Made: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,22 @@ class Job:
     max_seq_len: int
     overlong: Literal["drop", "truncate"]
     compat: bool
+    pairs: PairRules | None = None  # rows are preferences
+
+    def work(self, batch: Rows) -> Chunk:
+        return tokenise_rows(batch, self)
+
+    def read(self, raw: Any, line: int) -> Sequence[Conversation | Preference] | Problem:
+        if self.pairs is None:
+            return parse(raw, line, self.path, self.format, self.compat)
+        pair = parse_pair(raw, line, self.path, self.format, self.compat)
+        return pair if isinstance(pair, Problem) else [pair]
+
+    def assemble(self, said: Conversation | Preference) -> Assembled | Dropped:
+        if isinstance(said, Conversation):
+            return assemble(said, self.tokenizer, self.max_seq_len, self.overlong, self.compat)
+        assert self.pairs is not None
+        return assemble_pair(said, self.tokenizer, self.max_seq_len, self.pairs, self.overlong, self.compat)
 
 
 @dataclass
@@ -69,6 +95,7 @@ class Arrays:
     labels: np.ndarray  # int32
     lengths: np.ndarray  # int32, one per sample
     lines: np.ndarray  # int64, one per sample: where it came from
+    parts: np.ndarray  # PARTS, one per pair; none for plain samples
 
     @classmethod
     def join(cls, samples: list[tuple[int, Sample]]) -> Arrays:
@@ -78,6 +105,7 @@ class Arrays:
             np.concatenate([none, *(sample.labels for _, sample in samples)]),
             np.array([len(sample.ids) for _, sample in samples], np.int32),
             np.array([line for line, _ in samples], np.int64),
+            np.array([sample.parts() for _, sample in samples if isinstance(sample, PairSample)], PARTS),
         )
 
 
@@ -101,8 +129,8 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
     main: list[tuple[int, Sample]] = []
     later: list[tuple[int, Sample]] = []
 
-    def place(line: int, conversation: Conversation, into: list[tuple[int, Sample]]) -> int:
-        made = assemble(conversation, job.tokenizer, job.max_seq_len, job.overlong, job.compat)
+    def place(line: int, said: Conversation | Preference, into: list[tuple[int, Sample]]) -> int:
+        made = job.assemble(said)
         if isinstance(made, Assembled):
             into.append((line, made.sample))
             if into is main:
@@ -115,17 +143,18 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
 
     for line, raw in batch:
         try:
-            parsed = parse(raw, line, job.path, job.format, job.compat)
+            parsed = job.read(raw, line)
             if isinstance(parsed, Problem):
                 out.bad.append((line, parsed.kind, parsed.reason))
                 continue
-            for conversation in parsed:
-                first = second = place(line, conversation, main)
+            for said in parsed:
+                first = second = place(line, said, main)
                 if not job.compat:
                     continue
-                if conversation.messages[0].role == "system":
-                    bare = place(line, replace(conversation, messages=conversation.messages[1:]), later)
-                    second = -2 - bare if bare >= 0 else -1
+                bare = _without_system(said)
+                if bare is not None:
+                    second = place(line, bare, later)
+                    second = -2 - second if second >= 0 else -1
                 out.forms.append((first, second))
         except ErnieKitError:
             raise
@@ -135,18 +164,30 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
     return out
 
 
+def _without_system(said: Conversation | Preference) -> Conversation | Preference | None:
+    """None where there is no system text."""
+    messages = said.messages if isinstance(said, Conversation) else said.prompt
+    if messages[0].role != "system":
+        return None
+    if isinstance(said, Conversation):
+        return replace(said, messages=messages[1:])
+    return replace(said, prompt=messages[1:])
+
+
 class Part:
-    """Samples written so far: tokens in two files, a length and a line per sample in memory."""
+    """Samples written so far: tokens in two files, a few numbers per sample in memory."""
 
     def __init__(self, ids: IO[bytes], labels: IO[bytes]) -> None:
         self.ids, self.labels, self.count = ids, labels, 0
         self.lengths, self.lines = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        self.parts = [np.zeros(0, PARTS)]
 
     def add(self, arrays: Arrays) -> None:
         self.ids.write(arrays.ids.tobytes())
         self.labels.write(arrays.labels.tobytes())
         self.lengths.append(arrays.lengths)
         self.lines.append(arrays.lines)
+        self.parts.append(arrays.parts)
         self.count += len(arrays.lengths)
 
 
@@ -182,6 +223,9 @@ class Writer:
 
     def finish(self, folder: Path) -> DataReport:
         self.report.measure(np.concatenate(self.main.lengths))
+        if self.job.pairs is not None:
+            self.report.measure_pairs(np.concatenate(self.main.lengths), np.concatenate(self.main.parts))
+            np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
@@ -203,7 +247,7 @@ def tokenise_file(job: Job, folder: Path, num_proc: int, expected_rows: int | No
     if len(head) < 2 or num_proc < 2:  # a worker's start would cost more than it saves
         made: Iterable[Chunk] = (tokenise_rows(batch, job) for batch in chain(head, chunks))
     else:
-        made = _in_parallel(chain(head, chunks), job, num_proc)
+        made = in_parallel(chain(head, chunks), job, num_proc)
     with ExitStack() as stack:
         main = Part(*(stack.enter_context(open(folder / name, "wb")) for name in (IDS, LABELS)))
         later = Part(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
@@ -239,14 +283,14 @@ def _cut(lines: Iterator[tuple[int, Any]]) -> Iterator[Rows]:
         yield batch
 
 
-def _in_parallel(chunks: Iterable[Rows], job: Job, num_proc: int) -> Iterator[Chunk]:
-    """Chunks in file order from `num_proc` workers, at most two ahead of each."""
+def in_parallel(chunks: Iterable[Rows], job: Work[Made], num_proc: int) -> Iterator[Made]:
+    """What each chunk becomes, in order, from `num_proc` workers, at most two ahead of each."""
     workers = [Worker(job) for _ in range(num_proc)]
-    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    free: queue.SimpleQueue[Worker[Made]] = queue.SimpleQueue()
     for worker in workers:
         free.put(worker)
 
-    def ask(batch: Rows) -> Chunk:
+    def ask(batch: Rows) -> Made:
         worker = free.get()
         try:
             return worker.ask(batch)
@@ -254,7 +298,7 @@ def _in_parallel(chunks: Iterable[Rows], job: Job, num_proc: int) -> Iterator[Ch
             free.put(worker)
 
     pool = ThreadPoolExecutor(num_proc, thread_name_prefix="erniekit-tokenise")
-    ahead: deque[Future[Chunk]] = deque()
+    ahead: deque[Future[Made]] = deque()
     try:
         for batch in chunks:
             ahead.append(pool.submit(ask, batch))
@@ -268,7 +312,7 @@ def _in_parallel(chunks: Iterable[Rows], job: Job, num_proc: int) -> Iterator[Ch
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Worker:
+class Worker(Generic[Made]):
     """A bare Python process. multiprocessing would either fork one that may hold torch's threads, or run the
     caller's script again in a new one, which breaks scripts without a `__main__` guard."""
 
@@ -277,7 +321,7 @@ class Worker:
         "from erniekit.data.tokenise import serve; serve()"
     )
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Work[Made]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", self.BOOT],
             stdin=subprocess.PIPE,
@@ -287,7 +331,7 @@ class Worker:
         self._send(sys.path)
         self._send(pickle.dumps(job))  # apart: a job that does not open must leave the pipe readable
 
-    def ask(self, batch: Rows) -> Chunk:
+    def ask(self, batch: Rows) -> Made:
         try:
             self._send(batch)
             answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
@@ -318,12 +362,12 @@ class Worker:
 
 
 def serve() -> None:
-    """The worker's life: a job, then rows in and a Chunk out until the parent closes the pipe or dies."""
+    """The worker's life: a job, then rows in and what it makes of them out until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     asked = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
-    job: Job | Exception
+    job: Work[Any] | Exception
     try:
         job = pickle.loads(pickle.load(asked))  # opens the tokenizer again, from its folder
     except Exception as error:
@@ -334,7 +378,7 @@ def serve() -> None:
         except EOFError:
             return
         try:
-            answer: Chunk | Exception = tokenise_rows(batch, job) if isinstance(job, Job) else job
+            answer = job if isinstance(job, Exception) else job.work(batch)
         except Exception as error:
             answer = error
         pickle.dump(answer, answers, protocol=5)

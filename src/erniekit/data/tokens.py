@@ -13,19 +13,31 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from erniekit.data.formats import FORMATS, PREFERENCE, detect
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
+from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.report import DataReport
-from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, ROWS, Job, tokenise_file
+from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, Job, tokenise_file
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
 
-_RULES = ("types.py", "vocabulary.py", "tokenizer.py", "template.py", "assemble.py", "tokenise.py", "formats/*.py")
+_RULES = (
+    "types.py",
+    "vocabulary.py",
+    "tokenizer.py",
+    "template.py",
+    "assemble.py",
+    "preference.py",
+    "preference_assemble.py",
+    "tokenise.py",
+    "formats/*.py",
+)
 REPORT = "report.json"
 _READ = 1 << 20
 _CHECKED = 64 << 20  # bytes: a larger file is checked by its size, a smaller one by its digest as well
@@ -68,6 +80,20 @@ class TokenSource:
             os.close(file)
 
 
+class PairSource(TokenSource):
+    """Preference pairs of one file."""
+
+    def __init__(self, folder: Path, report: DataReport) -> None:
+        super().__init__(folder, report)
+        self._parts = np.load(folder / PAIR_PARTS, mmap_mode="r")
+        self.reference: np.ndarray | None = None  # float32 [pairs, 2]: log-prob sums of both answers, where kept
+
+    def sample(self, index: int) -> PairSample:
+        row = super().sample(index)
+        kept = None if self.reference is None else tuple(self.reference[index].tolist())
+        return replace(PairSample(row.ids, row.labels, *self._parts[index].item()), reference=kept)
+
+
 def open_source(
     path: str | Path,
     format: str | None,
@@ -76,30 +102,29 @@ def open_source(
     max_seq_len: int,
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
+    pairs: PairRules | None = None,
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
     bad_rows_path: str | Path | None = None,
     append_bad_rows: bool = False,
 ) -> TokenSource:
-    """Tokenise `path`, or find it done. DataError when too many rows are bad or none is usable; all bad rows are
-    written to `bad_rows_path` either way."""
+    """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource.
+    DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
     path = Path(path)
-    format = format or detect(path).format
-    if format == PREFERENCE:
-        raise DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
-    FORMATS.get(format)  # an unknown name is said before the file is read
-    job = Job(str(path), format, tokenizer, max_seq_len, overlong, compat)
-    content, lines = _digest(path)
+    format = format or _detected(path, pairs is not None)
+    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
+    job = Job(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs)
+    content, lines = digest_of(path)
     folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
     report = _opened(folder, job)
     if report is None:
-        report = _build(folder, job, num_proc or _cores(), lines)
+        report = _build(folder, job, num_proc or cores(), lines)
     listed = Path(bad_rows_path or folder / BAD_ROWS)
     if bad_rows_path:
         _list_bad_rows(folder, report, listed, append_bad_rows)
     report.check(max_bad_fraction, listed)
-    return TokenSource(folder, report)
+    return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
 
 
 def open_sources(
@@ -112,16 +137,29 @@ def open_sources(
     ]
 
 
+def _detected(path: Path, pairs: bool) -> str:
+    found = detect(path)
+    if found.preference and not pairs:
+        raise DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
+    if pairs and not found.preference:
+        raise DataError(
+            f"these rows hold no preference pairs: {found.why}",
+            where=str(path),
+            fix="DPO compares two answers: `chosen` and `rejected`, or `response` and `sort`; `stage: SFT` learns one",
+        )
+    return found.format
+
+
 def default_cache_dir() -> Path:
     return Path(os.environ.get("ERNIEKIT_CACHE") or Path.home() / ".cache" / "erniekit")
 
 
-def _cores() -> int:
+def cores() -> int:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(count, 32)
 
 
-def _digest(path: Path) -> tuple[str, int]:
+def digest_of(path: Path) -> tuple[str, int]:
     """Of the file's bytes, and how many lines they are."""
     digest, lines = hashlib.blake2b(digest_size=20), 0
     try:
@@ -158,6 +196,7 @@ def _key(job: Job, content: str) -> str:
         "max_seq_len": job.max_seq_len,
         "overlong": job.overlong,
         "compat": job.compat,
+        "pairs": asdict(job.pairs) if job.pairs else None,
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -167,7 +206,7 @@ def _opened(folder: Path, job: Job) -> DataReport | None:
     try:
         told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         for name, (size, digest) in told["files"].items():
-            if (folder / name).stat().st_size != size or (digest and _digest(folder / name)[0] != digest):
+            if (folder / name).stat().st_size != size or (digest and digest_of(folder / name)[0] != digest):
                 return None
         report = DataReport.from_dict(told["report"], job.path)
     except (OSError, ValueError, KeyError, TypeError, DataError):
@@ -179,7 +218,7 @@ def _opened(folder: Path, job: Job) -> DataReport | None:
 def _build(folder: Path, job: Job, num_proc: int, lines: int) -> DataReport:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder) as alone:
+        with only_one(folder) as alone:
             report = _opened(folder, job)  # another process may have been first
             if report is None:
                 report = _write(folder, job, num_proc, lines, alone)
@@ -226,11 +265,11 @@ def _sealed(file: Path) -> tuple[int, str | None]:
     with open(file, "rb") as opened:
         os.fsync(opened.fileno())
     size = file.stat().st_size
-    return size, _digest(file)[0] if size <= _CHECKED else None
+    return size, digest_of(file)[0] if size <= _CHECKED else None
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[bool]:
+def only_one(folder: Path) -> Iterator[bool]:
     """Ranks and runs that need the same cache wait for the first to make it. Gives False where files cannot be
     locked: then each makes its own and the first rename wins."""
     try:

@@ -6,7 +6,7 @@ Everything before Batch is plain Python and numpy; only `Batch` holds torch tens
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,43 @@ class Pack:
     index: int = 0  # global pack number: what a resume counts
 
 
+@dataclass(frozen=True)
+class SharedKeys:
+    """Where a segment's queries look at other keys than its own: a prompt computed once for several answers.
+
+    Segment s of cu_seqlens has keys index[bounds[s]:bounds[s + 1]]; causal, aligned at the end.
+    """
+
+    index: torch.Tensor  # int64 [keys], places in the flattened [B * L] tokens, segment after segment
+    bounds: torch.Tensor  # int32 [segments + 1]
+    longest: int
+
+
+class Future(NamedTuple):
+    """What layers that predict further tokens need: the 1st, 2nd ... next input and its label, within a document."""
+
+    ids: torch.Tensor  # int64 [B, L, depth]
+    labels: torch.Tensor  # int64 [B, L, depth], IGNORE past a document's end or where the position is not trained
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The preference pairs of a micro-batch, numbered through its rows."""
+
+    segment: torch.Tensor  # int64 [B, L]: 2 * pair where chosen tokens are scored, 2 * pair + 1 rejected, -1 elsewhere
+    count: int
+    score_delta: torch.Tensor  # float32 [count]
+    reference: torch.Tensor | None = None  # float32 [2 * count]: the reference's log-prob sums, once they are known
+
+
+class More(NamedTuple):
+    """What only some models or stages ask of a batch, beside its tokens."""
+
+    real: torch.Tensor | None = None
+    shared: SharedKeys | None = None
+    future: Future | None = None
+
+
 @dataclass
 class Batch:
     """One micro-batch. A row is documents end to end, then padding (its own last document, never trained)."""
@@ -70,6 +107,18 @@ class Batch:
     pack_indices: tuple[int, ...] = field(default_factory=tuple)  # which packs these rows are, for reports
     packed: bool = True  # some row holds more than one document (padding apart)
     sum_squares: int = 0  # sum of squared document lengths, for FLOP counts
+    real: torch.Tensor | None = None  # bool [B, L], False on padding; None: nothing is padding
+    shared: SharedKeys | None = None
+    pairs: Pairs | None = None
+    future: Future | None = None
+
+    @property
+    def weight(self) -> int:
+        """What a step's summed loss is divided by, added up over all its micro-batches."""
+        return self.num_label_tokens if self.pairs is None else self.pairs.count
+
+    def more(self) -> More:
+        return More(self.real, self.shared, self.future)
 
     def documents(self) -> torch.Tensor | None:
         """cu_seqlens for the model; None when plain causal rows say the same: padding comes last, nobody sees it."""
@@ -78,8 +127,19 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in TENSORS}
+        moved = {k: _to(getattr(self, k), device) for k in TENSORS}
         return replace(self, **moved)
 
 
-TENSORS = ("input_ids", "labels", "positions", "cu_seqlens")
+TENSORS = ("input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future")
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """Tensors, and the tensors inside the nouns above."""
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, (SharedKeys, Pairs)):
+        return type(value)(**{name: _to(item, device) for name, item in vars(value).items()})
+    if isinstance(value, tuple):
+        return type(value)(*(_to(item, device) for item in value))
+    return value.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A tiny ERNIE or Llama folder made from nothing: config, weights and a tokenizer trained on the demo's text.
+"""A tiny ERNIE (with experts or without) or Llama folder made from nothing, its tokenizer trained on the demo's text.
 
 Called by recipes/demo.py, and by tests that want a real model in a second.
 """
@@ -43,6 +43,18 @@ SHAPE = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False},
+    "ernie4_5_moe": {
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+        "head_dim": None,  # here heads x head_dim is hidden_size, as in every release
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "llama": {"rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
 }
 

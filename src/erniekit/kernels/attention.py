@@ -5,12 +5,27 @@ Called by models/layers/attention.py. B batch, L length, N heads, D head_dim, T 
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 BACKENDS = ("auto", "sdpa", "varlen", "reference")
+PADDED = 4  # up to so many keys more per query, queries that nobody reads are cheaper than a mask
+
+
+class Keys(Protocol):
+    """What data.types.SharedKeys has: the keys of every document, where those are not its own tokens."""
+
+    @property
+    def index(self) -> torch.Tensor: ...
+
+    @property
+    def bounds(self) -> torch.Tensor: ...
+
+    @property
+    def longest(self) -> int: ...
 
 
 def attention(
@@ -20,32 +35,65 @@ def attention(
     cu_seqlens: torch.Tensor | None = None,
     max_doc: int | None = None,
     backend: str = "auto",
+    shared: Keys | None = None,
 ) -> torch.Tensor:
     """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq, D].
 
     cu_seqlens: int32 [docs + 1] bounds in the flattened tokens; None = each row is one document.
+    shared: document s looks at the keys index[bounds[s]:bounds[s + 1]] of the flattened tokens instead of its own; its
+    last query sees all of them, the one before all but the last, and so on.
     """
+    assert shared is None or cu_seqlens is not None, "shared keys belong to the documents of cu_seqlens"
     if backend == "reference":
-        return reference(q, k, v, cu_seqlens)
+        return reference(q, k, v, cu_seqlens, shared)
     if cu_seqlens is None:
         return _causal(q, k, v)
+    k, v = (t.flatten(0, 1) for t in (k, v))
+    key_bounds = cu_seqlens
+    if shared is not None:
+        # Not index_select: the backward of k[index] adds up a prompt's gradients in one order on any device.
+        k, v, key_bounds = k[shared.index], v[shared.index], shared.bounds
     if backend == "varlen" or (backend == "auto" and _varlen_fits(q)):
-        return _varlen(q, k, v, cu_seqlens, max_doc)
-    return _per_document(q, k, v, cu_seqlens)
+        longest = max_doc if max_doc is not None else int(cu_seqlens.diff().max())
+        return _varlen(q, k, v, cu_seqlens, key_bounds, longest, longest if shared is None else shared.longest)
+    return _per_document(q, k, v, cu_seqlens, key_bounds)
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, shared: Keys | None = None
+) -> torch.Tensor:
     """The definition, with the mask written out: the oracle for every other path. O(L^2) memory."""
-    B, L, Nq, D = q.shape
-    k, v = (t.repeat_interleave(Nq // t.shape[2], dim=2) for t in (k, v))
+    if shared is not None:
+        assert cu_seqlens is not None
+        flat_q, flat_k, flat_v = (t.flatten(0, 1)[None] for t in (q, k, v))
+        allowed = _written_out(cu_seqlens, shared, flat_q.shape[1], flat_k.shape[1])
+        return _masked(flat_q, flat_k, flat_v, allowed).view_as(q)
+    B, L = q.shape[:2]
     token = torch.arange(B * L, device=q.device).view(B, L)
     allowed = token[:, :, None] >= token[:, None, :]
     if cu_seqlens is not None:
         doc = torch.searchsorted(cu_seqlens.to(token.device), token.contiguous(), right=True)
         allowed = allowed & (doc[:, :, None] == doc[:, None, :])
+    return _masked(q, k, v, allowed)
+
+
+def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    Nq, D = q.shape[2:]
+    k, v = (t.repeat_interleave(Nq // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("blnd,bmnd->bnlm", q, k) * D**-0.5
     weights = scores.float().masked_fill(~allowed[:, None], float("-inf")).softmax(-1).to(q.dtype)
     return torch.einsum("bnlm,bmnd->blnd", weights, v)
+
+
+def _written_out(cu_seqlens: torch.Tensor, shared: Keys, queries: int, keys: int) -> torch.Tensor:
+    """bool [1, queries, keys]: who sees whom."""
+    allowed = torch.zeros(1, queries, keys, dtype=torch.bool, device=shared.index.device)
+    starts, key_starts = cu_seqlens.tolist(), shared.bounds.tolist()
+    for s, (start, end) in enumerate(pairwise(starts)):
+        seen = shared.index[key_starts[s] : key_starts[s + 1]]
+        for query in range(start, end):
+            allowed[0, query, seen[: len(seen) - (end - 1 - query)]] = True
+    return allowed
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -53,12 +101,24 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """One plain causal call a document: exact anywhere, and the cheapest way on a CPU."""
-    lengths = cu_seqlens.diff().tolist()
-    flat = [t.flatten(0, 1).split(lengths) for t in (q, k, v)]
-    parts = [_causal(a[None], b[None], c[None])[0] for a, b, c in zip(*flat)]
+def _per_document(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor
+) -> torch.Tensor:
+    """One plain causal call a document: exact anywhere, and the cheapest way on a CPU. k, v are flat."""
+    queries = q.flatten(0, 1).split(bounds.diff().tolist())
+    lengths = key_bounds.diff().tolist()
+    parts = [_ends_aligned(a, b, c) for a, b, c in zip(queries, k.split(lengths), v.split(lengths))]
     return torch.cat(parts).view_as(q)
+
+
+def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [n, Nq, D] are the last n places of k, v [m, Nkv, D]; torch's own causal flag would align their starts."""
+    n, earlier = q.shape[0], k.shape[0] - q.shape[0]
+    if earlier > PADDED * n:
+        seen = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device).tril(earlier)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+    return _causal(F.pad(q, (0, 0, 0, 0, earlier, 0))[None], k[None], v[None])[0, earlier:]
 
 
 def _varlen_fits(q: torch.Tensor) -> bool:
@@ -66,19 +126,24 @@ def _varlen_fits(q: torch.Tensor) -> bool:
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_doc: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    key_bounds: torch.Tensor,
+    longest: int,
+    longest_keys: int,
 ) -> torch.Tensor:
+    """FlashAttention aligns the ends where a document has more keys than queries. k, v are flat."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max_doc if max_doc is not None else int(cu_seqlens.diff().max())
-    repeat = q.shape[2] // k.shape[2]
+    repeat = q.shape[2] // k.shape[1]
     # torch 2.11's varlen_attn has no enable_gqa; FlashAttention-2 itself takes fewer kv heads.
-    flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
     options: dict[str, Any] = {"enable_gqa": True} if repeat > 1 and _varlen_knows_gqa() else {}
     if repeat > 1 and not options:
-        flat_k, flat_v = (t.repeat_interleave(repeat, dim=1) for t in (flat_k, flat_v))
+        k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
     out: Any = varlen_attn(
-        flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **options
+        q.flatten(0, 1), k, v, bounds, key_bounds, longest, longest_keys, window_size=(-1, 0), **options
     )
     return out.view_as(q)
 

@@ -59,13 +59,13 @@ def adapter_of(
 ) -> Adapter:
     """The adapters inside a model; `tensors` (our names) stand in for its parameters, e.g. a snapshot being saved."""
     values = lora_state(model) if tensors is None else tensors
-    by_place = {(p.module, p.part): p.public for p in projections(model)}
+    by_place = {p.place: p.public for p in projections(model)}
     updates = {}
     for name, module in lora_linears(model):
         for key, pair in module.pairs().items():
             A, B = (values[f"{name}.lora.{key}.{side}"].detach() for side in "AB")
-            for (part, _), rows in zip(pair.parts, B.split([n for _, n in pair.parts])):
-                updates[by_place[name, part]] = LowRank(A, rows, pair.scale)
+            for expert, part, a, b in pair.updates(A, B):
+                updates[by_place[name, part, expert]] = LowRank(a, b, pair.scale)
     return Adapter(
         updates, settings.rank, settings.alpha, settings.rslora, settings.lora_plus_scale, base, "this model"
     )
@@ -77,6 +77,7 @@ def attach(model: nn.Module, adapter: Adapter, shared_a: bool = False) -> list[P
     A meta model is wrapped only: fill it with `load_adapter` once it has memory.
     """
     present = places(model, adapter)
+    _check_experts(model, present, adapter)
     wrap(model, {p: Shape(u.rank, u.scale) for p, u in present.items()}, shared_a)
     if not next(model.parameters()).is_meta:
         load_adapter(model, adapter)
@@ -91,15 +92,15 @@ def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
 
     under: only modules whose name starts so (one layer of a model that is filled piece by piece).
     """
-    present = {(p.module, p.part): u for p, u in places(model, adapter).items() if p.module.startswith(under)}
+    present = {p.place: u for p, u in places(model, adapter).items() if p.module.startswith(under)}
     for name, module in lora_linears(model):
         if not name.startswith(under):
             continue
         for pair in module.pairs().values():
-            found = [present.pop((name, part), None) for part, _ in pair.parts]
-            _fill(pair, found, name, adapter)
+            wanted = [(name, part, e) for e in range(pair.experts) for part, _ in pair.parts]
+            _fill(pair, [present.pop(place, None) for place in wanted], name, adapter)
     if present:
-        extra = sorted({part for _, part in present})
+        extra = sorted({part for _, part, _ in present})
         raise CheckpointError(
             f"the adapter also has {len(present)} projections this run does not adapt: {', '.join(extra)}",
             where=adapter.where,
@@ -108,10 +109,11 @@ def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
 
 
 def _fill(pair: Pair, found: list[LowRank | None], module: str, adapter: Adapter) -> None:
-    updates = [u for u in found if u is not None]
+    """`found`: expert after expert, in each the parts in their order."""
+    updates, each = [u for u in found if u is not None], len(pair.parts)
     if len(updates) < len(found):
         raise CheckpointError(
-            f"the adapter has nothing for {pair.parts[found.index(None)][0]} in {module}",
+            f"the adapter has nothing for {pair.parts[found.index(None) % each][0]} in {module}",
             where=adapter.where,
             fix=f"set lora_target_modules to what it was trained with: {' '.join(_parts(adapter))}",
         )
@@ -123,14 +125,30 @@ def _fill(pair: Pair, found: list[LowRank | None], module: str, adapter: Adapter
             where=adapter.where,
             fix=f"set lora_rank: {adapter.rank}, lora_alpha: {adapter.alpha:g}, rslora: {adapter.rslora}",
         )
-    if any(not torch.equal(u.A, first.A) for u in updates[1:]):
+    if any(not torch.equal(u.A, updates[k - k % each].A) for k, u in enumerate(updates)):
         raise CheckpointError(
             f"the adapter has an A for each projection of {module}; compat: erniekit trains one A for all of them",
             where=adapter.where,
             fix="leave out compat: erniekit to go on training it",
         )
-    pair.A.copy_(first.A)
+    pair.A.copy_(torch.cat([u.A for u in updates[::each]]))
     pair.B.copy_(torch.cat([u.B for u in updates]))
+
+
+def _check_experts(model: nn.Module, present: dict[Projection, LowRank], adapter: Adapter) -> None:
+    """The experts of a layer are computed together, so their updates are of one shape."""
+    shapes = {p.place[:2]: (u.rank, u.scale) for p, u in present.items() if p.expert is not None}
+    for p in projections(model) if shapes else ():
+        if p.expert is None or p.place[:2] not in shapes:
+            continue
+        update = present.get(p)
+        if update is None or (update.rank, update.scale) != shapes[p.place[:2]]:
+            raise CheckpointError(
+                f"{p.public} has {'no update' if update is None else 'another rank or scale'}, unlike other experts "
+                "of its layer",
+                where=adapter.where,
+                fix="merge it into the base where it was made",
+            )
 
 
 def _parts(adapter: Adapter) -> list[str]:

@@ -21,7 +21,7 @@ def is_adapter(folder: Path) -> bool:
 def read_adapter(folder: Path, model: nn.Module) -> Adapter:
     """The adapter in `folder` for `model` (on the meta device will do); names and shapes are checked against it."""
     if (folder / peft_files.CONFIG).is_file():
-        adapter = peft_files.read_peft(folder)
+        adapter = peft_files.read_peft(folder, model)
     elif (folder / paddle_files.CONFIG).is_file():
         adapter = paddle_files.read_paddle(folder, model)
     else:
@@ -35,7 +35,7 @@ def read_adapter(folder: Path, model: nn.Module) -> Adapter:
 
 
 def write_adapter(folder: Path, adapter: Adapter, model: nn.Module, layout: str = "hf") -> list[Path]:
-    """PEFT's files for `hf`, ERNIEKit's for `paddle`: the same function of the base either way, exactly."""
+    """PEFT's files for `hf` and `hf_fused`, ERNIEKit's for `paddle`: exactly the same function of the base."""
     folder.mkdir(parents=True, exist_ok=True)
     write = paddle_files.write_paddle if layout == "paddle" else peft_files.write_peft
     return write(folder, adapter, model)

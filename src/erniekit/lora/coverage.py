@@ -12,7 +12,7 @@ from torch import nn
 from erniekit.lora.inject import is_lora, lora_linears
 from erniekit.lora.projections import Projection, projections
 
-GROUPS = (("attention", ".self_attn."), ("mlp", ".mlp."))
+GROUPS = ("attention", "mlp", "dense mlp", "shared experts", "routed experts", "router")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class CoverageRow:
 
 
 def coverage(model: nn.Module) -> list[CoverageRow]:
-    """One row a group of projections, then one for all that LoRA never touches (embeddings, norms, head)."""
+    """One row a group of projections (each expert counts), then one for all that LoRA never touches (embeddings,
+    norms, head)."""
     ranks, sizes = _adapters(model)
     everything = projections(model)
+    sparse = any(p.expert is not None for p in everything)
     rows = []
-    for group, word in GROUPS:
-        members = [p for p in everything if word in p.public]
+    for group in GROUPS:
+        members = [p for p in everything if _group(p, sparse) == group]
         if not members:
             continue
         with_adapter = [p for p in members if (p.module, p.part) in ranks]
@@ -59,18 +61,39 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
 
 
 def coverage_table(model: nn.Module) -> str:
-    """At most eight lines."""
+    """At most eight lines, ten where there are experts."""
     rows = coverage(model)
-    lines = [f"  {'LoRA':<10} {'adapted':<27} {'layers':>9} {'rank':>5} {'trainable':>11}"]
+    wide = max(10, *(len(row.group) for row in rows))
+    lines = [f"  {'LoRA':<{wide}} {'adapted':<27} {'layers':>11} {'rank':>5} {'trainable':>13}"]
     for row in rows[:-1]:
         have = " ".join(_shown(row, part) for part in row.total if row.adapted.get(part)) or "none"
         count, rank = f"{row.num_adapted}/{row.num_total}", "-".join(map(str, row.ranks)) or "-"
-        lines.append(f"  {row.group:<10} {have:<27} {count:>9} {rank:>5} {row.trainable:>11,}")
-    missing = [_word(part) for row in rows[:-1] for part in row.total if not row.adapted.get(part)]
+        lines.append(f"  {row.group:<{wide}} {have:<27} {count:>11} {rank:>5} {row.trainable:>13,}")
+    missing = [word for row in rows[:-1] for word in _left_out(row)]
     trainable, base = sum(r.trainable for r in rows), sum(r.parameters for r in rows)
     lines.append(f"  not adapted: {', '.join([*missing, *rows[-1].total])}")
     lines.append(f"  trainable {trainable:,} of {base + trainable:,} parameters ({trainable / (base + trainable):.2%})")
     return "\n".join(lines)
+
+
+def _group(p: Projection, sparse: bool) -> str:
+    if p.router:
+        return "router"
+    if ".self_attn." in p.public:
+        return "attention"
+    if p.expert is not None:
+        return "routed experts"
+    if ".shared_experts." in p.public:
+        return "shared experts"
+    return "dense mlp" if sparse else "mlp"
+
+
+def _left_out(row: CoverageRow) -> list[str]:
+    """Parts by name; several groups have a gate, an up and a down, so those of experts go by their group's."""
+    parts = [_word(part) for part in row.total if not row.adapted.get(part)]
+    if row.group in ("attention", "mlp"):
+        return parts
+    return [row.group] if not row.num_adapted else [f"{row.group} {'/'.join(parts)}"] if parts else []
 
 
 def _adapters(model: nn.Module) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
@@ -93,7 +116,7 @@ def _count(members: list[Projection]) -> dict[str, int]:
 def _never(model: nn.Module, everything: list[Projection]) -> CoverageRow:
     weights = {p.weight for p in everything} | {p.module + ".base.weight" for p in everything}
     rest = {n: p for n, p in model.named_parameters() if n not in weights and not is_lora(n)}
-    kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias"}
+    kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias", "mtp layers": "mtp."}
     named = [kind for kind, word in kinds.items() if any(word in name for name in rest)]
     return CoverageRow("rest", {}, dict.fromkeys(named, 0), (), 0, sum(p.numel() for p in rest.values()))
 

@@ -6,12 +6,12 @@ Called by recipes/build.py (training) and through adapter.py by chat, export and
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
-from erniekit.lora.layers import SHARED, LoRALinear, Pair
+from erniekit.lora.layers import SHARED, LoRALayer, LoRARouter, Pair, experts_of, kind_of, layer_parts
 from erniekit.lora.projections import Projection, select
 from erniekit.lora.settings import LoRASettings
 
@@ -30,26 +30,35 @@ def inject(model: nn.Module, settings: LoRASettings, seed: int) -> list[Projecti
 
 
 def wrap(model: nn.Module, shapes: dict[Projection, Shape], shared_a: bool) -> None:
-    """Swap each linear that holds a named projection for a LoRALinear; B is zero, so the model answers as before."""
+    """Swap each layer that holds a named projection for its LoRALayer; B is zero, so the model answers as before.
+
+    All experts of a layer go together: of one projection either each of them is in `shapes`, alike, or none.
+    """
     for param in model.parameters():
         param.requires_grad_(False)
-    by_module: dict[str, list[Projection]] = {}
+    by_module: dict[str, dict[str, Projection]] = {}
     for projection in shapes:
-        by_module.setdefault(projection.module, []).append(projection)
-    for name, parts in by_module.items():
+        by_module.setdefault(projection.module, {}).setdefault(projection.part, projection)
+    usual = next(model.parameters()).dtype
+    for name, named in by_module.items():
+        parts = list(named.values())
         base = model.get_submodule(name)
-        assert isinstance(base, nn.Linear), f"{name} is adapted already"
+        kind, weight = kind_of(base), cast("torch.Tensor", base.weight)
+        assert kind is not None, f"{name} is adapted already"
+        # A router keeps fp32 weights in a 16-bit model; its adapters are saved with all others, so they are as those.
+        dtype = usual if kind is LoRARouter else None
         groups = [(SHARED, parts)] if shared_a and len(parts) > 1 else [(p.part, [p]) for p in parts]
         pairs = {
-            key: Pair(tuple((p.part, p.rows) for p in group), *shapes[group[0]], like=base.weight)
+            key: Pair(tuple((p.part, p.rows) for p in group), *shapes[group[0]], weight, experts_of(base), dtype)
             for key, group in groups
         }
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, LoRALinear(base, parts[0].part, pairs))
+        setattr(model.get_submodule(parent), child, kind(base, layer_parts(base, parts[0].part), pairs))
 
 
 def reset_lora(model: nn.Module, seed: int) -> None:
-    """Fresh adapters. Each pair draws from its own generator, seeded by its name: no order or layout changes them.
+    """Fresh adapters. Each pair, of each expert, draws from its own generator, seeded by its name: no order or layout
+    changes them.
 
     A meta model is left alone: call this again once it has memory.
     """
@@ -57,12 +66,17 @@ def reset_lora(model: nn.Module, seed: int) -> None:
         for key, pair in module.pairs().items():
             if pair.A.is_meta:
                 continue
-            digest = hashlib.sha256(f"{seed}/{name}.lora.{key}.A".encode()).digest()
-            pair.reset(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+            names = [f"{name}.{e}" if pair.experts > 1 else name for e in range(pair.experts)]
+            pair.reset(*(_generator(f"{seed}/{each}.lora.{key}.A") for each in names))
 
 
-def lora_linears(model: nn.Module) -> list[tuple[str, LoRALinear]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+def _generator(name: str) -> torch.Generator:
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def lora_linears(model: nn.Module) -> list[tuple[str, LoRALayer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALayer)]
 
 
 def is_lora(name: str) -> bool:

@@ -1,72 +1,176 @@
-"""The trainable side of LoRA: a frozen linear plus low-rank updates, one pair for each public projection inside it.
+"""The trainable side of LoRA: a frozen layer plus low-rank updates, one pair for each public projection inside it.
 
-Put in place by inject.py. Parameters are `<linear>.lora.<q_proj | ... | shared>.{A,B}`; the frozen linear is `.base`.
-r rank, T any leading dims.
+Put in place by inject.py. Parameters are `<layer>.lora.<q_proj | ... | shared>.{A,B}`; the frozen layer is `.base`.
+r rank, T any leading dims, E experts.
 """
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
-from erniekit.models.layers.linear import parts_of
+from erniekit.kernels.grouped_gemm import grouped_linear
+from erniekit.models.layers.experts import ExpertLinear
+from erniekit.models.layers.router import Router, Routing
 
 SHARED = "shared"  # the key of a pair whose one A serves several projections
+ALIGNED = 8  # ranks the grouped product is given are multiples of this: what its kernel can load in 16 bit
+
+Parts = tuple[tuple[str, int], ...]
 
 
 class Pair(nn.Module):
-    """y += scale * B A x on the rows of `parts` ((public name, rows), in row order)."""
+    """y += scale * B A x on the rows of `parts` ((public name, rows), in row order).
 
-    def __init__(self, parts: tuple[tuple[str, int], ...], rank: int, scale: float, like: torch.Tensor) -> None:
+    experts: so many updates of that shape, A [experts * r, in] and B [experts * rows, r], expert after expert.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        rank: int,
+        scale: float,
+        like: torch.Tensor,
+        experts: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.parts, self.rank, self.scale = parts, rank, scale
-        rows = sum(n for _, n in parts)
-        self.A = nn.Parameter(torch.zeros(rank, like.shape[1], dtype=like.dtype, device=like.device))
-        self.B = nn.Parameter(torch.zeros(rows, rank, dtype=like.dtype, device=like.device))
+        self.parts, self.rank, self.scale, self.experts = parts, rank, scale, experts
+        dtype = dtype or like.dtype
+        self.A = nn.Parameter(torch.zeros(experts * rank, like.shape[1], dtype=dtype, device=like.device))
+        self.B = nn.Parameter(torch.zeros(experts * self.rows, rank, dtype=dtype, device=like.device))
+
+    @property
+    def rows(self) -> int:
+        """Of one expert's B."""
+        return sum(n for _, n in self.parts)
 
     @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        """A Kaiming-uniform(a = sqrt 5), which is +-1/sqrt(in); B zero. Drawn on the CPU in fp32 for any device."""
+    def reset(self, *generators: torch.Generator) -> None:
+        """A Kaiming-uniform(a = sqrt 5), which is +-1/sqrt(in); B zero. Drawn on the CPU in fp32 for any device, with a
+        generator for each expert."""
         bound = 1.0 / math.sqrt(self.A.shape[1])
-        drawn = torch.empty(self.A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-        self.A.copy_(drawn)
+        for A, generator in zip(self.A.view(len(generators), -1, self.A.shape[1]), generators, strict=True):
+            A.copy_(torch.empty(A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
         self.B.zero_()
 
+    def updates(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor]]:
+        """(expert, part, its A [r, in], its B [rows, r]) of the whole matrices, which need not be this pair's own."""
+        rows = [n for _, n in self.parts]
+        for expert, (a, b) in enumerate(zip(A.split(self.rank), B.split(self.rows), strict=True)):
+            for (part, _), b_part in zip(self.parts, b.split(rows)):
+                yield expert, part, a, b_part
 
-class LoRALinear(nn.Module):
-    """A linear (fused or plain) with pairs on some or all of its parts."""
 
-    def __init__(self, base: nn.Linear, name: str, pairs: dict[str, Pair]) -> None:
+class LoRALayer(nn.Module):
+    """A frozen layer with pairs on some or all of its parts."""
+
+    def __init__(self, base: nn.Module, parts: Parts, pairs: dict[str, Pair]) -> None:
         super().__init__()
-        self.base = base
-        self.parts = parts_of(base, name)  # attention and mlp split their fused output by this
+        self.base: Any = base
+        self.parts = parts  # attention and mlp split their fused output by this
         self.lora = nn.ModuleDict(pairs)
+        self.active = True  # False: the frozen layer alone (switch.py)
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.base.weight
+        return cast("torch.Tensor", self.base.weight)
 
     def pairs(self) -> dict[str, Pair]:
         return cast("dict[str, Pair]", dict(self.lora.items()))
 
+    def _added(self, y: torch.Tensor, updates: Sequence[torch.Tensor]) -> torch.Tensor:
+        """y with each pair's update on the columns of its parts."""
+        pairs = list(self.pairs().values())
+        if len(pairs) == 1 and updates[0].shape[-1] == y.shape[-1]:
+            return torch.add(y, updates[0], alpha=pairs[0].scale)
+        by_part: dict[str, tuple[torch.Tensor, float]] = {}
+        for pair, update in zip(pairs, updates):
+            for (part, _), piece in zip(pair.parts, update.split([n for _, n in pair.parts], dim=-1)):
+                by_part[part] = (piece, pair.scale)
+        out = []
+        for (part, _), piece in zip(self.parts, y.split([n for _, n in self.parts], dim=-1)):
+            out.append(torch.add(piece, by_part[part][0], alpha=by_part[part][1]) if part in by_part else piece)
+        return torch.cat(out, dim=-1)
+
+
+class LoRALinear(LoRALayer):
+    """A linear, fused or plain."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x)
+        if not self.active:
+            return y
         pairs = list(self.pairs().values())
         # One GEMM for the A side of all pairs: [T, in] -> [T, sum of ranks].
         A = pairs[0].A if len(pairs) == 1 else torch.cat([pair.A for pair in pairs])
         low = F.linear(x, A).split([pair.rank for pair in pairs], dim=-1)
-        if len(pairs) == 1 and pairs[0].B.shape[0] == y.shape[-1]:
-            return torch.add(y, F.linear(low[0], pairs[0].B), alpha=pairs[0].scale)
-        update: dict[str, tuple[torch.Tensor, float]] = {}
-        for pair, low_pair in zip(pairs, low):
-            rows = [n for _, n in pair.parts]
-            for (part, _), piece in zip(pair.parts, F.linear(low_pair, pair.B).split(rows, dim=-1)):
-                update[part] = (piece, pair.scale)
-        out = []
-        for (part, _), piece in zip(self.parts, y.split([n for _, n in self.parts], dim=-1)):
-            out.append(torch.add(piece, update[part][0], alpha=update[part][1]) if part in update else piece)
-        return torch.cat(out, dim=-1)
+        return self._added(y, [F.linear(low_pair, pair.B) for low_pair, pair in zip(low, pairs)])
+
+
+class LoRAExperts(LoRALayer):
+    """All experts of a projection: the updates go through the same sorted rows and grouped products as the weights."""
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(rows, ends)
+        if not self.active:
+            return y
+        pairs, E = list(self.pairs().values()), ends.shape[0]
+        spare = [-pair.rank % ALIGNED for pair in pairs]
+        # [E, r, in] and [E, rows, r]; rows and columns of zeros up to the aligned rank add nothing.
+        A = [F.pad(pair.A.unflatten(0, (E, pair.rank)), (0, 0, 0, n)) for pair, n in zip(pairs, spare)]
+        B = [F.pad(pair.B.unflatten(0, (E, pair.rows)), (0, n)) for pair, n in zip(pairs, spare)]
+        low = grouped_linear(rows, A[0] if len(A) == 1 else torch.cat(A, dim=1), ends)
+        lows = low.split([a.shape[1] for a in A], dim=-1)
+        return self._added(y, [grouped_linear(one.contiguous(), b, ends) for one, b in zip(lows, B)])
+
+
+class LoRARouter(LoRALayer):
+    """A router, for who asks for it by name: its fp32 weight is moved, so that all it answers follows."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        (pair,) = self.pairs().values()
+        if not self.active:
+            return cast("torch.Tensor", self.base.weight)
+        return cast("torch.Tensor", self.base.weight.float() + pair.scale * (pair.B.float() @ pair.A.float()))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # whatever else is asked of a router: how many experts, its bias
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, x_TH: torch.Tensor) -> Routing:
+        with torch.autocast(x_TH.device.type, enabled=False):
+            weight = self.weight
+        return cast("Routing", functional_call(self.base, {"weight": weight}, (x_TH,)))
+
+
+KINDS: dict[type[nn.Module], type[LoRALayer]] = {
+    nn.Linear: LoRALinear,
+    ExpertLinear: LoRAExperts,
+    Router: LoRARouter,
+}
+
+
+def kind_of(base: nn.Module) -> type[LoRALayer] | None:
+    """How a layer is adapted; None: it is not."""
+    return next((kind for plain, kind in KINDS.items() if isinstance(base, plain)), None)
+
+
+def layer_parts(base: nn.Module, name: str) -> Parts:
+    """The public projections inside a layer (of one expert, where it has several): its parts, or itself as `name`."""
+    weight = cast("torch.Tensor", base.weight)
+    return cast("Parts", getattr(base, "parts", ((name, weight.shape[0]),)))
+
+
+def experts_of(base: nn.Module) -> int:
+    """How many sets of its parts a layer holds."""
+    return base.experts if isinstance(base, ExpertLinear) else 1

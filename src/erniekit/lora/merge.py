@@ -13,6 +13,7 @@ from torch import nn
 
 from erniekit.lora.adapter import Adapter, LowRank, places
 from erniekit.lora.inject import lora_linears
+from erniekit.lora.projections import projections
 
 
 class RowUpdate(NamedTuple):
@@ -44,16 +45,14 @@ def merged_tensor(weight: torch.Tensor, updates: Sequence[RowUpdate]) -> torch.T
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Merge a model's adapters in place and give it back its plain linears: the same answers at the base's speed."""
+    """Merge a model's adapters in place and give it back its plain layers: the same answers at the base's speed."""
+    by_place = {p.place: p for p in projections(model)}
     for name, module in lora_linears(model):
-        starts, start = {}, 0
-        for part, rows in module.parts:
-            starts[part], start = start, start + rows
-        updates = [
-            RowUpdate(starts[part], starts[part] + rows, LowRank(pair.A, B, pair.scale))
-            for pair in module.pairs().values()
-            for (part, rows), B in zip(pair.parts, pair.B.split([n for _, n in pair.parts]))
-        ]
+        updates = []
+        for pair in module.pairs().values():
+            for expert, part, A, B in pair.updates(pair.A, pair.B):
+                rows = by_place[name, part, expert]
+                updates.append(RowUpdate(rows.start, rows.stop, LowRank(A, B, pair.scale)))
         module.base.weight.copy_(merged_tensor(module.base.weight, updates))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.base)

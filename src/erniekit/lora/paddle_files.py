@@ -53,14 +53,11 @@ def fused_linears(model: nn.Module) -> dict[str, Fused]:
     out: dict[str, Fused] = {}
     for p in projections(model):
         entry = entries[p.weight]
-        if len(entry.theirs) > 1:
-            alone = Entry(p.weight, (p.paddle,), lambda ts: ts[0].t(), lambda t: [t.t()])
-            out[p.paddle] = Fused(alone, [p], p.rows)
-        elif p.paddle in out:
-            before = out[p.paddle]
-            out[p.paddle] = Fused(entry, [*before.parts, p], before.rows + p.rows)
-        else:
-            out[p.paddle] = Fused(entry, [p], p.rows)
+        if len(entry.theirs) > 1:  # the weight is several of Paddle's: an expert each, or a projection each
+            entry = Entry(p.weight, (p.paddle,), lambda ts: ts[0].t(), lambda t: [t.t()])
+        before = out.get(p.paddle)
+        parts = [*before.parts, p] if before else [p]
+        out[p.paddle] = Fused(entry, parts, sum(each.rows for each in parts))
     return out
 
 
@@ -130,7 +127,9 @@ def _config(
     alpha = adapter.alpha if same else adapter.scale * rank
     words = {name.rpartition(".")[2] for name in linears}
     everywhere = {n for n in fused_linears(model) if n.rpartition(".")[2] in words} == set(linears)
-    targets = [f".*{w}.*" for w in sorted(words)] if everywhere else [re.escape(n) for n in linears]
+    # A router's name is part of other names.
+    patterns = [f".*{w}.*" if w.endswith("_proj") else rf".*\.{w}" for w in sorted(words)]
+    targets = patterns if everywhere else [re.escape(n) for n in linears]
     config = {
         "r": rank,
         "lora_alpha": plain_number(alpha),

@@ -14,8 +14,9 @@ from torch import nn
 
 from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.errors import CheckpointError
+from erniekit.lora import peft_experts
 from erniekit.lora.adapter import Adapter, LowRank
-from erniekit.lora.projections import short_names
+from erniekit.lora.projections import projections, short_names
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora.stored import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
 
@@ -26,7 +27,6 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "use_dora": bool,
     "lora_bias": bool,
     "modules_to_save": bool,
-    "target_parameters": bool,
     "trainable_token_indices": bool,
     "alora_invocation_tokens": bool,
     "layer_replication": bool,
@@ -37,11 +37,18 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
-    odd_rank = {n: u.rank for n, u in adapter.updates.items() if u.rank != adapter.rank}
+    updates = adapter.updates
+    if peft_experts.has_experts(model):
+        whole = peft_experts.completed(adapter, model)
+        who, updates = peft_experts.named(whole, model), whole.updates
+    else:
+        ranks, scales = {n: u.rank for n, u in updates.items()}, {n: u.scale for n, u in updates.items()}
+        who = peft_experts.Named(short_names(list(updates), model), [], ranks, scales)
+    odd_rank = {n: rank for n, rank in who.ranks.items() if rank != adapter.rank}
     odd_alpha = {
-        n: u.scale * (u.rank**0.5 if adapter.rslora else u.rank)
-        for n, u in adapter.updates.items()
-        if u.rank != adapter.rank or u.scale != adapter.scale
+        n: plain_number(scale * (who.ranks[n] ** 0.5 if adapter.rslora else who.ranks[n]))
+        for n, scale in who.scales.items()
+        if n in odd_rank or scale != adapter.scale
     }
     config = {
         "peft_type": "LORA",
@@ -51,9 +58,10 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         "lora_alpha": plain_number(adapter.alpha),
         "lora_dropout": 0.0,
         "use_rslora": adapter.rslora,
-        "target_modules": short_names(list(adapter.updates), model),
-        "rank_pattern": {re.escape(n): rank for n, rank in odd_rank.items()},
-        "alpha_pattern": {re.escape(n): alpha for n, alpha in odd_alpha.items()},
+        "target_modules": who.target_modules,
+        "target_parameters": who.target_parameters or None,
+        "rank_pattern": peft_experts.patterns(odd_rank),
+        "alpha_pattern": peft_experts.patterns(odd_alpha),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -64,7 +72,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
     # Parts that share an A each get a copy: PEFT knows no sharing.
     tensors = {
         f"{PREFIX}{name}.lora_{side}.weight": value
-        for name, update in adapter.updates.items()
+        for name, update in updates.items()
         for side, value in (("A", update.A), ("B", update.B))
     }
     write_shards(folder, WEIGHTS.removesuffix(".safetensors"), tensors.items(), ONE_FILE)
@@ -72,7 +80,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
     return [folder / WEIGHTS, folder / CONFIG]
 
 
-def read_peft(folder: Path) -> Adapter:
+def read_peft(folder: Path, model: nn.Module) -> Adapter:
     where = str(folder / CONFIG)
     config = config_fields(folder / CONFIG)
     kind = config.get("peft_type", "LORA")
@@ -86,11 +94,26 @@ def read_peft(folder: Path) -> Adapter:
                 fix="merge it with peft (merge_and_unload) and use the merged model as base",
             )
     rank, alpha = rank_and_alpha(config, where)
-    rslora = bool(config.get("use_rslora", False))
+    whole = LoRASettings(rank, alpha, bool(config.get("use_rslora", False)))
     alphas = config.get("alpha_pattern") or {}
-    updates = {}
+
+    def scale(rank: int, *names: str) -> float:
+        """As PEFT scales a module or parameter that goes by these names."""
+        own = next((v for k, v in alphas.items() for n in names if re.fullmatch(rf"(.*\.)?({k})", n)), None)
+        found = LoRASettings(rank, alpha if own is None else float(own), whole.rslora).scaling
+        return whole.scaling if abs(found - whole.scaling) < 1e-9 * found else found  # one way to write a number
+
+    updates: dict[str, LowRank] = {}
+    parameters = {p.public: peft_experts.parameter_of(p) for p in projections(model)}
     for name, (A, B) in paired(read_tensors(folder, [WEIGHTS]), str(folder)).items():
-        own = next((v for k, v in alphas.items() if re.fullmatch(rf"(.*\.)?({k})", name)), alpha)
-        r = A.shape[0]
-        updates[name] = LowRank(A, B, LoRASettings(r, float(own), rslora).scaling)
-    return Adapter(updates, rank, alpha, rslora, 1.0, config.get("base_model_name_or_path"), str(folder))
+        r, group = A.shape[0], peft_experts.fused_of(name, model, A, B)
+        if group:
+            experts = len({p.expert for p in group})
+            updates |= peft_experts.unfused(group, A, B, scale(r // experts, parameters[group[0].public]))
+        elif not peft_experts.is_left_out(name, A, B):
+            fused = parameters.get(name, "")
+            if fused.endswith(".gate_up_proj") and any(re.fullmatch(rf"(.*\.)?({k})", fused) for k in alphas):
+                updates[name] = LowRank(A, B, scale(2 * r, fused))  # stacked with its other half
+            else:
+                updates[name] = LowRank(A, B, scale(r, name, fused))
+    return Adapter(updates, rank, alpha, whole.rslora, 1.0, config.get("base_model_name_or_path"), str(folder))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from erniekit.errors import ConfigError
-from erniekit.lora.layers import LoRALinear
+from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts
 from erniekit.models import MODELS
-from erniekit.models.layers.linear import parts_of
 from erniekit.registry import nearest
 
 if TYPE_CHECKING:
@@ -33,6 +32,13 @@ class Projection:
     start: int  # its rows in the module's weight
     stop: int
     in_features: int
+    expert: int | None = None  # which of the layer's experts it belongs to
+    router: bool = False  # adapted only where a target names routers and nothing else
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """Where its update is: the module, the part, the expert (0 in a plain layer)."""
+        return self.module, self.part, self.expert or 0
 
     @property
     def weight(self) -> str:
@@ -49,44 +55,73 @@ def config_of(model: nn.Module) -> DecoderConfig:
 
 
 def projections(model: nn.Module) -> list[Projection]:
-    """Every projection the family lets LoRA adapt, in model order. Works on a meta model and on an adapted one."""
+    """Every projection the family lets LoRA adapt, in model order. Works on a meta model and on an adapted one.
+
+    Layers that predict further tokens (mtp) are not among them.
+    """
     config = config_of(model)
     spec = MODELS.get(config.family)
     in_paddle = {e.ours: e.theirs for e in spec.names(config, "paddle") if not e.copy_of}
     found = []
     for entry in spec.names(config, "hf"):
-        module_name, _, kind = entry.ours.rpartition(".")
-        if kind != "weight" or not module_name.startswith("layers."):
+        module_name, _, leaf = entry.ours.rpartition(".")
+        if leaf != "weight" or not module_name.startswith("layers."):
             continue
         module = model.get_submodule(module_name)
-        linear = module.base if isinstance(module, LoRALinear) else module
-        if not isinstance(linear, nn.Linear):
+        base: nn.Module = module.base if isinstance(module, LoRALayer) else module
+        kind = kind_of(base)
+        if kind is None:
             continue
         publics = [name.removesuffix(".weight") for name in entry.theirs]
         paddles = [name.removesuffix(".weight") for name in in_paddle[entry.ours]]
+        parts = layer_parts(base, publics[0].rpartition(".")[2])
         start = 0
-        for i, (part, rows) in enumerate(parts_of(linear, publics[0].rpartition(".")[2])):
-            if part in spec.lora_targets:
-                paddle = paddles[i if len(paddles) > 1 else 0]
-                place = (module_name, part, start, start + rows, linear.in_features)
-                found.append(Projection(publics[i], paddle, *place))
+        for i, public in enumerate(publics):
+            part, rows = parts[i % len(parts)]
+            if part in spec.lora_targets or kind is LoRARouter:
+                paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
+                place = (module_name, part, start, start + rows, base.weight.shape[1])  # type: ignore[union-attr,index]
+                expert = i // len(parts) if kind is LoRAExperts else None
+                found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))  # type: ignore[arg-type]
             start += rows
+        assert len(publics) == len(parts) * experts_of(base), f"{entry.ours} is stored in other pieces than it has"
     return found
 
 
 def select(model: nn.Module, targets: Sequence[str] | None) -> list[Projection]:
-    """What `targets` name: each is a name (q_proj; Paddle's qkv_proj), the dotted end of one, or a regex."""
+    """What `targets` name: each is a name (q_proj; Paddle's qkv_proj), the dotted end of one, or a regex.
+
+    Routers are left alone unless asked for: a target takes them in only if it matches nothing else (`gate`).
+    """
     candidates = projections(model)
     if targets is None:
-        return candidates
-    chosen: set[str] = set()
+        return [p for p in candidates if not p.router]
+    by_name = {p.public: p for p in candidates}
+    chosen: set[Projection] = set()
     for target in targets:
+        if target in by_name:
+            chosen.add(by_name[target])
+            continue
         pattern = _compile(target)
-        hits = {p.public for p in candidates if pattern.fullmatch(p.public) or pattern.fullmatch(p.paddle)}
+        hits = {p for p in candidates if pattern.fullmatch(p.public) or pattern.fullmatch(p.paddle)}
         if not hits:
             raise _nothing_matches(model, target, pattern, candidates)
-        chosen |= hits
-    return [p for p in candidates if p.public in chosen]
+        others = {p for p in hits if not p.router}
+        chosen |= others or hits
+    _need_all_experts(candidates, chosen)
+    return [p for p in candidates if p in chosen]
+
+
+def _need_all_experts(candidates: list[Projection], chosen: set[Projection]) -> None:
+    """The experts of a layer are one grouped product, and PEFT's files know them only together."""
+    begun = {p.place[:2] for p in chosen if p.expert is not None}
+    left = next((p for p in candidates if p.place[:2] in begun and p not in chosen), None)
+    if left is not None:
+        raise ConfigError(
+            f"some experts of a layer are named and others, such as {left.public}, are not",
+            where=KEY,
+            fix=f"name all of them or none, e.g. .*\\.experts\\..*\\.{left.part}",
+        )
 
 
 def short_names(adapted: Sequence[str], model: nn.Module) -> list[str]:
@@ -119,8 +154,8 @@ def _nothing_matches(
     names = sorted({p.part for p in candidates} | {p.paddle.rpartition(".")[2] for p in candidates})
     if refused is not None:
         return ConfigError(
-            f"{target!r} names {refused}, which LoRA does not adapt: adapters go on attention and MLP projections; "
-            "head, embeddings, norms and routers stay as they are",
+            f"{target!r} names {refused}, which LoRA does not adapt: adapters go on attention, MLP and expert "
+            "projections; head, embeddings, norms and layers that predict further tokens stay as they are",
             where=KEY,
             fix="take it out, or train every weight with fine_tuning: Full",
         )

@@ -22,4 +22,5 @@ def causal_loss(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = No
         labels=batch.labels,
         ignore=IGNORE,
         chunk=chunk,
+        more=batch.more(),
     )

@@ -14,11 +14,11 @@ MODELS = Registry(
     "model",
     {
         "ernie4_5": "erniekit.models.ernie_dense:SPEC",
+        "ernie4_5_moe": "erniekit.models.ernie_moe:SPEC",
         "llama": "erniekit.models.llama:SPEC",
     },
 )
 LATER = {
-    "ernie4_5_moe": "ERNIE-4.5 MoE",
     "ernie4_5_moe_vl": "ERNIE-4.5-VL",
     "ernie4_5_vl": "ERNIE-4.5-VL",
     "ernie4_5_vl_moe": "ERNIE-4.5-VL",
@@ -34,7 +34,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
         raise LaterError(
             f"{LATER[kind]} models (model_type {kind!r}) are not in this version",
             where=where,
-            fix="use a dense model today: " + ", ".join(MODELS),
+            fix="use a text model today: " + ", ".join(MODELS),
         )
     if kind not in MODELS:
         raise CheckpointError(

@@ -5,12 +5,32 @@ Made by models/*.py from a folder's config.json; plain numbers, no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from erniekit.errors import CheckpointError
 
 SCALINGS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """The experts of a model; `start` to `end` (inclusive) are its sparse layers, every `interval`-th of them."""
+
+    experts: int
+    choices: int
+    width: int
+    shared_width: int  # of the one MLP all shared experts form; 0: none
+    start: int
+    end: int
+    interval: int = 1
+    norm_min: float = 1e-12
+    bias: bool = True  # the correction bias that balances without a loss
+    biased: bool = True  # whether choosing looks at it (moe_use_aux_free)
+    capacity: tuple[float, float, float] | None = None  # None: no token is ever dropped
+    fewest: int = 1  # tokens an expert has room for at least, where there is a capacity
+    most: int | None = None  # tokens an expert takes at most
 
 
 @dataclass(frozen=True)
@@ -36,15 +56,44 @@ class DecoderConfig:
     bos_id: int | None = 1
     eos_id: int | None = 2
     pad_id: int | None = 0
+    moe: MoEShape | None = None
+    mtp_layers: int = 0  # extra layers that predict further tokens
     raw: dict[str, Any] = field(default_factory=dict, compare=False)  # config.json as found
     raw_layout: str = "hf"  # which world `raw` came from
 
+    def sparse(self, layer: int) -> bool:
+        m = self.moe
+        return m is not None and (layer + 1) % m.interval == 0 and m.start <= layer <= m.end
+
     def parameters(self) -> int:
         """Weights in the model, without biases (releases have none); tied embeddings counted once."""
-        attn = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attn + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + tables * self.vocab_size * self.hidden_size + self.hidden_size
+        return self._count(lambda moe: moe.experts)
+
+    def active_parameters(self) -> int:
+        """Weights a token meets: its chosen experts only, and no layer that predicts further tokens."""
+        return self._count(lambda moe: moe.choices) - self.mtp_layers * self.further_layer()
+
+    def further_layer(self) -> int:
+        """Weights of one layer that predicts a further token: its norms, its projection, a dense layer."""
+        return self._dense_layer() + 2 * self.hidden_size * (self.hidden_size + 1)
+
+    def _attention(self) -> int:
+        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.hidden_size
+
+    def _dense_layer(self) -> int:
+        return self._attention() + 3 * self.hidden_size * self.intermediate_size
+
+    def _count(self, experts_met: Callable[[MoEShape], int]) -> int:
+        H, total = self.hidden_size, 0
+        for layer in range(self.num_layers):
+            if self.moe is not None and self.sparse(layer):
+                m = self.moe
+                total += self._attention() + m.experts * H + (m.experts if m.bias else 0)
+                total += 3 * H * (m.width * experts_met(m) + m.shared_width)
+            else:
+                total += self._dense_layer()
+        total += self.mtp_layers * self.further_layer()
+        return total + (1 if self.tie_word_embeddings else 2) * self.vocab_size * H + H
 
 
 class Fields:

@@ -75,12 +75,12 @@ def write_config(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
             "model_type": "ernie4_5",
             "rope_theta": c.rope_theta,
         }
-        return {**kind, **kept, **shape, **_paddle_rope(c), "dtype": dtype}
+        return {**kind, **kept, **shape, **paddle_rope(c), "dtype": dtype}
     kind = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "hidden_act": "silu"}
     return {**kept, **kind, **shape, **hf_rope(c), **hf_dtype(dtype)}
 
 
-def _paddle_rope(c: DecoderConfig) -> dict[str, Any]:
+def paddle_rope(c: DecoderConfig) -> dict[str, Any]:
     """ERNIEKit knows one scaling, `compression_ratio`: positions divided by it, which is linear scaling."""
     if c.rope_scaling and c.rope_scaling["rope_type"] == "linear":
         return {"rope_theta": c.rope_theta, "compression_ratio": c.rope_scaling["factor"]}
@@ -102,32 +102,49 @@ def names(c: DecoderConfig, layout: str) -> list[Entry]:
         verbatim("norm.weight", "ernie.norm.weight"),
     ]
     for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}.", f"ernie.layers.{i}."
+        out += paddle_attention(c, f"layers.{i}.", f"ernie.layers.{i}.")
+        out += paddle_mlp(f"layers.{i}.mlp.", f"ernie.layers.{i}.mlp.", c.mlp_bias)
+    return out + paddle_head(c)
+
+
+def paddle_attention(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
+    """A layer's norms and attention."""
+    out = [
+        verbatim(ours + "attn_norm.weight", theirs + "input_layernorm.weight"),
+        verbatim(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight"),
+        _paddle_qkv(c, ours + "attn.qkv.weight", theirs + "self_attn.qkv_proj.weight"),
+        transposed(ours + "attn.out.weight", theirs + "self_attn.o_proj.weight"),
+    ]
+    if c.attention_bias:
         out += [
-            verbatim(ours + "attn_norm.weight", theirs + "input_layernorm.weight"),
-            verbatim(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight"),
-            _paddle_qkv(c, ours + "attn.qkv.weight", theirs + "self_attn.qkv_proj.weight"),
-            transposed(ours + "attn.out.weight", theirs + "self_attn.o_proj.weight"),
-            # The gate half comes before the up half, whatever the name says.
-            transposed(ours + "mlp.gate_up.weight", theirs + "mlp.up_gate_proj.weight"),
-            transposed(ours + "mlp.down.weight", theirs + "mlp.down_proj.weight"),
+            _paddle_qkv(c, ours + "attn.qkv.bias", theirs + "self_attn.qkv_proj.bias"),
+            verbatim(ours + "attn.out.bias", theirs + "self_attn.o_proj.bias"),
         ]
-        if c.attention_bias:
-            out += [
-                _paddle_qkv(c, ours + "attn.qkv.bias", theirs + "self_attn.qkv_proj.bias"),
-                verbatim(ours + "attn.out.bias", theirs + "self_attn.o_proj.bias"),
-                verbatim(ours + "mlp.gate_up.bias", theirs + "mlp.up_gate_proj.bias"),
-                verbatim(ours + "mlp.down.bias", theirs + "mlp.down_proj.bias"),
-            ]
+    return out
+
+
+def paddle_mlp(ours: str, theirs: str, bias: bool) -> list[Entry]:
+    """The gate half comes before the up half, whatever the name says."""
+    out = [
+        transposed(ours + "gate_up.weight", theirs + "up_gate_proj.weight"),
+        transposed(ours + "down.weight", theirs + "down_proj.weight"),
+    ]
+    if bias:
+        out += [
+            verbatim(ours + "gate_up.bias", theirs + "up_gate_proj.bias"),
+            verbatim(ours + "down.bias", theirs + "down_proj.bias"),
+        ]
+    return out
+
+
+def paddle_head(c: DecoderConfig) -> list[Entry]:
     if c.tie_word_embeddings:
         # ERNIEKit writes the tied head out a second time, [V, H].
-        out.append(rows("embed.weight", ("lm_head.weight",), copy_of="ernie.embed_tokens.weight"))
-        if c.head_bias:
-            out.append(verbatim("head_bias", "lm_head.bias"))
+        out = [rows("embed.weight", ("lm_head.weight",), copy_of="ernie.embed_tokens.weight")]
     else:
-        out.append(transposed("head.weight", "lm_head.weight"))
-        if c.head_bias:
-            out.append(verbatim("head.bias", "lm_head.bias"))
+        out = [transposed("head.weight", "lm_head.weight")]
+    if c.head_bias:
+        out.append(verbatim("head_bias" if c.tie_word_embeddings else "head.bias", "lm_head.bias"))
     return out
 
 

@@ -11,13 +11,21 @@ import torch
 from torch import nn
 
 
-def initial_value(name: str, shape: tuple[int, ...], seed: int, std: float) -> torch.Tensor:
-    """Matrices normal(0, std), norms one, biases zero; fp32, from a generator seeded by the tensor's name."""
+def initial_value(
+    name: str, shape: tuple[int, ...], seed: int, std: float, device: torch.device | None = None
+) -> torch.Tensor:
+    """Matrices normal(0, std), norms one, biases zero; fp32, from a generator seeded by the tensor's name.
+
+    Drawn on `device`, the CPU when not given: each kind of device has values of its own, and billions of them would
+    keep a CPU busy for minutes.
+    """
+    device = device or torch.device("cpu")
     if len(shape) >= 2:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-    return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
+    make = torch.zeros if name.endswith("bias") else torch.ones
+    return make(shape, device=device)
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ class Entry:
     copy_of: str = ""  # theirs[0] is a redundant copy of this tensor: written, not read
     runs: tuple[Run, ...] = ()
     turned: bool = False  # theirs are [in, out], ours [out, in]; a bias is the same either way
+    shape: tuple[int, ...] = ()  # of their one tensor, when it holds our elements in our order under another shape
 
 
 def of_runs(
@@ -71,6 +72,18 @@ def verbatim(ours: str, theirs: str) -> Entry:
     return of_runs(ours, (theirs,), (Run(0),))
 
 
+def reshaped(ours: str, theirs: str, mine: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
+    """The same elements in the same order; only the shape differs."""
+    return Entry(
+        ours,
+        (theirs,),
+        lambda ts: ts[0].reshape(mine),
+        lambda t: [t.reshape(shape)],
+        runs=(Run(0, 0, mine[0]),),
+        shape=shape,
+    )
+
+
 def rows(ours: str, theirs: tuple[str, ...], sizes: tuple[int, ...] = (), copy_of: str = "") -> Entry:
     """Ours is theirs stacked along rows (dim 0); torch layout on both sides."""
     return of_runs(ours, theirs, _stacked(theirs, sizes), copy_of=copy_of)
@@ -98,30 +111,42 @@ def grouped_qkv(ours: str, theirs: str, heads: int, kv_heads: int, head_dim: int
 
 def hf_decoder_names(c: DecoderConfig) -> list[Entry]:
     """The layout transformers' ERNIE-4.5 and LLaMA classes share (and PaddleFormers >= 0.3 writes)."""
-    q, kv, width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
     out = [
         verbatim("embed.weight", "model.embed_tokens.weight"),
         verbatim("norm.weight", "model.norm.weight"),
     ]
     for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        attn, mlp = theirs + "self_attn.", theirs + "mlp."
-        out += [
-            verbatim(ours + "attn_norm.weight", theirs + "input_layernorm.weight"),
-            verbatim(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight"),
-        ]
-        kinds = [("weight", True, True), ("bias", c.attention_bias, c.mlp_bias)]
-        for kind, in_attention, in_mlp in kinds:
-            if in_attention:
-                qkv = tuple(f"{attn}{p}_proj.{kind}" for p in "qkv")
-                out.append(rows(f"{ours}attn.qkv.{kind}", qkv, (q, kv, kv)))
-                out.append(verbatim(f"{ours}attn.out.{kind}", f"{attn}o_proj.{kind}"))
-            if in_mlp:
-                gate_up = (f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
-                out.append(rows(f"{ours}mlp.gate_up.{kind}", gate_up, (width, width)))
-                out.append(verbatim(f"{ours}mlp.down.{kind}", f"{mlp}down_proj.{kind}"))
-    if not c.tie_word_embeddings:
-        out.append(verbatim("head.weight", "lm_head.weight"))
+        out += hf_attention(c, f"layers.{i}.", f"model.layers.{i}.")
+        if not c.sparse(i):
+            out += hf_mlp(f"layers.{i}.mlp.", f"model.layers.{i}.mlp.", c.intermediate_size, c.mlp_bias)
+    return out + hf_head(c)
+
+
+def hf_attention(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
+    """A layer's norms and attention."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    out = [
+        verbatim(ours + "attn_norm.weight", theirs + "input_layernorm.weight"),
+        verbatim(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight"),
+    ]
+    for kind in ("weight", "bias") if c.attention_bias else ("weight",):
+        qkv = tuple(f"{theirs}self_attn.{p}_proj.{kind}" for p in "qkv")
+        out.append(rows(f"{ours}attn.qkv.{kind}", qkv, (q, kv, kv)))
+        out.append(verbatim(f"{ours}attn.out.{kind}", f"{theirs}self_attn.o_proj.{kind}"))
+    return out
+
+
+def hf_mlp(ours: str, theirs: str, width: int, bias: bool) -> list[Entry]:
+    out = []
+    for kind in ("weight", "bias") if bias else ("weight",):
+        gate_up = (f"{theirs}gate_proj.{kind}", f"{theirs}up_proj.{kind}")
+        out.append(rows(f"{ours}gate_up.{kind}", gate_up, (width, width)))
+        out.append(verbatim(f"{ours}down.{kind}", f"{theirs}down_proj.{kind}"))
+    return out
+
+
+def hf_head(c: DecoderConfig) -> list[Entry]:
+    out = [] if c.tie_word_embeddings else [verbatim("head.weight", "lm_head.weight")]
     if c.head_bias:
         out.append(verbatim("head_bias" if c.tie_word_embeddings else "head.bias", "lm_head.bias"))
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.parallel.plan import Plan
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from erniekit.models.names import Entry
@@ -26,3 +27,27 @@ class ModelSpec:
     names: Callable[[DecoderConfig, str], list[Entry]]  # our tensors <-> a layout's tensors
     lora_targets: tuple[str, ...]  # public projection names adapted by default
     paddle_prefix: str  # first word of this family's Paddle tensor names
+    layout_of: Callable[[Collection[str]], str] | None = None  # from tensor names; None: by the prefix
+    settle: Callable[[DecoderConfig, Collection[str]], DecoderConfig] | None = None  # what only the files can tell
+    fp32: tuple[str, ...] = ()  # ends of names of weights that stay fp32 in a 16-bit model
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What a weight is stored in where the model is in `dtype`."""
+        import torch
+
+        return torch.float32 if name.endswith(self.fp32) and self.fp32 else dtype
+
+    def cast(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """model.to(dtype), but for those that stay fp32."""
+        import torch
+
+        kept = {
+            name: param.detach().to(torch.float32, copy=True)  # a copy: model.to works in place
+            for name, param in model.named_parameters()
+            if self.fp32 and name.endswith(self.fp32)
+        }
+        model.to(dtype)
+        for name, param in model.named_parameters():
+            if name in kept:
+                param.data = kept[name]
+        return model

@@ -1,4 +1,4 @@
-"""The one order in which a model is spread: tensor -> context -> pipeline -> recompute -> compile -> fsdp -> memory.
+"""The one order in which a model is spread: context -> tensor -> experts -> pipeline -> recompute -> compile -> fsdp.
 
 Called by recipes/build.py with a model on the meta device, adapters already in it.
 """
@@ -14,6 +14,7 @@ from torch import nn
 
 from erniekit.parallel.context import ContextAttention
 from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.expert import apply_expert_parallel
 from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.mesh import Layout, World
@@ -21,7 +22,7 @@ from erniekit.parallel.pipeline import Pipeline, cut
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
-from erniekit.parallel.tensor import apply_tensor_parallel
+from erniekit.parallel.tensor import apply_tensor_parallel, blocks
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Options:
     offload: bool = False  # of what fully_shard spreads
     offload_recompute_inputs: bool = False
     attention: str = "auto"
+    dispatch: str = "all_to_all"  # how tokens reach experts on other ranks: all_to_all | all_gather
 
 
 def plain(name: str) -> str:
@@ -47,7 +49,7 @@ def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
     for name, module in model.named_modules():
         if isinstance(getattr(module, "parts", None), tuple):
             part_rows[name] = module.parts
-    return Sharding(
+    sharding = Sharding(
         {plain(name): tuple(param.shape) for name, param in model.named_parameters()},
         plan,
         Heads(config.num_heads, config.num_kv_heads, config.head_dim),
@@ -56,6 +58,8 @@ def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
         config.tie_word_embeddings,
         part_rows,
     )
+    sharding.mtp_trained = bool(getattr(model, "mtp_weight", 0.0))
+    return sharding
 
 
 def parallelise(
@@ -70,14 +74,15 @@ def parallelise(
     options: Options,
 ) -> Engine:
     """`fill(plain name, local tensor)` writes a weight's values once it has memory, one tensor at a time."""
-    for layer in model.layers:  # type: ignore[union-attr]
-        layer.attn.inner.backend = options.attention  # type: ignore[union-attr]
+    for layer in blocks(model):
+        layer.attn.inner.backend = options.attention
     if world.layout.cp > 1:
         group = world.group("cp")
         assert group is not None
-        for layer in model.layers:  # type: ignore[union-attr]
-            layer.attn.inner = ContextAttention(group, world.at["cp"])  # type: ignore[union-attr]
+        for layer in blocks(model):
+            layer.attn.inner = ContextAttention(group, world.at["cp"])
     apply_tensor_parallel(model, sharding, world)
+    apply_expert_parallel(model, sharding, world, options.dispatch)
     parts = cut(model, sharding, world)
     inputs = HostInputs() if options.offload_recompute_inputs else None
     for _, part in parts:

@@ -1,19 +1,21 @@
 """Context parallelism: each rank has a part of every sequence; keys and values are gathered, documents stay apart.
 
-A row is cut in 2 x ranks chunks and rank r has chunks r and 2n-1-r, so that causal work is even. `split` cuts a batch,
-`ContextAttention` stands where the inner attention stands. Called by apply.py and engine.py.
+A row is cut in 2 x ranks chunks and rank r has chunks r and 2n-1-r, so that causal work is even. `split` cuts a batch
+and says which keys each piece of it looks at; `ContextAttention` stands where the inner attention stands. Called by
+apply.py and engine.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
 
 from erniekit.parallel.collectives import gather_from
 
@@ -35,50 +37,80 @@ def in_order(x: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.cat([parts[where[c]] for c in range(2 * ranks)], dim=1)
 
 
+class GatheredKeys(NamedTuple):
+    """As data.types.SharedKeys, for a rank's own queries; index counts in the ranks' parts joined, as they come."""
+
+    index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
+    bounds: torch.Tensor
+    longest: int
+
+
 def split(batch: Any, rank: int, ranks: int) -> Any:
-    """A micro-batch with this rank's tokens, labels, positions; the documents' bounds stay those of whole rows."""
+    """A micro-batch with what belongs to this rank's tokens; cu_seqlens bounds the pieces of documents it has of them,
+    and `shared` holds the keys of each piece."""
     if ranks == 1:
         return batch
     parts = {name: take(getattr(batch, name), rank, ranks) for name in ("input_ids", "labels", "positions")}
-    return replace(batch, **parts, packed=True)
+    if batch.real is not None:
+        parts["real"] = take(batch.real, rank, ranks)
+    if batch.pairs is not None:
+        parts["pairs"] = replace(batch.pairs, segment=take(batch.pairs.segment, rank, ranks))
+    if batch.future is not None:
+        parts["future"] = type(batch.future)(*(take(t, rank, ranks) for t in batch.future))
+    return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True)
+
+
+def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:
+    B, length = batch.input_ids.shape
+    size = length // (2 * ranks)
+    ends = batch.cu_seqlens.tolist()
+    if batch.shared is None:
+        keys, key_ends = torch.arange(B * length), ends
+    else:
+        keys, key_ends = batch.shared.index.cpu(), batch.shared.bounds.tolist()
+    documents = list(zip(pairwise(ends), pairwise(key_ends)))
+    lengths, seen = [], []
+    for row in range(B):
+        for chunk in chunks_of(rank, ranks):
+            first = row * length + chunk * size
+            for (start, end), (key_start, key_end) in documents:
+                low, high = max(start, first), min(end, first + size)
+                if low < high:
+                    lengths.append(high - low)
+                    seen.append(keys[key_start : key_end - (end - high)])
+    key_lengths = [len(piece) for piece in seen]
+    # Parts come joined: the place of every token among them.
+    joined = torch.argsort(torch.cat([take(torch.arange(length)[None], r, ranks)[0] for r in range(ranks)]))
+    index = torch.cat(seen)
+    index = index - index % length + joined[index % length]
+    shared = GatheredKeys(index, _bounds(key_lengths), max(key_lengths))
+    return dict(cu_seqlens=_bounds(lengths), max_doc=max(lengths), shared=shared)
+
+
+def _bounds(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 class ContextAttention(nn.Module):
-    """Local queries against all keys and values, one call a document and chunk: exact for any packing."""
+    """Local queries against all keys and values, one call a piece of a document: exact for any packing."""
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         super().__init__()
-        self.group, self.rank, self.ranks = group, rank, group.size()
+        self.group, self.rank = group, rank
         self.backend = "auto"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any) -> torch.Tensor:
-        k, v = (in_order(gather_from(t, 1, self.group), self.ranks) for t in (k, v))
-        B, length = k.shape[:2]
-        size = length // (2 * self.ranks)
-        bounds = ctx.cu_seqlens.tolist()
-        rows = []
-        for b in range(B):
-            documents = [(s - b * length, e - b * length) for s, e in pairwise(bounds)]
-            documents = [(s, e) for s, e in documents if 0 <= s < length]
-            pieces = []
-            for place, chunk in enumerate(chunks_of(self.rank, self.ranks)):
-                first, last = chunk * size, (chunk + 1) * size
-                for start, end in documents:
-                    lo, hi = max(start, first), min(end, last)
-                    if lo < hi:
-                        at = place * size - first
-                        pieces.append(_tail(q[b, lo + at : hi + at], k[b, start:hi], v[b, start:hi]))
-            rows.append(torch.cat(pieces))
-        return torch.stack(rows)
+        shared = ctx.shared
+        assert shared is not None, "a batch that split() has cut says which keys its tokens look at"
+        k, v = (gather_from(t, 1, self.group).flatten(0, 1)[shared.index] for t in (k, v))
+        queries = q.flatten(0, 1).split(ctx.cu_seqlens.diff().tolist())
+        lengths = shared.bounds.diff().tolist()
+        pieces = [_tail(a, b, c) for a, b, c in zip(queries, k.split(lengths), v.split(lengths))]
+        return torch.cat(pieces).view_as(q)
 
 
 def _tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last len(q) positions of a document whose keys and values are k, v [n, heads, D]."""
-    late, n = q.shape[0], k.shape[0]
+    """Causal attention of the last len(q) places of k, v [n, heads, D]."""
+    ends_aligned = causal_lower_right(q.shape[0], k.shape[0])  # on a card this makes no mask
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    if late == n:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        seen = torch.ones(late, n, dtype=torch.bool, device=q.device).tril(n - late)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=ends_aligned, enable_gqa=True)[0].transpose(0, 1)

@@ -15,10 +15,17 @@ from torch import nn
 from erniekit.parallel import context
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
+from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
 from erniekit.parallel.pipeline import Pipeline
 
 Loss = Callable[..., torch.Tensor]  # (model, batch, hidden states or nothing) -> the sum of a batch's token losses
+
+
+class Share:
+    """One number, set once a step, that many layers read."""
+
+    value = 0.0
 
 
 class Engine:
@@ -39,6 +46,9 @@ class Engine:
         self.sync, self.averaged_over, self.pipeline = sync, averaged_over, pipeline
         self.dtype, self.one_document = dtype, one_document
         layout = world.layout
+        self.ledger: Ledger | None = None  # what a step tells beside its loss
+        self.router_share = Share()  # how much of a router loss each micro-batch's rows stand for
+        self.usage: dict[int, torch.Tensor] = {}  # layer -> how often each expert was chosen in this rank's step
         self.loss_group = world.joined("pp", "dp", "fsdp", "cp")
         self.count_group = world.joined("dp", "fsdp")
         # Sequences are cut in cp x 2 chunks and those in tp slices.
@@ -54,17 +64,19 @@ class Engine:
 
     # --- one step ---
 
-    def total_tokens(self, local: int) -> int:
-        """Trained tokens of the whole step, over all ranks that read different packs."""
+    def totals(self, *local: int) -> list[int]:
+        """Counts of the whole step, over all ranks that read different packs."""
         if self.count_group is None:
-            return local
-        count = torch.tensor([local], dtype=torch.int64, device=self.device)
-        dist.all_reduce(count, group=self.count_group)
-        return int(count)
+            return list(local)
+        counts = torch.tensor(local, dtype=torch.int64, device=self.device)
+        dist.all_reduce(counts, group=self.count_group)
+        return counts.tolist()
 
     def forward_backward(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
         """Gradients of sum(loss / share); returns this rank's part of that sum, detached: see `sum_losses`."""
         mine = [self._mine(batch) for batch in batches]
+        rows = sum(batch.input_ids.shape[0] for batch in batches) * self.world.layout.data_ranks
+        self.router_share.value = self.averaged_over / max(1, rows)
         if self.pipeline is not None:
             total = self._pipelined(mine, shares)
         else:
@@ -74,7 +86,22 @@ class Engine:
                 loss = self.loss(self.model, batch) / share
                 (loss * self.averaged_over).backward()
                 total += loss.detach()
+        self._read_records()
         return total
+
+    def _read_records(self) -> None:
+        """What the layers noted of every micro-batch, into the ledger."""
+        records: list[Any] = getattr(self.model, "records", None) or []
+        for (name, layer), value in (item for record in records for item in record.items()):
+            if name == "usage":
+                self.usage[layer] = self.usage[layer] + value if layer in self.usage else value
+            elif self.ledger is not None:
+                self.ledger.add(name, *value)
+        records.clear()
+
+    def told(self) -> torch.Tensor:
+        """The ledger's means over all ranks, in the order of its names."""
+        return torch.zeros(0, device=self.device) if self.ledger is None else self.ledger.empty(self.loss_group)
 
     def _mine(self, batch: Any) -> Any:
         layout, at = self.world.layout, self.world.at
@@ -105,6 +132,22 @@ class Engine:
         reshard(self.parts, self.world)
         return torch.zeros((), device=self.device) if out is None else out.sum()
 
+    @torch.no_grad()
+    def score(self, batch: Any, measure: Loss, size: int) -> torch.Tensor:
+        """`measure(model, micro-batch, hidden states or nothing)` -> fp32 [size], the same on every rank that reads the
+        batch: a reference's log-probabilities."""
+        mine = self._mine(batch)
+        if self.pipeline is None:
+            out: torch.Tensor | None = measure(self.model, mine)
+        else:
+            out = self.pipeline.forward(mine, self._hidden_shape, measure=measure)
+            out = torch.empty(size, device=self.device) if out is None else out.contiguous()
+            last = (self.pipeline.count - 1) % self.world.layout.pp
+            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+        reshard(self.parts, self.world)
+        assert out is not None
+        return out
+
     def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
         if self.loss_group is not None:
             dist.all_reduce(value, group=self.loss_group)
@@ -116,7 +159,7 @@ class Engine:
         layout = self.world.layout
         mine = self._mine(batch)
         if self.pipeline is None:
-            out = self.model(mine.input_ids, mine.positions, mine.documents(), mine.max_doc)
+            out = self.model(mine.input_ids, mine.positions, mine.documents(), mine.max_doc, more=mine.more())
         else:
             last_words = self.pipeline.forward(mine, self._hidden_shape, logits=True)
             config: Any = self.model.config

@@ -34,10 +34,19 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
     again = layout.sharding_stage == 3
+    dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     for part in parts:
-        for layer in part.layers:  # type: ignore[union-attr]
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, reshard_after_forward=again, **options)
+        ahead: Any = getattr(part, "mtp", ())  # in groups of their own: where they rest nobody gathers them
+        for layer in (*part.layers, *ahead):  # type: ignore[misc]
+            if not any(True for _ in layer.parameters()):
+                continue
+            mlp: Any = getattr(layer, "mlp", None)
+            if hasattr(mlp, "router"):
+                # fp32, and kept gathered: it is small, and router losses read its weight as well.
+                fully_shard(mlp.router, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
+                if dealt:
+                    fully_shard(mlp.experts, reshard_after_forward=again, **dealt)
+            fully_shard(layer, reshard_after_forward=again, **options)
         fully_shard(part, reshard_after_forward=False, **options)
     return layout.dp * layout.fsdp * layout.cp
 

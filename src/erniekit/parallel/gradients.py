@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from erniekit.parallel.mesh import World
-from erniekit.parallel.plan import rule_of
+from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.sharding import Box, Sharding
 
 BUCKET = 64 * 1024 * 1024  # elements reduced in one call
@@ -28,29 +27,40 @@ class GradientSync:
     def __init__(self, names: list[str], sharding: Sharding, world: World) -> None:
         """names: the trainable tensors this rank holds, in one order on all ranks of a stage."""
         self.sharding, self.world = sharding, world
-        at, layout = world.at, world.layout
+        layout = world.layout
         self.partial = [n for n in names if layout.tp > 1 and self._partial_over_tp(n)]
         self.repeated = [n for n in names if layout.tp > 1 and self._repeated(n)]
         self.tied = [n for n in names if len(sharding.pp_ranks_of(n)) > 1]
-        # Where this rank's weights are the first of their copies: those count for the norm.
-        first = layout.rank(**{**at, "dp": 0, "cp": at["cp"] if layout.fsdp > 1 else 0})
-        self.counted: dict[str, tuple[Box, ...]] = {n: dict(sharding.holders(n)).get(first, ()) for n in names}
+        # What counts for the norm: where experts differ between data ranks, the first copy of everything in the world;
+        # else every copy of the model counts for itself.
+        apart = layout.experts_over_data
+        first = {n: world.rank if apart else sharding.twin(n, world.rank) for n in names}
+        self.counted: dict[str, tuple[Box, ...]] = {n: dict(sharding.holders(n)).get(first[n], ()) for n in names}
         spread = ("fsdp", "cp") if layout.fsdp > 1 else ()
-        self.model_group = world.joined("pp", "tp", *spread)
+        self.model_group = world.joined(*AXES) if apart else world.joined("pp", "tp", *spread)
         self.heads_group = world.joined("tp", *spread) if self._any_repeated() else None
-        self.tied_group = world.joined("pp", only=(0, layout.pp - 1)) if sharding.tied and layout.pp > 1 else None
+        twice = sharding.embeds_last and layout.pp > 1
+        self.tied_group = world.joined("pp", only=(0, layout.pp - 1)) if twice else None
         self.replica_group = world.joined("dp", "cp") if layout.fsdp == 1 else None
+        # Experts over data ranks have seen all tokens of the ranks they serve; only ranks with the same ones add up.
+        self.dealt = dict.fromkeys(n for n in names if apart and sharding.is_expert(n))
+        self.copies_group = world.copies_group() if layout.fsdp == 1 else None
+        # fully_shard took their mean over the copies; the loss was multiplied for a mean over all data ranks.
+        self.dealt_scale = layout.expert_copies / (layout.data_ranks * layout.cp) if layout.fsdp > 1 else 1.0
 
     def _partial_over_tp(self, name: str) -> bool:
         """Whole on every tensor-parallel rank, yet each saw only its part: adapters' inner sides, and under sequence
         parallelism all that works on slices of the sequence (norms, biases added after the sum)."""
         if not self.sharding.whole_on_every_tp_rank(name):
             return False
-        if ".lora." in name:
-            return rule_of(self.sharding.plan, name.partition(".lora.")[0]).kind != "replicate"
-        return self.world.layout.sequence_parallel
+        if self.sharding.is_expert(name) and self.world.layout.experts_over == "world":
+            return False  # tensor-parallel ranks are among those that hold other experts, or copies
+        adapts_a_cut_linear = ".lora." in name and self.sharding.rule(name).kind != "replicate"
+        return adapts_a_cut_linear or self.world.layout.sequence_parallel
 
     def _repeated(self, name: str) -> bool:
+        if self.sharding.is_expert(name):
+            return False
         ranges = [r for t in range(self.world.layout.tp) for r in self.sharding.rows_cut(name, t)]
         return sum(b - a for a, b in ranges) > self.sharding.shape(name)[0]
 
@@ -66,8 +76,13 @@ class GradientSync:
             self._sum_repeated_rows(name, local(grads[name]))
         if self.tied and self.tied_group is not None:
             _all_reduce([local(grads[n]) for n in self.tied], self.tied_group)
+        dealt = [local(grads[n]) for n in self.dealt]
+        if self.dealt_scale != 1.0 and dealt:
+            torch._foreach_mul_(dealt, self.dealt_scale)
+        if self.copies_group is not None:
+            _all_reduce(dealt, self.copies_group)
         if self.replica_group is not None:
-            _all_reduce([local(g) for g in grads.values()], self.replica_group)
+            _all_reduce([local(g) for n, g in grads.items() if n not in self.dealt], self.replica_group)
 
     def _sum_repeated_rows(self, name: str, grad: torch.Tensor) -> None:
         """kv heads that several ranks hold: each has the gradient of its own queries; all get the sum."""

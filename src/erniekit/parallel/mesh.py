@@ -6,7 +6,8 @@ so that tensor-parallel ranks are neighbours (one node) and pipeline stages may 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ USER_WORDS = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
+EXPERT_AXES = {"none": (), "tp": ("tp",), "data": ("dp", "fsdp", "cp"), "world": ("dp", "fsdp", "cp", "tp")}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Layout:
     sharding_stage: int = 1  # of fsdp: 1 and 2 keep weights gathered between forward and backward, 3 does not
     virtual_stages: int = 1  # pipeline stages a rank holds
     stage_cuts: tuple[int, ...] = ()  # first layer of each stage after the first; empty: even
+    experts: str = "none"  # what whole experts are dealt to: none | tp | data | world (data and tp ranks together)
+    ep: int = 0  # how many of those ranks hold all experts once; 0: all of them
 
     @property
     def size(self) -> int:
@@ -64,11 +68,52 @@ class Layout:
         at = self.coords(rank)
         return at["dp"] * self.fsdp + at["fsdp"]
 
+    # --- experts: dealt to neighbours in a pool of ranks; what is left of the pool holds copies ---
+
+    @property
+    def expert_pool(self) -> int:
+        return prod(getattr(self, axis) for axis in EXPERT_AXES[self.experts])
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that together hold every expert once."""
+        return self.tp if self.experts == "tp" else self.ep or self.expert_pool
+
+    @property
+    def expert_copies(self) -> int:
+        return self.expert_pool // self.expert_ranks
+
+    @property
+    def experts_over(self) -> str:
+        """`experts`, but none where nothing is dealt out."""
+        return self.experts if self.expert_ranks > 1 else "none"
+
+    @property
+    def experts_over_data(self) -> bool:
+        """Ranks that read different tokens hold different experts."""
+        return self.experts_over in ("data", "world")
+
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """(which of the `expert_ranks` a rank is, which copy it belongs to)."""
+        at, index = self.coords(rank), 0
+        for axis in EXPERT_AXES[self.experts]:
+            index = index * getattr(self, axis) + at[axis]
+        copy, place = divmod(index, self.expert_ranks)
+        return place, copy
+
+    def expert_rank(self, place: int, copy: int, **others: int) -> int:
+        """The rank at that place; others: where it is on the axes outside the pool."""
+        index, at = copy * self.expert_ranks + place, dict(others)
+        for axis in reversed(EXPERT_AXES[self.experts]):
+            index, at[axis] = divmod(index, getattr(self, axis))
+        return self.rank(**at)
+
     def describe(self) -> str:
         used = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         extra = ["sequence parallel"] if self.sequence_parallel else []
         extra += [f"sharding stage {self.sharding_stage}"] if self.fsdp > 1 else []
         extra += [f"{self.virtual_stages} stages a rank"] if self.virtual_stages > 1 else []
+        extra += [f"experts over {self.expert_ranks} ranks"] if self.experts_over != "none" else []
         return " x ".join(used) + (f" ({', '.join(extra)})" if extra else "") if used else "one device"
 
 
@@ -76,7 +121,7 @@ def fit(world: int, layout: Layout) -> Layout:
     """The layout with data parallelism taking what is left of the world; says what would fit when it does not."""
     fixed = layout.pp * layout.fsdp * layout.cp * layout.tp
     if fixed <= world and world % fixed == 0 and layout.dp in (1, world // fixed):
-        return Layout(**{**vars(layout), "dp": world // fixed})
+        return _with_experts(replace(layout, dp=world // fixed))
     asked = " x ".join(f"{USER_WORDS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
     near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % (fixed * layout.dp) == 0][:3]
     smaller = _divisors_that_fit(world, layout)
@@ -85,6 +130,26 @@ def fit(world: int, layout: Layout) -> Layout:
         where=", ".join(USER_WORDS[a] for a in AXES if getattr(layout, a) > 1),
         fix=f"start {' or '.join(map(str, near))} ranks, or on {world}: {'; '.join(smaller)}",
     )
+
+
+def _with_experts(layout: Layout) -> Layout:
+    """Checks what the experts are dealt to, now that the number of data ranks is known."""
+    if layout.experts == "world" and layout.tp > 1 and not layout.sequence_parallel:
+        raise PlanError(
+            "experts over all ranks: tensor-parallel ranks have the same tokens unless sequences are cut over them",
+            where="moe_group, sequence_parallel",
+            fix="sequence_parallel: True, or moe_group: mp",
+        )
+    pool = layout.expert_pool
+    if pool % layout.expert_ranks:
+        divisors = [n for n in range(2, pool + 1) if pool % n == 0]
+        near = sorted(divisors, key=lambda n: abs(n - layout.ep))[:3]
+        raise PlanError(
+            f"expert_parallel_degree={layout.ep} does not divide the {pool} ranks that experts can be dealt to",
+            where="expert_parallel_degree, moe_group",
+            fix=f"expert_parallel_degree: {' or '.join(map(str, sorted(near)))}" if near else "moe_group: dummy",
+        )
+    return layout
 
 
 def _divisors_that_fit(world: int, layout: Layout) -> list[str]:
@@ -143,18 +208,58 @@ class World:
         """
         if prod(getattr(self.layout, a) for a in axes) == 1:
             return None
+
+        def others(rank: int) -> Hashable:
+            at = self.layout.coords(rank)
+            return tuple(at[a] for a in AXES if a not in axes) if not only or at[axes[0]] in only else None
+
+        return self._parted(others)
+
+    def _parted(self, key: Callable[[int], Hashable]) -> ProcessGroup | None:
+        """The ranks with this one's key; None is the key of those in no group."""
         import torch.distributed as dist
 
         mine = None
-        seen: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size):
-            at = self.layout.coords(rank)
-            if not only or at[axes[0]] in only:
-                seen.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
-        for ranks in seen.values():
-            group = dist.new_group(sorted(set(ranks)))
+        for ranks in self._parts(key):
+            group = dist.new_group(ranks)
             mine = group if self.rank in ranks else mine
         return mine
+
+    def _parts(self, key: Callable[[int], Hashable]) -> list[list[int]]:
+        seen: dict[Hashable, list[int]] = {}
+        for rank in range(self.size):
+            seen.setdefault(key(rank), []).append(rank)
+        seen.pop(None, None)
+        return list(seen.values())
+
+    def expert_group(self) -> ProcessGroup | None:
+        """The ranks that together hold every expert once; all ranks must ask."""
+        if self.layout.experts_over == "tp":
+            return self.group("tp")
+        return self._parted(self._expert_key("copy")) if self.layout.experts_over_data else None
+
+    def copies_group(self) -> ProcessGroup | None:
+        """Those with the same experts, where they are spread over data ranks; all ranks must ask."""
+        one = not self.layout.experts_over_data or self.layout.expert_copies == 1
+        return None if one else self._parted(self._expert_key("place"))
+
+    def copies_mesh(self) -> DeviceMesh:
+        """The same ranks as a mesh of one dim, be it of one rank."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        rows = self._parts(self._expert_key("place"))
+        return DeviceMesh(self.device_type, rows, mesh_dim_names=("others", "copies"))["copies"]
+
+    def _expert_key(self, same: str) -> Callable[[int], Hashable]:
+        """Ranks alike outside the experts' pool, and in their `same` in it: place or copy."""
+        inside = EXPERT_AXES[self.layout.experts]
+
+        def key(rank: int) -> Hashable:
+            at = self.layout.coords(rank)
+            place, copy = self.layout.expert_place(rank)
+            return (*(at[a] for a in AXES if a not in inside), place if same == "place" else copy)
+
+        return key
 
     # --- host decisions ---
 

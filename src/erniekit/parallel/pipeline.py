@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 )
 
 from erniekit.errors import PlanError
+from erniekit.parallel.fsdp import sync_gradients
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
 
@@ -52,20 +53,27 @@ def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, n
             for i, layer in enumerate(model.layers)  # type: ignore[arg-type]
         )
         part.first, part.last = number == 0, number == len(stages) - 1  # type: ignore[assignment]
-        if not part.first and not (part.last and sharding.tied):
+        if not part.first and not (part.last and sharding.embeds_last):
             part._modules.pop("embed")
         if not part.last:
-            part._modules.pop("norm")
-            part._modules.pop("head", None)
+            for name in ("norm", "head", "mtp"):
+                part._modules.pop(name, None)
         out.append((number, part))
     return out
 
 
 class Stage(PipelineStage):
-    """torch's zero-bubble backward sets weight gradients past autograd's hooks, where fp32 sums are made."""
+    """torch's stage, for what it does not know: a model that fully_shard has spread, and fp32 sums of gradients."""
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        sync_gradients([self.submod.part], last_backward, self.submod.world)  # type: ignore[list-item, arg-type]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         super().backward_weight_one_chunk(*args, **kwargs)
+        # The zero-bubble schedule sets weight gradients past autograd's hooks, where the sums are made.
         for param in self.submod.parameters():
             if param.grad is not None:
                 for hook in (param._post_accumulate_grad_hooks or {}).values():
@@ -76,9 +84,9 @@ class StageModule(nn.Module):
     """One stage as a schedule calls it: hidden states (or ids) in; out go hidden states, or from the last stage the sum
     of losses [1]. The batch comes from the queue."""
 
-    def __init__(self, part: nn.Module, loss: Loss) -> None:
+    def __init__(self, part: nn.Module, loss: Loss, world: World) -> None:
         super().__init__()
-        self.part, self.loss = part, loss
+        self.part, self.loss, self.world = part, loss, world
         self.queue: list[Any] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +95,7 @@ class StageModule(nn.Module):
     def on(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
         if self.part.last:
             return self.loss(self.part, batch, x).reshape(1)
-        return self.part(x, batch.positions, batch.documents(), batch.max_doc)
+        return self.part(x, batch.positions, batch.documents(), batch.max_doc, more=batch.more())
 
 
 class Pipeline:
@@ -100,9 +108,15 @@ class Pipeline:
         loss: Loss,
         schedule: str = "auto",
     ) -> None:
+        if schedule == "zero_bubble" and world.layout.fsdp > 1:  # torch's finds no gradients of what is gathered anew
+            raise PlanError(
+                "the zero_bubble schedule does not work with sharded weights",
+                where="pp_schedule, sharding_parallel_degree",
+                fix="use pp_schedule: interleaved, or data_parallel_degree instead of sharding_parallel_degree",
+            )
         self.world, self.group, self.device, self.schedule = world, group, device, schedule
         self.count = world.layout.pp * world.layout.virtual_stages
-        self.modules = [(number, StageModule(part, loss)) for number, part in parts]
+        self.modules = [(number, StageModule(part, loss, world)) for number, part in parts]
         self._built: dict[tuple[int, ...], Any] = {}
         self._factors: Sequence[float] = []
 
@@ -173,8 +187,11 @@ class Pipeline:
         return loss.sum() * self._factors[int(number[0])]
 
     @torch.no_grad()
-    def forward(self, batch: Any, hidden_shape: HiddenShape, logits: bool = False) -> torch.Tensor | None:
-        """One micro-batch through all stages, no gradient: the last stage's losses or logits; None elsewhere."""
+    def forward(
+        self, batch: Any, hidden_shape: HiddenShape, logits: bool = False, measure: Loss | None = None
+    ) -> torch.Tensor | None:
+        """One micro-batch through all stages, no gradient: the last stage's losses, its logits or what `measure` finds;
+        None elsewhere."""
         shape, dtype = hidden_shape(batch)
         x: torch.Tensor = batch.input_ids
         where = (batch.positions, batch.documents(), batch.max_doc)
@@ -182,7 +199,12 @@ class Pipeline:
             owner = number % self.world.layout.pp
             mine = next((m for n, m in self.modules if n == number), None)
             if mine is not None:
-                x = mine.part(x, *where) if logits else mine.on(x, batch)
+                if logits:
+                    x = mine.part(x, *where, more=batch.more())
+                elif measure is not None and mine.part.last:
+                    x = measure(mine.part, batch, x)
+                else:
+                    x = mine.on(x, batch)
             if number == self.count - 1:
                 return x if mine is not None else None
             following = (number + 1) % self.world.layout.pp

@@ -13,7 +13,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """kind: heads | heads_in | column | row | vocab | replicate."""
+    """kind: heads | heads_in | column | row | vocab | experts | experts_in | replicate."""
 
     kind: str
     parts: int = 1  # column: equal parts end to end in the rows (gate, up)
@@ -21,6 +21,10 @@ class Rule:
     @property
     def splits_output(self) -> bool:
         return self.kind in ("heads", "column", "vocab")
+
+    @property
+    def is_experts(self) -> bool:
+        return self.kind in ("experts", "experts_in")
 
 
 def heads() -> Rule:
@@ -43,6 +47,17 @@ def row() -> Rule:
 
 def vocab() -> Rule:
     return Rule("vocab")
+
+
+def experts(parts: int = 1) -> Rule:
+    """All experts' rows one below the other; each expert's are `parts` equal parts. Whole experts are dealt out where
+    experts are spread, else each is cut as a column."""
+    return Rule("experts", parts)
+
+
+def experts_in() -> Rule:
+    """The projection that follows: whole experts, else each one's columns."""
+    return Rule("experts_in")
 
 
 def replicate() -> Rule:

@@ -7,7 +7,7 @@ inner attention. What is computed again starts from its inputs; those may be kep
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def apply_recompute(
         setattr(owner, method, _again(getattr(owner, method), inputs))
         wrapped += 1
     return wrapped
+
+
+def recompute_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Each of these by itself: the experts of a layer (use_recompute_moe), layers that predict further tokens."""
+    for block in blocks:
+        block.forward = _again(block.forward, None)  # type: ignore[method-assign]
 
 
 def _again(function: Callable[..., Any], inputs: HostInputs | None) -> Callable[..., Any]:

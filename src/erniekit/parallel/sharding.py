@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from erniekit.parallel.mesh import Layout
-from erniekit.parallel.plan import HeadShare, Plan, Range, head_share, rule_of, share
+from erniekit.parallel.plan import HeadShare, Plan, Range, Rule, head_share, rule_of, share
 
 Shape = tuple[int, ...]
 
@@ -25,14 +25,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Cut:
-    """Along `dim` a rank holds `ranges` of the whole tensor, end to end in this order."""
+    """A rank holds these ranges of the whole tensor's rows, end to end in this order; of them these columns."""
 
-    dim: int
-    ranges: tuple[Range, ...]
+    rows: tuple[Range, ...]
+    columns: Range | None = None  # None: all
 
-    @property
-    def length(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
+    def shape_of(self, whole: Shape) -> Shape:
+        rows = sum(stop - start for start, stop in self.rows)
+        return (rows, *whole[1:]) if self.columns is None else (rows, self.columns[1] - self.columns[0])
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,16 @@ class Sharding:
         public parts and their rows, and for each `<linear>.lora.<key>` those its B covers."""
         self.shapes, self.plan, self.heads, self.layout = dict(shapes), plan, heads, layout
         self.num_layers, self.tied, self.part_rows = num_layers, tied, part_rows
+        self._rules = {name: rule_of(plan, module_of(name)) for name in self.shapes}
+        self.mtp_trained = False  # layers that predict further tokens embed them, on the last stage
 
     def names(self) -> list[str]:
         return list(self.shapes)
+
+    @property
+    def embeds_last(self) -> bool:
+        """Whether the last stage has the embedding too."""
+        return self.tied or self.mtp_trained
 
     def shape(self, name: str) -> Shape:
         return self.shapes[name]
@@ -83,7 +90,7 @@ class Sharding:
             layer = int(name.split(".")[1])
             return tuple(s for s, layers in enumerate(self.stages()) if layer in layers)
         if name.startswith("embed."):
-            return (0, last) if self.tied and last else (0,)
+            return (0, last) if self.embeds_last and last else (0,)
         return (last,)
 
     def pp_ranks_of(self, name: str) -> tuple[int, ...]:
@@ -94,24 +101,24 @@ class Sharding:
     def head_share(self, tp_rank: int) -> HeadShare:
         return head_share(self.heads.num_heads, self.heads.num_kv_heads, self.layout.tp, tp_rank)
 
-    def cut(self, name: str, tp_rank: int) -> Cut | None:
-        """None: the whole tensor on every tensor-parallel rank."""
+    def cut(self, name: str, tp_rank: int, place: int = 0) -> Cut | None:
+        """What a rank at this tensor-parallel rank and this place among the experts' ranks holds; None: all of it."""
+        rule, shape = self._rules[name], self.shapes[name]
+        if rule.is_experts:
+            return self._expert_cut(name, tp_rank, tp_rank if self.layout.experts_over == "tp" else place)
         if self.layout.tp == 1:
             return None
-        module, _, leaf = name.rpartition(".")
         if ".lora." in name:
             return self._adapter_cut(name, tp_rank)
-        rule = rule_of(self.plan, module or name)
-        rows = self.shapes[name][0]
         if rule.kind == "heads":
-            return Cut(0, self._head_rows(tp_rank))
+            return Cut(self._head_rows(tp_rank))
         if rule.kind in ("column", "vocab"):
-            width = rows // rule.parts
+            width = shape[0] // rule.parts
             start, stop = share(width, self.layout.tp, tp_rank)
-            return Cut(0, tuple((p * width + start, p * width + stop) for p in range(rule.parts)))
-        if leaf == "bias" or rule.kind == "replicate":
+            return Cut(tuple((p * width + start, p * width + stop) for p in range(rule.parts)))
+        if rule.kind == "replicate" or name.endswith(".bias"):
             return None
-        return Cut(1, (self._columns(rule.kind, self.shapes[name][1], tp_rank),))
+        return Cut(((0, shape[0]),), self._columns(rule.kind, shape[1], tp_rank))
 
     def _head_rows(self, tp_rank: int) -> tuple[Range, ...]:
         h, mine = self.heads, self.head_share(tp_rank)
@@ -129,11 +136,11 @@ class Sharding:
         """`<linear>.lora.<part | shared>.<A | B>`: B follows its linear's rows, A its columns; the other is whole."""
         module, _, rest = name.partition(".lora.")
         part, side = rest.rsplit(".", 1)
-        rule = rule_of(self.plan, module)
+        rule, shape = self._rules[name], self.shapes[name]
         if not rule.splits_output:
             if rule.kind == "replicate" or side == "B":
                 return None
-            return Cut(1, (self._columns(rule.kind, self.shapes[name][1], tp_rank),))
+            return Cut(((0, shape[0]),), self._columns(rule.kind, shape[1], tp_rank))
         if side == "A":
             return None
         whole = self.cut(f"{module}.weight", tp_rank)
@@ -145,36 +152,91 @@ class Sharding:
         ranges, offset = [], 0
         for p in wanted:
             lo, hi = starts[p], starts[p] + sizes[p]
-            inside = [(max(a, lo), min(b, hi)) for a, b in whole.ranges if a < hi and b > lo]
+            inside = [(max(a, lo), min(b, hi)) for a, b in whole.rows if a < hi and b > lo]
             ranges += [(offset + a - lo, offset + b - lo) for a, b in inside]
             offset += sizes[p]
-        return Cut(0, tuple(ranges) or ((0, 0),))
+        return Cut(tuple(ranges) or ((0, 0),))
+
+    # --- experts: whole ones to each rank, or a tensor-parallel cut inside every one ---
+
+    def rule(self, name: str) -> Rule:
+        return self._rules[name]
+
+    def is_expert(self, name: str) -> bool:
+        return self._rules[name].is_experts
+
+    def expert_count(self, name: str) -> int:
+        module = module_of(name)
+        return self.shapes[f"{module}.weight"][0] // sum(rows for _, rows in self.part_rows[module])
+
+    def expert_share(self, name: str, place: int) -> Range:
+        return share(self.expert_count(name), self.layout.expert_ranks, place)
+
+    @property
+    def cuts_inside_experts(self) -> bool:
+        return self.layout.tp > 1 and self.layout.experts_over in ("none", "data")
+
+    def _expert_cut(self, name: str, tp_rank: int, place: int) -> Cut | None:
+        first, last = self.expert_share(name, place)
+        shape, side = self.shapes[name], name.rpartition(".")[2]
+        each = shape[0] // self.expert_count(name)
+        rows = ((first * each, last * each),)
+        whole = None if self.layout.experts_over == "none" else Cut(rows)
+        if not self._cut_by_tp(name) or not self.cuts_inside_experts:
+            return whole
+        if self._rules[name].kind == "experts_in":
+            return Cut(rows, share(shape[1], self.layout.tp, tp_rank))
+        parts = self.part_rows[name.removesuffix(f".{side}")]
+        inside, start = [], 0
+        for _, width in parts:
+            a, b = share(width, self.layout.tp, tp_rank)
+            inside.append((start + a, start + b))
+            start += width
+        return Cut(tuple((e * each + a, e * each + b) for e in range(first, last) for a, b in inside))
+
+    def _cut_by_tp(self, name: str) -> bool:
+        if not self.is_expert(name):
+            return self.cut(name, 0) is not None
+        if not self.cuts_inside_experts:
+            return self.layout.experts_over == "tp"
+        # Of an adapter the side that meets the uncut dim stays whole.
+        return not name.endswith(".A" if self._rules[name].kind == "experts" else ".B")
 
     def whole_on_every_tp_rank(self, name: str) -> bool:
-        return self.cut(name, 0) is None
+        return not self._cut_by_tp(name)
 
     # --- fsdp: rows of what tensor parallelism leaves ---
 
-    @property
-    def fsdp_ranks(self) -> int:
-        """cp ranks hold the same weights, so where fsdp shards at all it shards over both."""
-        return self.layout.fsdp * self.layout.cp if self.layout.fsdp > 1 else 1
+    def _shards(self, name: str) -> int:
+        """cp ranks hold the same weights, so where fsdp shards at all it shards over both; experts that are spread over
+        data ranks are sharded over the ranks with the same ones."""
+        layout = self.layout
+        if layout.fsdp == 1:
+            return 1
+        return layout.expert_copies if self._spread_over_data(name) else layout.fsdp * layout.cp
 
-    def fsdp_rank(self, rank: int) -> int:
-        at = self.layout.coords(rank)
-        return at["fsdp"] * self.layout.cp + at["cp"] if self.layout.fsdp > 1 else 0
+    def _shard(self, name: str, rank: int) -> int:
+        layout, at = self.layout, self.layout.coords(rank)
+        if layout.fsdp == 1:
+            return 0
+        return layout.expert_place(rank)[1] if self._spread_over_data(name) else at["fsdp"] * layout.cp + at["cp"]
 
-    def tp_shape(self, name: str, tp_rank: int) -> Shape:
-        shape, cut = list(self.shapes[name]), self.cut(name, tp_rank)
-        if cut is not None:
-            shape[cut.dim] = cut.length
-        return tuple(shape)
+    def _spread_over_data(self, name: str) -> bool:
+        return self.layout.experts_over_data and self.is_expert(name)
 
-    def _rows(self, name: str, rank: int) -> Range:
+    def tp_shape(self, name: str, tp_rank: int, place: int = 0) -> Shape:
+        """Before fsdp."""
+        cut = self.cut(name, tp_rank, place)
+        return self.shapes[name] if cut is None else cut.shape_of(self.shapes[name])
+
+    def _cut_of(self, name: str, rank: int) -> Cut:
+        place = self.layout.expert_place(rank)[0] if self._spread_over_data(name) else 0
+        return self.cut(name, self.layout.coords(rank)["tp"], place) or Cut(((0, self.shapes[name][0]),))
+
+    def _rows(self, name: str, rank: int, rows: int) -> Range:
         """torch.chunk's rule, which fully_shard uses: chunks of ceil(rows / ranks), the last ones short or empty."""
-        rows = self.tp_shape(name, self.layout.coords(rank)["tp"])[0]
-        size = -(-rows // self.fsdp_ranks)
-        start = min(rows, size * self.fsdp_rank(rank))
+        size = -(-rows // self._shards(name))
+        start = min(rows, size * self._shard(name, rank))
         return start, min(rows, start + size)
 
     # --- all together ---
@@ -183,65 +245,68 @@ class Sharding:
         return self.layout.coords(rank)["pp"] in self.pp_ranks_of(name)
 
     def local_shape(self, name: str, rank: int) -> Shape:
-        start, stop = self._rows(name, rank)
-        return (stop - start, *self.tp_shape(name, self.layout.coords(rank)["tp"])[1:])
+        shape = self._cut_of(name, rank).shape_of(self.shapes[name])
+        start, stop = self._rows(name, rank, shape[0])
+        return (stop - start, *shape[1:])
 
     def boxes(self, name: str, rank: int) -> tuple[Box, ...]:
         if not self.holds(name, rank):
             return ()
-        shape = self.shapes[name]
-        cut = self.cut(name, self.layout.coords(rank)["tp"]) or Cut(0, ((0, shape[0]),))
-        first, last = self._rows(name, rank)
+        shape, cut = self.shapes[name], self._cut_of(name, rank)
+        first, last = self._rows(name, rank, cut.shape_of(shape)[0])
+        there, here = {}, {}
+        if cut.columns is not None:
+            start, stop = cut.columns
+            if start == stop:
+                return ()
+            there[1], here[1] = slice(start, stop), slice(0, stop - start)
         out, at = [], 0
-        for start, stop in cut.ranges:
-            if cut.dim == 0:
-                a, b = max(at, first), min(at + stop - start, last)
-                if a < b:
-                    here = slice(start + a - at, start + b - at)
-                    out.append(_box(shape, {0: here}, {0: slice(a - first, b - first)}))
-            elif stop > start and last > first:
-                there, here = slice(first, last), slice(0, last - first)
-                columns = slice(start, stop), slice(at, at + stop - start)
-                out.append(_box(shape, {0: there, 1: columns[0]}, {0: here, 1: columns[1]}))
+        for start, stop in cut.rows:
+            a, b = max(at, first), min(at + stop - start, last)
+            if a < b:
+                rows = slice(start + a - at, start + b - at), slice(a - first, b - first)
+                out.append(_box(shape, {0: rows[0], **there}, {0: rows[1], **here}))
             at += stop - start
         return tuple(out)
 
     def holders(self, name: str) -> list[tuple[int, tuple[Box, ...]]]:
         """Ranks that together have every element exactly once."""
-        pp = self.pp_ranks_of(name)[0]
-        tps = range(1) if self.whole_on_every_tp_rank(name) else range(self.layout.tp)
-        shards = [(f, c) for f in range(self.layout.fsdp) for c in range(self.layout.cp)]
-        if self.layout.fsdp == 1:
-            shards = [(0, 0)]
         out: list[tuple[int, tuple[Box, ...]]] = []
-        for tp in tps:
+        for tp in range(self.layout.tp if self._cut_by_tp(name) else 1):
             # A kv head that several ranks repeat is taken from the first of them.
-            taken = [r for before in range(tp) for r in self.rows_cut(name, before)]
-            for fsdp, cp in shards:
-                rank = self.layout.rank(pp=pp, fsdp=fsdp, cp=cp, tp=tp)
+            taken = [] if self.is_expert(name) else [r for t in range(tp) for r in self.rows_cut(name, t)]
+            for rank in self._first_holders(name, tp):
                 kept = tuple(b for box in self.boxes(name, rank) for b in _without(box, taken))
                 if kept:
                     out.append((rank, kept))
         return out
 
+    def _first_holders(self, name: str, tp: int) -> list[int]:
+        layout, pp = self.layout, self.pp_ranks_of(name)[0]
+        if self._spread_over_data(name):
+            at = dict(pp=pp) if layout.experts_over == "world" else dict(pp=pp, tp=tp)
+            places = [(p, c) for p in range(layout.expert_ranks) for c in range(self._shards(name))]
+            return [layout.expert_rank(place, copy, **at) for place, copy in places]
+        shards = [divmod(shard, layout.cp) for shard in range(self._shards(name))]
+        return [layout.rank(pp=pp, fsdp=fsdp, cp=cp, tp=tp) for fsdp, cp in shards]
+
+    def twin(self, name: str, rank: int) -> int:
+        """The first rank that holds just what this one holds."""
+        layout, at = self.layout, self.layout.coords(rank)
+        if not self._spread_over_data(name):
+            return layout.rank(**{**at, "dp": 0, "cp": at["cp"] if layout.fsdp > 1 else 0})
+        place, copy = layout.expert_place(rank)
+        others = {} if layout.experts_over == "world" else dict(tp=at["tp"])
+        return layout.expert_rank(place, copy if layout.fsdp > 1 else 0, pp=at["pp"], **others)
+
     def rows_cut(self, name: str, tp_rank: int) -> Iterable[Range]:
         cut = self.cut(name, tp_rank)
-        return cut.ranges if cut is not None and cut.dim == 0 else ()
+        return cut.rows if cut is not None and cut.columns is None else ()
 
-    def owned(self, name: str, tp_rank: int) -> list[Range]:
-        """Local rows (after tensor parallelism) that no earlier tensor-parallel rank has as well: for norms."""
-        cut = self.cut(name, tp_rank)
-        if cut is None:
-            return [(0, self.shapes[name][0])] if tp_rank == 0 else []
-        if cut.dim != 0:
-            return [(0, self.shapes[name][0])]
-        taken = [r for before in range(tp_rank) for r in self.rows_cut(name, before)]
-        out, at = [], 0
-        for start, stop in cut.ranges:
-            for a, b in _minus((start, stop), taken):
-                out.append((at + a - start, at + b - start))
-            at += stop - start
-        return out
+
+def module_of(name: str) -> str:
+    """The linear a weight or an adapter belongs to; a parameter outside any is its own."""
+    return name.partition(".lora.")[0] if ".lora." in name else name.rpartition(".")[0] or name
 
 
 def _box(shape: Shape, there: dict[int, slice], here: dict[int, slice]) -> Box:

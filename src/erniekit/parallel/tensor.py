@@ -35,6 +35,12 @@ class RepeatedKV(nn.Module):
         return self.inner(q, k[:, :, self.kv_of], v[:, :, self.kv_of], ctx)
 
 
+def blocks(model: nn.Module) -> list[Any]:
+    """Every decoder layer, those that predict further tokens too."""
+    ahead: Any = getattr(model, "mtp", ())
+    return [*model.layers, *(depth.block for depth in ahead)]  # type: ignore[misc]
+
+
 def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) -> None:
     group = world.group("tp")
     if group is None:
@@ -63,7 +69,7 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
     model.output = VocabHead(group, sizes, tp, sp)
 
 
-def _local(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+def local_like(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
     data = torch.empty(shape, dtype=param.dtype, device=param.device)
     return nn.Parameter(data, requires_grad=param.requires_grad)
 
@@ -71,7 +77,7 @@ def _local(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
 def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, tp: int) -> None:
     """Local weights, biases and adapters, and the row counts others read from the module."""
     for leaf, param in list(base.named_parameters(recurse=False)):
-        setattr(base, leaf, _local(param, sharding.tp_shape(f"{name}.{leaf}", tp)))
+        setattr(base, leaf, local_like(param, sharding.tp_shape(f"{name}.{leaf}", tp)))
     if isinstance(base, nn.Linear):
         base.out_features, base.in_features = base.weight.shape
     parts = getattr(base, "parts", None)
@@ -81,7 +87,7 @@ def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, t
         module.parts = ((module.parts[0][0], base.out_features),)  # type: ignore[assignment,index]
     for key, pair in getattr(module, "lora", {}).items():
         for side in "AB":
-            setattr(pair, side, _local(getattr(pair, side), sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
+            setattr(pair, side, local_like(getattr(pair, side), sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
         rows = dict(module.parts)  # type: ignore[arg-type]
         pair.parts = tuple((part, rows[part]) for part, _ in pair.parts)
 
@@ -93,7 +99,7 @@ def _local_parts(
     assert cut is not None
     out, start = [], 0
     for part, rows in parts:
-        held = sum(min(b, start + rows) - max(a, start) for a, b in cut.ranges if a < start + rows and b > start)
+        held = sum(min(b, start + rows) - max(a, start) for a, b in cut.rows if a < start + rows and b > start)
         out.append((part, held))
         start += rows
     return tuple(out)
@@ -123,7 +129,7 @@ def _share_embedding(
 ) -> None:
     cut = sharding.cut(f"{name}.weight", tp)
     assert cut is not None
-    start, stop = cut.ranges[0]
+    start, stop = cut.rows[0]
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         here = (ids >= start) & (ids < stop)
@@ -138,5 +144,5 @@ def _share_heads(model: nn.Module, sharding: Sharding, tp: int) -> None:
     mine = sharding.head_share(tp)
     if mine.uniform:
         return
-    for layer in model.layers:  # type: ignore[union-attr]
-        layer.attn.inner = RepeatedKV(layer.attn.inner, mine.kv_of)  # type: ignore[union-attr]
+    for layer in blocks(model):
+        layer.attn.inner = RepeatedKV(layer.attn.inner, mine.kv_of)

@@ -56,6 +56,22 @@ class VocabHead(nn.Module):
         rows, targets = flat.index_select(0, kept), labels.flatten().index_select(0, kept)
         return _VocabCrossEntropy.apply(rows, weight, bias, targets, self.start, self.group, chunk)
 
+    def token_losses(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        ignore: int,
+        chunk: int,
+    ) -> torch.Tensor:
+        """hidden [B, L or its slice, H], labels [B, L] -> the loss of each token, fp32 [B, L], alike on every rank."""
+        kept = (labels.flatten() != ignore).nonzero().squeeze(-1)
+        rows = self._whole(hidden).flatten(0, 1).index_select(0, kept)
+        targets = labels.flatten().index_select(0, kept) - self.start
+        losses = _VocabTokenLosses.apply(rows, weight, bias, targets, self.group, chunk)
+        return losses.new_zeros(labels.numel()).index_copy(0, kept, losses).view(labels.shape)
+
 
 class _VocabCrossEntropy(torch.autograd.Function):
     """Gradients are formed chunk by chunk in forward; three small all-reduces a chunk: maximum, sum, target."""
@@ -114,4 +130,67 @@ class _VocabCrossEntropy(torch.autograd.Function):
             None if grad_w is None else (grad_w * grad_out).to(weight_dtype),
             None if grad_b is None else (grad_b * grad_out).to(bias_dtype),
             *(None,) * 4,
+        )
+
+
+class _VocabTokenLosses(torch.autograd.Function):
+    """One small exchange a chunk, in forward: each rank's logsumexp and the target's logit, 0 where it is not here.
+
+    Backward computes the local logits again; with the whole logsumexp at hand it needs nobody.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        group: ProcessGroup,
+        chunk: int,
+    ) -> torch.Tensor:
+        here = (targets >= 0) & (targets < weight.shape[0])
+        index = targets.clamp(0, max(0, weight.shape[0] - 1))
+        norms = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        losses = torch.empty_like(norms)
+        for at in range(0, hidden.shape[0], chunk):
+            rows = slice(at, at + chunk)
+            mine = torch.stack((torch.full_like(norms[rows], float("-inf")), torch.zeros_like(norms[rows])))
+            if weight.shape[0]:  # more ranks than vocabulary leave some without
+                logits = F.linear(hidden[rows], weight, bias).float()
+                mine[0] = logits.logsumexp(-1)
+                mine[1] = logits.gather(1, index[rows, None]).squeeze(1).masked_fill(~here[rows], 0.0)
+            parts = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(parts, mine, group=group)
+            everyone = torch.stack(parts)
+            norms[rows] = everyone[:, 0].logsumexp(0)
+            losses[rows] = norms[rows] - everyone[:, 1].sum(0)
+        ctx.save_for_backward(hidden, weight, bias, index, here, norms)
+        ctx.chunk = chunk
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden, weight, bias, index, here, norms = ctx.saved_tensors
+        want_x, want_w, want_b = ctx.needs_input_grad[:3]
+        grad_x = torch.zeros_like(hidden) if want_x else None
+        grad_w = torch.zeros_like(weight, dtype=torch.float32) if want_w else None
+        grad_b = torch.zeros_like(bias, dtype=torch.float32) if want_b else None
+        for at in range(0, hidden.shape[0] if weight.shape[0] else 0, ctx.chunk):
+            rows = slice(at, at + ctx.chunk)
+            x, upstream = hidden[rows], grad_out[rows, None].float()
+            grad = F.linear(x, weight, bias).float().sub_(norms[rows, None]).exp_().mul_(upstream)
+            grad.scatter_add_(1, index[rows, None], -upstream * here[rows, None])
+            low = grad.to(hidden.dtype)
+            if grad_x is not None:
+                grad_x[rows] = low @ weight  # this rank's part: copy_to or gather_from sums them
+            if grad_w is not None:
+                grad_w += (low.t() @ x).float()
+            if grad_b is not None:
+                grad_b += grad.sum(0)
+        return (
+            grad_x,
+            None if grad_w is None else grad_w.to(weight.dtype),
+            None if grad_b is None else grad_b.to(bias.dtype),
+            *(None,) * 3,
         )

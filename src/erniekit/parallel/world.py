@@ -6,21 +6,32 @@ Called once by a recipe; inside a worker torch's launcher has set RANK, WORLD_SI
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from erniekit.errors import DeviceError, PlanError
 from erniekit.parallel.mesh import Layout, World, fit
 
 MEET = timedelta(minutes=10)  # for all ranks to start
 TALK = timedelta(minutes=30)  # for one collective: loading a large model keeps ranks apart
+PART = timedelta(seconds=30)  # for all ranks to learn why they cannot form a group
 
 
-def layout_of(parallel: Any, ranks: int | None = None) -> Layout:
+EXPERTS_OVER = {
+    **dict.fromkeys(("mp", "tp", "model"), "tp"),
+    **dict.fromkeys(("data", "dp", "ep"), "data"),
+    **dict.fromkeys(("world", "all"), "world"),
+    **dict.fromkeys(("dummy", "none"), "none"),
+}  # moe_group's words
+
+
+def layout_of(parallel: Any, ranks: int | None = None, moe_group: str = "none") -> Layout:
     """From the parallel section's values. `ranks`: how many there will be; where not given, how many there are. Only
     sharding over "all that is left" (a degree below 1) asks for them: `fit` says whether the product comes out even."""
-    words = set(parallel.sharding)
+    over, words = EXPERTS_OVER[moe_group], set(parallel.sharding)
     stage = next((k for k in (3, 2, 1) if f"stage{k}" in words), 1)
     cp = max(parallel.context_parallel_degree, parallel.sep_parallel_degree)
     fsdp = parallel.sharding_parallel_degree
@@ -37,6 +48,8 @@ def layout_of(parallel: Any, ranks: int | None = None) -> Layout:
         sharding_stage=stage,
         virtual_stages=parallel.virtual_pp_degree if parallel.pipeline_parallel_degree > 1 else 1,
         stage_cuts=_stage_cuts(parallel.pp_seg_method, parallel.pipeline_parallel_degree, parallel.virtual_pp_degree),
+        experts=over,
+        ep=parallel.expert_parallel_degree if over in ("data", "world") and parallel.expert_parallel_degree > 1 else 0,
     )
 
 
@@ -55,7 +68,8 @@ def _stage_cuts(method: tuple[str, ...], pp: int, virtual: int) -> tuple[int, ..
     return tuple(bound - 1 for bound in bounds[1:-1])
 
 
-def check_model(layout: Layout, num_layers: int) -> None:
+def check_model(layout: Layout, num_layers: int, experts: int = 0) -> Layout:
+    """The layout as a model of this shape uses it."""
     stages = layout.pp * layout.virtual_stages
     if stages > num_layers:
         raise PlanError(
@@ -71,16 +85,28 @@ def check_model(layout: Layout, num_layers: int) -> None:
             where="pp_seg_method",
             fix=f"bounds rise from 0 to {num_layers + 3} (embedding, {num_layers} layers, norm, head)",
         )
+    if not experts:
+        return replace(layout, experts="none", ep=0)
+    if layout.expert_ranks > experts:
+        fits = [n for n in range(1, experts + 1) if layout.expert_pool % n == 0]
+        raise PlanError(
+            f"{layout.expert_ranks} ranks for {experts} experts: some would have none",
+            where="moe_group, expert_parallel_degree",
+            fix="moe_group: dummy, or fewer tensor-parallel ranks"
+            if layout.experts == "tp"
+            else f"expert_parallel_degree: {fits[-1]}, or moe_group: dummy",
+        )
+    return layout
 
 
 def ranks_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def open_world(parallel: Any, device_type: str) -> World:
+def open_world(parallel: Any, device_type: str, moe_group: str = "none") -> World:
     """This process's place; joins the group when there are others."""
     size = ranks_started()
-    layout = fit(size, layout_of(parallel))
+    layout = fit(size, layout_of(parallel, moe_group=moe_group))
     rank = int(os.environ.get("RANK", "0")) if size > 1 else 0
     world = World(layout, rank, device_type)
     if size > 1:
@@ -96,21 +122,39 @@ def _join(rank: int, size: int, device_type: str) -> None:
 
     if dist.is_initialized():
         return
-    store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
-    store.set(f"device/{rank}", device_type)
-    kinds = {r: store.get(f"device/{r}").decode() for r in range(size)}
-    if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{kind}: ranks {[r for r, k in kinds.items() if k == kind]}" for kind in set(kinds.values()))
-        raise DeviceError(
-            f"the ranks of this run compute on different devices ({told})",
-            where="device",
-            fix="give every rank the same kind of device; one job on unlike devices is not in this version",
-        )
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
+        store.set(f"device/{rank}", device_type)
+        kinds = [store.get(f"device/{r}").decode() for r in range(size)]
+    except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
+        raise dist.DistNetworkError(
+            f"rank {rank} could not meet the others: {str(error).splitlines()[0]} "
+            "(where another rank ended first, its log says why)"
+        ) from error
+    if len(set(kinds)) > 1:
+        _part(store, rank, kinds)
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     prefix = dist.PrefixStore("erniekit", store)
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
+
+
+def _part(store: Any, rank: int, kinds: list[str]) -> NoReturn:
+    """The same error on every rank, before a collective between unlike devices hangs or crashes."""
+    import torch.distributed as dist
+
+    # Rank 0 may be the store itself: it leaves after the others have read, or they would only see it vanish.
+    with suppress(dist.DistError):  # one that is gone by now needs no answer
+        store.set(f"device/{rank}/read", "")
+        if rank == 0:
+            store.wait([f"device/{r}/read" for r in range(len(kinds))], PART)
+    told = ", ".join(f"{kind}: ranks {[r for r, k in enumerate(kinds) if k == kind]}" for kind in sorted(set(kinds)))
+    raise DeviceError(
+        f"the ranks of this run compute on different devices ({told})",
+        where="device",
+        fix="give every rank the same kind of device; one job on unlike devices is not in this version",
+    )
 
 
 def leave() -> None:

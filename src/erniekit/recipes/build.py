@@ -1,6 +1,6 @@
 """From a resolved config to a model ready to train, on one rank or many: meta model -> LoRA -> spread -> values.
 
-Called by recipes/sft.py and doctor.py; this is where config values meet components.
+Called by recipes/fit.py and doctor.py; this is where config values meet components.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
-from erniekit.losses.causal import causal_loss
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.offload import states_home
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
-from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.gradients import local
+from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
-from erniekit.recipes import weights
+from erniekit.recipes import experts, weights
+from erniekit.recipes.model_config import changes_of
+from erniekit.recipes.stage import Stage
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -65,6 +68,11 @@ class Built:
                     seen.add(id(param))
                     yield plain(name), param
 
+    @property
+    def further(self) -> int:
+        """Layers that learn to predict further tokens."""
+        return self.folder.config.mtp_layers if getattr(self.whole, "mtp_weight", 0.0) else 0
+
     def trainable(self) -> int:
         return sum(p.numel() for p in self.whole.parameters() if p.requires_grad)
 
@@ -79,7 +87,7 @@ class Built:
     def pieces(self) -> dict[str, torch.Tensor]:
         wanted = set(self.saved_names())
         held = ((n, local(p.detach())) for n, p in self.parameters() if n in wanted)
-        return {name: tensor.to(self.dtype) for name, tensor in held}
+        return {name: tensor.to(self.folder.spec.dtype_of(name, self.dtype)) for name, tensor in held}
 
     def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: whole ones, by our names."""
@@ -112,7 +120,7 @@ def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
 
 def open_model(cfg: RunConfig) -> tuple[ModelFolder, Tokenizer]:
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
-    folder = ModelFolder(path, weights=cfg.model.continue_training)
+    folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes_of(cfg, path))
     return folder, load_tokenizer(cfg.model.tokenizer_name or folder.path)
 
 
@@ -130,17 +138,13 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
     )
 
 
-def loss_for(cfg: RunConfig) -> Loss:
-    def loss(model: nn.Module, batch: object, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        return causal_loss(model, batch, hidden, cfg.memory.loss_subbatch_seqlen)  # type: ignore[arg-type]
-
-    return loss
-
-
-def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World) -> Built:
+def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World, stage: Stage) -> Built:
     # fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps the fp32 copies.
     stored = torch.float32 if world.layout.fsdp > 1 else dtype
-    whole, model = folder.meta().to(stored), folder.meta().to(stored)
+    experts.settle_config(cfg, folder)
+    whole, model = (folder.spec.cast(folder.meta(), stored) for _ in range(2))
+    for each in (whole, model):
+        experts.set_further(cfg, each)
     settings = lora_settings(cfg)
     start = None
     if settings:
@@ -158,13 +162,15 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     adapters = None
     if settings:
         adapters = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+    tells = (*stage.tells(cfg), *experts.tells(cfg, folder.config))
+    ledger = Ledger(tells, device.handle) if tells else None
     engine = parallelise(
         model,
         sharding,
         world,
         device.handle,
         dtype,
-        loss_for(cfg),
+        stage.loss(cfg, world, ledger),
         weights.base_and_adapters(base, adapters),
         one_document,
         Options(
@@ -175,8 +181,11 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
             offload="offload" in cfg.parallel.sharding,
             offload_recompute_inputs=cfg.memory.offload_recompute_inputs,
             attention=cfg.model.attention,
+            dispatch=dispatch_of(cfg.moe.moe_multimodal_dispatch_use_allgather),
         ),
     )
+    engine.ledger = ledger
+    experts.put_in(cfg, engine)
     engine.train()
     tokenizer_folder = Path(cfg.model.tokenizer_name).expanduser() if cfg.model.tokenizer_name else folder.path
     save_format = cfg.checkpoint.save_format
@@ -185,12 +194,14 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
 
 def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
     scale_b = built.lora.lora_plus_scale if built.lora else 1.0
+    ratio = cfg.moe.moe_gate_lr_ratio
+    router = 1.0 if ratio is None else ratio
     groups = make_groups(
         built.parameters(),
         built.folder.config.num_layers,
         cfg.optim.weight_decay,
         cfg.optim.layerwise_lr_decay_bound,
-        lambda name: scale_b if is_lora_b(name) else 1.0,
+        lambda name: (scale_b if is_lora_b(name) else 1.0) * (router if ".router." in name else 1.0),
     )
     betas = (cfg.optim.adam_beta1, cfg.optim.adam_beta2)
     home = states_home(cfg.memory.offload_optim, cfg.memory.tensorwise_offload_optimizer)

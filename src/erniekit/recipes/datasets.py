@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from erniekit.config import RunConfig
 from erniekit.data.collate import collate
-from erniekit.data.compat import CompatOrder, CompatPackStream
+from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
+from erniekit.data.preference import PairRules
+from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.tokens import TokenSource, open_sources
+from erniekit.data.tokens import PairSource, TokenSource, open_sources
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
@@ -34,7 +37,11 @@ class TrainData:
     eval_every: int
     pad_id: int
     world: World
+    accumulation: int  # micro-batches a step
     length_multiple: int = 1  # what a row's length must divide by, in this layout
+    collate: Callable[..., Batch] = collate  # packs -> Batch; stage DPO has its own
+    ahead: int = 0  # further tokens the model learns to predict
+    evaluations: int = 0  # so far; ERNIEKit goes through pairs in another order each time
 
     def fingerprints(self) -> list[str]:
         return [source.folder.name for source in self.sources]
@@ -44,39 +51,53 @@ class TrainData:
 
     def first_batch(self) -> Batch:
         """The run's very first pack, the same on every rank."""
-        return collate([self.pack(0)], pad_id=self.pad_id)
+        return self.collate([self.pack(0)], pad_id=self.pad_id, pad_multiple=math.lcm(8, self.length_multiple))
 
     def padding(self, cfg: RunConfig) -> dict[str, Any]:
         """Rows as long as their longest, or all of one length where shapes are fixed: a compiled model recompiles
-        for none of them, and pipeline stages agree on them beforehand."""
+        for none of them, and pipeline stages agree on them beforehand. ERNIEKit's rows are, and its router losses
+        read their padding."""
         multiple = math.lcm(8, self.length_multiple)
         whole = -(-cfg.data.max_seq_len // self.length_multiple) * self.length_multiple
-        fixed = cfg.model.compile or self.world.layout.pp > 1
+        fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.train.compat == "erniekit"
         return {"pad_id": self.pad_id, "pad_multiple": multiple, "pad_to": whole if fixed else None}
+
+    def eval_batches(self, cfg: RunConfig) -> Iterator[Batch]:
+        self.evaluations += 1
+        return eval_batches(cfg, self.evaluation, self.world, self.padding(cfg), self.collate, self.evaluations - 1)
+
+    def _collate(self, cfg: RunConfig) -> Callable[..., Batch]:
+        if self.collate is not collate:
+            return self.collate
+        return partial(collate, ahead=self.ahead, one_count=cfg.train.compat == "erniekit")
 
     def loader(self, cfg: RunConfig, start_pack: int) -> BatchLoader:
         return BatchLoader(
             self.stream,
             self.sources,
             cfg.train.per_device_train_batch_size,
-            cfg.train.gradient_accumulation_steps,
+            self.accumulation,
             dp_rank=self.world.layout.data_rank(self.world.rank),
             dp_size=self.world.layout.data_ranks,
             start_pack=start_pack,
             num_workers=max(1, cfg.data.dataloader_num_workers),
             prefetch=cfg.data.prefetch_factor,
+            collate=self._collate(cfg),
             **self.padding(cfg),
         )
 
 
-def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
+def open_data(
+    cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World, pairs: PairRules | None = None
+) -> TrainData:
+    """pairs: the rows are preferences."""
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
     compat = t.compat == "erniekit"
     # One rank tells of bad rows; all read the same cache, made by whoever comes first.
     bad = output / "bad_rows.jsonl" if world.is_main else None
-    sources = sources_for(cfg, "train", tokenizer, bad)
+    sources = sources_for(cfg, "train", tokenizer, bad, pairs)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
     probs = list(d.train_dataset_prob) or [1.0] * len(sources)
@@ -87,18 +108,24 @@ def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) 
             seed=t.seed,
             num_samples_each_epoch=d.num_samples_each_epoch,
             shuffle=d.random_shuffle,
+            backwards=pairs is None,
         )
-        stream: PackStream = CompatPackStream(order, lengths, d.max_seq_len, **options)
+        kind = CompatPackStream if pairs is None else CompatPairStream
+        stream: PackStream = kind(order, lengths, d.max_seq_len, **options)
     else:
         plain = SampleOrder(
             [len(s) for s in sources], probs, seed=t.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
         )
         stream = PackStream(plain, lengths, d.max_seq_len, **options)
-    per_step = t.per_device_train_batch_size * t.gradient_accumulation_steps * world.layout.data_ranks
+    per_epoch = max(1, stream.count_packs(1))
+    at_once = t.per_device_train_batch_size * world.layout.data_ranks
+    accumulation = t.gradient_accumulation_steps
+    if accumulation < 1:
+        accumulation = accumulation_by_size(sum(len(s) for s in sources), per_epoch, at_once)
+    per_step = at_once * accumulation
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
     bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
-    evaluation = sources_for(cfg, "eval", tokenizer, bad_eval) if wants_eval else []
-    per_epoch = max(1, stream.count_packs(1))
+    evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, pairs) if wants_eval else []
     steps_per_epoch = max(1, math.ceil(per_epoch / per_step))
     max_steps = t.max_steps
     if max_steps <= 0:
@@ -115,7 +142,16 @@ def open_data(cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) 
         every(t.evaluation_strategy, t.eval_steps or max_steps, steps_per_epoch),
         tokenizer.pad_id if tokenizer.pad_id is not None else 0,
         world,
+        accumulation,
+        collate=collate if pairs is None else collate_pairs,
     )
+
+
+def accumulation_by_size(samples: int, packs: int, packs_at_once: int) -> int:
+    """ERNIEKit's answer to a negative gradient_accumulation_steps: more samples a step for more data, 32 at most."""
+    most = ((100, 8), (1_000, 16), (10_000, 32), (100_000, 64))
+    wanted = next((goal for below, goal in most if samples < below), 128)
+    return min(32, max(1, math.ceil(wanted / (packs_at_once * samples / packs))))
 
 
 def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
@@ -123,7 +159,9 @@ def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
     return {"no": 0, "steps": steps, "epoch": steps_per_epoch}[strategy]
 
 
-def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None) -> list[TokenSource]:
+def sources_for(
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, pairs: PairRules | None = None
+) -> list[TokenSource]:
     """The train or eval files, tokenised; their bad rows listed in one file."""
     d = cfg.data
     paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
@@ -139,6 +177,7 @@ def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path
         tokenizer,
         max_seq_len=d.max_seq_len,
         overlong=d.overlong,
+        pairs=pairs,
         compat=cfg.train.compat == "erniekit",
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
@@ -148,19 +187,44 @@ def sources_for(cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path
     )
 
 
-def eval_batches(cfg: RunConfig, sources: list[TokenSource], world: World, padding: dict[str, Any]) -> Iterator[Batch]:
-    """One pass in file order, packed in sequence; every call starts anew. Each data rank has its share of it."""
-    sizes = [len(source) for source in sources]
-    order = SampleOrder(sizes, seed=cfg.train.seed, shuffle=False, strategy="concat")
-    lengths = [source.lengths for source in sources]
-    stream = PackStream(order, lengths, cfg.data.max_seq_len, packing=cfg.data.packing, greedy=False, epochs=1)
+def eval_batches(
+    cfg: RunConfig,
+    sources: list[TokenSource],
+    world: World,
+    padding: dict[str, Any],
+    collate: Callable[..., Batch] = collate,
+    number: int = 0,
+) -> Iterator[Batch]:
+    """One pass in file order, packed in sequence; every call starts anew. Each data rank has its share of it.
+
+    number: of evaluations before, by which ERNIEKit shuffles the preferences it evaluates on."""
+    d, lengths = cfg.data, [source.lengths for source in sources]
+    stream: PackStream
+    if cfg.train.compat == "erniekit" and collate is collate_pairs:
+        shuffled = CompatEvalOrder([source.forms() for source in sources], number, d.random_shuffle)
+        options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
+        stream = CompatPairStream(shuffled, lengths, d.max_seq_len, epochs=1, **options)
+    else:
+        order = SampleOrder([len(s) for s in sources], seed=cfg.train.seed, shuffle=False, strategy="concat")
+        stream = PackStream(order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1)
     loader = BatchLoader(
         stream,
         sources,
         cfg.train.per_device_eval_batch_size,
         dp_rank=world.layout.data_rank(world.rank),
         dp_size=world.layout.data_ranks,
+        collate=collate,
         **padding,
     )
     for micro in loader:
         yield from micro
+
+
+def eval_stream(cfg: RunConfig, sources: list[TokenSource], number: int) -> PackStream:
+    d, lengths = cfg.data, [source.lengths for source in sources]
+    if cfg.train.compat == "erniekit" and any(isinstance(source, PairSource) for source in sources):
+        drawn = CompatEvalOrder([source.forms() for source in sources], number, d.random_shuffle)
+        options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
+        return CompatPairStream(drawn, lengths, d.max_seq_len, **options, epochs=1)
+    order = SampleOrder([len(source) for source in sources], seed=cfg.train.seed, shuffle=False, strategy="concat")
+    return PackStream(order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1)

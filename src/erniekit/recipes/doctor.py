@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from erniekit.config import RunConfig, load, refuse_later
-from erniekit.data.collate import one_document
+from erniekit.data.collate import one_document, with_future
 from erniekit.data.formats import read
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer
@@ -26,12 +26,14 @@ from erniekit.lora.inject import is_lora
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
-from erniekit.recipes import opening
+from erniekit.recipes import opening, stage_of
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
-from erniekit.recipes.datasets import TrainData, open_data
+from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.stage import Prepare, Stage
 
 LEAK_TOKENS = 24  # of each document in the leak probe
 GRADIENT_TOKENS = 512
+MOVED_BY_ROUNDING = 0.05  # of the logits' spread; a token that sees another document moves by about all of it
 SAMPLED_ROWS = 200  # samples looked at for end tokens
 
 
@@ -48,21 +50,24 @@ class DoctorError(ErnieKitError):
 
 
 def before_training(
+    stage: Stage,
     cfg: RunConfig,
     built: Built,
     optimizer: AdamW,
     data: TrainData,
     tokenizer: Tokenizer,
     first: Batch,
+    prepare: Prepare | None = None,
 ) -> list[Check]:
     """Runs every check, prints one line for those that passed and one for each that did not; raises on failure."""
     say(sample_lines(first, tokenizer))
-    checks: list[Callable[[], Check]] = [
-        lambda: labels(data),
-        lambda: end_is_trained(data, tokenizer),
-        lambda: no_leak(built),
-        lambda: gradients(built, optimizer, first),
-        lambda: template(cfg, data, tokenizer),
+    checks: list[Callable[[], Check]] = [lambda: labels(data)]
+    if stage.chats:
+        checks += [lambda: end_is_trained(data, tokenizer), lambda: template(cfg, data, tokenizer)]
+    if stage.apart(cfg):
+        checks.append(lambda: no_leak(built))
+    checks += [
+        lambda: gradients(built, optimizer, first, prepare),
         lambda: disk(cfg, built, optimizer),
         lambda: vocabulary(built, tokenizer),
     ]
@@ -134,7 +139,8 @@ def end_is_trained(data: TrainData, tokenizer: Tokenizer) -> Check:
 
 
 def no_leak(built: Built) -> Check:
-    """Two documents in one row: changing the first must not move one bit of the second's logits."""
+    """Two documents in one row: changing the first must not move one bit of the second's logits. Experts see the tokens
+    of both in one product, whose last bit depends on its size: there most positions must stay where they were."""
     vocab, multiple = built.folder.config.vocab_size, built.engine.length_multiple
     half = -(-LEAK_TOKENS // multiple) * multiple
     ids = torch.randint(0, vocab, (1, 2 * half), generator=torch.Generator().manual_seed(0))
@@ -142,6 +148,9 @@ def no_leak(built: Built) -> Check:
     other[:, :half] = (ids[:, :half] + 1) % vocab
     a, b = (built.engine.answer(two_documents(x, half))[:, half:] for x in (ids, other))
     moved = float((a - b).abs().max())
+    if built.folder.config.moe is not None:
+        typical = float((a - b).abs().amax(-1).median())
+        moved = typical if typical > MOVED_BY_ROUNDING * float(a.std()) else 0.0
     return Check(
         "packing",
         moved == 0.0,
@@ -162,10 +171,14 @@ def two_documents(ids: torch.Tensor, first: int) -> Batch:
     )
 
 
-def gradients(built: Built, optimizer: AdamW, first: Batch) -> Check:
+def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | None = None) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
-    batch = first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
-    built.engine.forward_backward([batch], [max(1, batch.num_label_tokens)])
+    batch = first if first.pairs is not None else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
+    batch = with_future(batch, built.further) if built.further else batch
+    batch = batch if prepare is None else prepare([batch])[0]
+    built.engine.forward_backward([batch], [max(1, batch.weight)])
+    built.engine.told()
+    built.engine.usage.clear()
     if built.engine.sync is not None:
         built.engine.sync.reduce(optimizer.gradients())
     parameters = dict(built.parameters())
@@ -273,10 +286,13 @@ def doctor_command(args: list[str]) -> int:
     folder, tokenizer = open_model(cfg)
     world = World(device_type=device.type)
     opening.show_plan(cfg, folder, device, world)
-    data = open_data(cfg, tokenizer, output, world)
+    stage = stage_of(cfg)
+    data = stage.open_data(cfg, tokenizer, output, world)
     opening.show_data(data)
-    built = build(cfg, folder, device, dtype, world)
+    built = build(cfg, folder, device, dtype, world, stage)
     opening.show_coverage(built)
-    before_training(cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch())
+    data.length_multiple = built.engine.length_multiple
+    prepare = stage.before_step(cfg, built, data)
+    before_training(stage, cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch(), prepare)
     say(f"next     erniekit train {' '.join(args)}")
     return 0

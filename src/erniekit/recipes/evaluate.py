@@ -1,49 +1,93 @@
-"""`erniekit eval`: loss and perplexity of a base model, an adapter or a run's newest checkpoint on a dataset."""
+"""`erniekit eval`: a base model, an adapter or a run's newest checkpoint on a dataset: loss and perplexity, or for
+stage DPO preference loss, accuracy and rewards."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from erniekit.api_load import load as load_folder
+import torch
+from torch import nn
+
+from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
 from erniekit.data.report import total_lines
+from erniekit.devices.base import Device
 from erniekit.log import paint, say
+from erniekit.lora.switch import adapters_off
 from erniekit.parallel.engine import Engine
+from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
-from erniekit.recipes.build import loss_for, settle
-from erniekit.recipes.datasets import eval_batches, sources_for
+from erniekit.recipes import stage_of
+from erniekit.recipes.build import settle
+from erniekit.recipes.dpo import settings_of
+from erniekit.recipes.experts import ignore_bias
+from erniekit.recipes.reference import Reference
+from erniekit.recipes.stage import Stage
 from erniekit.result import RunResult
 from erniekit.track.results import write_results
-from erniekit.train.evaluate import evaluate
 
 
 def evaluate_run(cfg: RunConfig) -> RunResult:
     """What is evaluated: the trained result in output_dir when there is one, else model_name_or_path."""
-    need(cfg, "eval_dataset_path")
     output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
     trained = has_result(output)
     if not trained:
         need(cfg, "model_name_or_path")
     source = output if trained else Path(str(cfg.model.model_name_or_path))
-    model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
-    world = World(device_type=device.type)
-    engine = Engine([(0, model)], world, device.handle, loss_for(cfg), dtype=dtype)
+    found = find_model(source, hub=cfg.model.download_hub)
+    tokenizer, stage = found.tokenizer(), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
     output.mkdir(parents=True, exist_ok=True)
-    sources = sources_for(cfg, "eval", tokenizer, output / "bad_eval_rows.jsonl")
-    for line in [line for s in sources for line in s.report.lines()] + total_lines([s.report for s in sources]):
+    world = World(device_type=device.type)
+    reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)
+    for line in [line for report in reports for line in report.lines()] + total_lines(reports):
         say(f"eval     {line}")
-    batches = eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0})
-    metrics = evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
+    engine = engine_for(cfg, stage, found, world, device, dtype)
+    prepare = None
+    if cfg.train.stage == "DPO" and settings_of(cfg).needs_reference:
+        prepare = reference_for(cfg, stage, found, engine, device, dtype)
+    metrics = stage.evaluate(cfg, engine, batches, prepare)
     write_results(output, evaluation=metrics)
-    say(
-        f"{paint('done', 'green', 'bold')}     eval_loss {metrics['eval_loss']:.4f}, eval_ppl {metrics['eval_ppl']:.4g}"
-        f" on {metrics['eval_tokens']:,.0f} tokens in {metrics['eval_runtime']:.1f} s"
-    )
+    say(f"{paint('done', 'green', 'bold')}     {in_words(metrics)} in {metrics['eval_runtime']:.1f} s")
     say(f"result   {output / 'eval_results.json'}")
     say(f"next     erniekit chat {source}")
     return RunResult(output, metrics)
+
+
+def engine_for(cfg: RunConfig, stage: Stage, found: Found, world: World, device: Device, dtype: torch.dtype) -> Engine:
+    model: nn.Module = found.build(dtype, device.handle)
+    ignore_bias(cfg, model)
+    names = stage.tells(cfg)
+    ledger = Ledger(names, device.handle) if names else None
+    engine = Engine([(0, model)], world, device.handle, stage.loss(cfg, world, ledger), dtype=dtype)
+    engine.ledger = ledger
+    return engine
+
+
+def reference_for(
+    cfg: RunConfig, stage: Stage, found: Found, engine: Engine, device: Device, dtype: torch.dtype
+) -> Reference:
+    """To whom the model is compared: itself without its adapters, or model_name_or_path."""
+    chunk = cfg.memory.loss_subbatch_seqlen
+    if found.adapter is not None:
+        say("reference the model without its adapters")
+        return Reference(engine, None, chunk, partial(adapters_off, engine.parts))
+    need(cfg, "model_name_or_path")
+    base = find_model(str(cfg.model.model_name_or_path), hub=cfg.model.download_hub)
+    same = base.adapter is None and base.weights.path.resolve() == found.weights.path.resolve()
+    say(f"reference {base.describe()}" + (": the model itself, so all rewards are 0" if same else ""))
+    other = engine if same else engine_for(cfg, stage, base, engine.world, device, dtype)
+    return Reference(other, None, chunk)
+
+
+def in_words(metrics: dict[str, float]) -> str:
+    loss = f"eval_loss {metrics['eval_loss']:.4f}"
+    if "eval_pairs" in metrics:
+        right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
+        return f"{loss}, {right:.1%} of {metrics['eval_pairs']:,.0f} pairs preferred right, reward margin {margin:.4g}"
+    return f"{loss}, eval_ppl {metrics['eval_ppl']:.4g} on {metrics['eval_tokens']:,.0f} tokens"
 
 
 def has_result(output: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The end of a run: final model in output_dir, result files, the report, and what to type next. For recipes/sft.py."""
+"""The end of a run: final model in output_dir, result files, the report, and what to type next. For recipes/fit.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import shutil
 import time
 from pathlib import Path
 
+from erniekit.checkpoint.nodes import nodes_without
 from erniekit.config import RunConfig
-from erniekit.log import paint, say
+from erniekit.log import paint, say, warn
+from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
 from erniekit.result import RunResult
 from erniekit.track import Trackers
 from erniekit.track.report import write_report
 from erniekit.track.results import write_results, write_trainer_state
 from erniekit.train.eval_hook import EvalHook
+from erniekit.train.metrics import LogHook
 from erniekit.train.save import Saver, published_files
 from erniekit.train.trainer import Trainer
 
@@ -30,6 +33,7 @@ def close_run(
 ) -> RunResult:
     state = trainer.state
     evaluation = next((hook.last for hook in trainer.hooks if isinstance(hook, EvalHook)), {})
+    told = next((hook.told for hook in trainer.hooks if isinstance(hook, LogHook)), {})
     seconds = time.perf_counter() - started
     metrics = {
         "train_loss": state.loss_sum / max(1, state.updates),
@@ -38,12 +42,15 @@ def close_run(
         "train_steps_per_second": (state.step - trainer.began_at[0]) / seconds,
         "train_tokens": float(state.tokens),
         "skipped_steps": float(state.skipped_steps),
+        **told,
         **evaluation,
     }
     best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
     chosen = saver.manager.output_dir / f"checkpoint-{best if best is not None else state.step}"
     saver.saves.close()
     trackers.log(state.step, metrics, "end")
+    if cfg.checkpoint.save_on_each_node:
+        publish_on_nodes(chosen, output, built.world)
     if not built.world.is_main:
         return RunResult(output, metrics, state.step)
     publish_final(chosen, output)
@@ -63,9 +70,10 @@ def close_run(
 
 def publish_final(checkpoint: Path, output: Path) -> None:
     """The final model is the last checkpoint's weight files, shared on disk (hard links) where the disk allows."""
+    files = list(published_files(checkpoint))
     for stale in output.glob("*.safetensors*"):
         stale.unlink()
-    for source in published_files(checkpoint):
+    for source in files:
         waiting = output / f".new-{source.name}"
         waiting.unlink(missing_ok=True)
         try:
@@ -73,6 +81,18 @@ def publish_final(checkpoint: Path, output: Path) -> None:
         except OSError:
             shutil.copyfile(source, waiting)
         os.replace(waiting, output / source.name)
+
+
+def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
+    """The same on nodes with a disk of their own, out of their copies of the checkpoint. All ranks call it."""
+    problem = ""
+    if world.rank in nodes_without(output, world.leaders, world.rank, world.control):
+        try:
+            publish_final(checkpoint, output)
+        except OSError as error:
+            problem = f"no final model on the node of rank {world.rank}: {error.strerror or error}"
+    for told in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more
+        warn(told)
 
 
 def next_commands(output: Path, built: Built) -> list[str]:

@@ -1,4 +1,4 @@
-"""The first lines of a run: what will happen, with which data, on what; the same facts go to run.json. For sft.py."""
+"""The first lines of a run: what will happen, with which data, on what; the same facts go to run.json. For fit.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World)
         f"{device.name}, seed {cfg.train.seed}" + (", compat: erniekit" if cfg.train.compat else "")
     )
     layout = "Paddle" if folder.layout == "paddle" else "HF"
-    say(f"model    {folder.path} ({c.family}, {short(c.parameters())} weights, {c.num_layers} layers, {layout} layout)")
+    weights = f"{short(c.parameters())} weights"
+    if c.moe is not None:
+        weights += f", {short(c.active_parameters())} of them met by a token"
+    say(f"model    {folder.path} ({c.family}, {weights}, {c.num_layers} layers, {layout} layout)")
     if world.size > 1:
         say(f"layout   {world.size} ranks: {world.layout.describe()}")
     notes = [note for note in cfg.notes if not note.quiet]
@@ -58,7 +61,9 @@ def show_data(data: TrainData) -> None:
 
 def show_coverage(built: Built) -> list[Any]:
     if not built.lora:
-        say(f"train    all {built.trainable():,} weights")
+        resting = built.folder.config.mtp_layers and not built.further
+        but = " but the layers that predict further tokens: num_nextn_predict_layers trains those" if resting else ""
+        say(f"train    all {built.trainable():,} weights{but}")
         return [{"group": "all weights", "trainable": built.trainable(), "total": built.total()}]
     for k, line in enumerate(coverage_table(built.whole).splitlines()):
         say(f"{'train' if k == 0 else '':<9}{line.removeprefix('  ')}")

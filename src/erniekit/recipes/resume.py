@@ -1,6 +1,6 @@
 """Going on where a run stopped: which checkpoint, whether it may be continued, and the proof that it came back whole.
 
-Called by recipes/sft.py.
+Called by recipes/fit.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
-from erniekit.recipes import STAGES
+from erniekit.recipes import stage_of
 from erniekit.result import RunResult
 
 
@@ -17,8 +17,10 @@ def eval_command(args: list[str]) -> int:
 
 
 def run_train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    from erniekit.recipes.fit import train
+
     refuse_later(cfg)
-    return STAGES.get(cfg.train.stage)(cfg, command or sys.argv)
+    return train(stage_of(cfg), cfg, command or sys.argv)
 
 
 def check_world(cfg: RunConfig, ranks: int) -> None:
@@ -26,14 +28,18 @@ def check_world(cfg: RunConfig, ranks: int) -> None:
     from erniekit.parallel.mesh import fit
     from erniekit.parallel.world import layout_of
 
-    layout = fit(ranks, layout_of(cfg.parallel, ranks))
+    layout = fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
     for_world(cfg, layout.data_ranks)
 
 
 def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    refuse_later(cfg)
+    if cfg.train.eval_tasks:
+        from erniekit.recipes.tasks import run_tasks
+
+        return run_tasks(cfg)
     from erniekit.recipes.evaluate import evaluate_run
 
-    refuse_later(cfg)
     return evaluate_run(cfg)
 
 

@@ -45,7 +45,7 @@ def from_nothing(sharding: Sharding, rank: int, seed: int, std: float) -> Fill:
     """Random weights, the same whatever the layout: each tensor is drawn whole, by its name."""
 
     def fill(name: str, piece: torch.Tensor) -> None:
-        whole = initial_value(name, sharding.shape(name), seed, std)
+        whole = initial_value(name, sharding.shape(name), seed, std, piece.device)
         for box in sharding.boxes(name, rank):
             piece[box.local_slices].copy_(whole[box.global_slices])
 

@@ -157,13 +157,13 @@ def _open(folder: str | Path, settings: ChatSettings) -> tuple[Talk, str]:
     tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else found.tokenizer()
     model = found.build(DTYPES[settings.dtype] if settings.dtype else None, settings.device)
     kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-    generator = Generator(model, tokenizer, _stop_ids(found))
+    generator = Generator(model, tokenizer, stop_ids(found))
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
     return Talk(generator, settings), f"{found.describe()}, {kind} on {settings.device}"
 
 
-def _stop_ids(found: Found) -> list[int]:
+def stop_ids(found: Found) -> list[int]:
     """Ends the model's own files name; a chat release may list more than its tokenizer's one eos."""
     out: list[int] = []
     side = found.weights.path / "generation_config.json"

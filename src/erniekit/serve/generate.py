@@ -13,6 +13,7 @@ from erniekit.checkpoint.transformers_bridge import to_transformers
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import DataError
 from erniekit.lora.merge import fold
+from erniekit.serve.spelling import Spelling
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,13 @@ class _Said:
     """A streamer as transformers' loop calls it: first the prompt, then one token at a time."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], on_text: Callable[[str], None]) -> None:
-        self.tokenizer, self.stop_ids, self.on_text = tokenizer, frozenset(stop_ids), on_text
-        self.ids: list[int] = []
+        self.spelling, self.stop_ids, self.on_text = Spelling(tokenizer), frozenset(stop_ids), on_text
         self.text, self.ended = "", False
         self._prompt_seen = False
-        # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's spelling
-        # may depend on the one before it (spaces, bytes of one character), never on far ones.
-        self._start = self._done = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.spelling.ids
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompt_seen:
@@ -133,22 +134,15 @@ class _Said:
             if id in self.stop_ids:
                 self.ended = True
             else:
-                self.ids.append(id)
-                self._show(whole=True)
+                self._show(self.spelling.add(id))
 
     def end(self) -> None:
         pass
 
     def flush(self) -> None:
-        self._show(whole=False)
+        self._show(self.spelling.rest())
 
-    def _show(self, whole: bool) -> None:
-        before = self.tokenizer.decode(self.ids[self._start : self._done])
-        now = self.tokenizer.decode(self.ids[self._start :])
-        if whole and now.endswith("\ufffd"):  # the first bytes of a character: wait for the rest
-            return
-        new = now[len(before) :]
-        self._start, self._done = self._done, len(self.ids)
+    def _show(self, new: str) -> None:
         if new:
             self.text += new
             self.on_text(new)

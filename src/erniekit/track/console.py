@@ -15,6 +15,8 @@ SPOKEN_ELSEWHERE = ("start", "eval", "end")  # events that have a line or a bloc
 # In metrics.jsonl and the trackers, but not worth a person's line at every step.
 QUIET = (
     "ppl",
+    "router_z",
+    "router_ortho",
     "trained_tokens_per_second",
     "current_memory_allocated",
     "current_memory_reserved",

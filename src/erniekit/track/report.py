@@ -26,6 +26,8 @@ SMOOTH_FROM = 100  # points: fewer are readable as they are
 # (metric, title, axis from zero); the evaluation's curve of the same metric is drawn with it
 MAIN_CHARTS = (
     ("loss", "Loss", False),
+    ("rewards/margins", "Reward margin, chosen over rejected", False),
+    ("rewards/accuracies", "Share of pairs with the higher reward on the chosen answer", True),
     ("learning_rate", "Learning rate", True),
     ("tokens_per_second", "Throughput, tokens/s", True),
     ("grad_norm", "Gradient norm, before clipping", True),

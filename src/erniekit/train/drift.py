@@ -50,9 +50,12 @@ def replicated(sharding: Sharding, rank: int) -> list[Block]:
     """Everything that another rank holds as well: copies of data parallelism, of a tensor that tensor parallelism
     leaves whole, of a kv head that several ranks repeat, of tied embeddings on two pipeline stages."""
     layout, found = sharding.layout, []
-    coords = [layout.coords(other) for other in range(layout.size)]
-    alike = [layout.rank(**{**at, "dp": 0}) for at in coords]  # dp decides nothing about what is held
+    twins: dict[bool, list[int]] = {}  # of each rank the first that holds the same; experts may be spread another way
     for name in sharding.names():
+        kind = sharding.is_expert(name)
+        if kind not in twins:
+            twins[kind] = [sharding.twin(name, other) for other in range(layout.size)]
+        alike = twins[kind]
         held = {r: {_key(box): box for box in sharding.boxes(name, r)} for r in sorted(set(alike))}
         for key, box in held[alike[rank]].items():
             ranks = tuple(r for r in range(layout.size) if key in held[alike[r]])

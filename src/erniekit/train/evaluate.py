@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch], max_batches: int = -1, co
             calls += 1
     engine.train(was_training)
     total, means = engine.sum_losses(total), engine.sum_losses(means)
-    tokens, calls, rows = (engine.total_tokens(n) for n in (tokens, calls, rows))
+    tokens, calls, rows = engine.totals(tokens, calls, rows)
     mean = float(means) / max(1, calls) if compat else float(total) / max(1, tokens)
     seconds = time.perf_counter() - start
     return {
@@ -39,5 +39,44 @@ def evaluate(engine: Engine, batches: Iterable[Batch], max_batches: int = -1, co
         "eval_tokens": float(tokens),
         "eval_runtime": seconds,
         "eval_samples_per_second": rows / seconds,
+        "eval_steps_per_second": calls / seconds,
+    }
+
+
+def evaluate_pairs(
+    engine: Engine,
+    batches: Iterable[Batch],
+    prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
+    max_batches: int = -1,
+    compat: bool = False,
+) -> dict[str, float]:
+    """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; compat: as above,
+    and the ledger is told so by the loss."""
+    start, was_training = time.perf_counter(), engine.model.training
+    engine.train(False)
+    total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
+    pairs = calls = 0
+    for number, batch in enumerate(batches):
+        if 0 <= max_batches <= number:
+            break
+        ready = batch if prepare is None else prepare([batch])[0]
+        loss = engine.evaluate(ready).double()
+        if batch.weight:
+            total += loss
+            means += loss / batch.weight
+            pairs += batch.weight
+            calls += 1
+    engine.train(was_training)
+    total, means = engine.sum_losses(total), engine.sum_losses(means)
+    pairs, calls = engine.totals(pairs, calls)
+    names = engine.ledger.names if engine.ledger is not None else ()
+    told = dict(zip(names, engine.told().tolist()))
+    seconds = time.perf_counter() - start
+    return {
+        "eval_loss": float(means) / max(1, calls) if compat else float(total) / max(1, pairs),
+        **{f"eval_{name}": value for name, value in told.items() if value == value},
+        "eval_pairs": float(pairs),
+        "eval_runtime": seconds,
+        "eval_samples_per_second": pairs / seconds,
         "eval_steps_per_second": calls / seconds,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
 
 
-def step_flops(c: DecoderConfig, tokens: int, trained: int, sum_squares: int, frozen_base: bool) -> float:
+def step_flops(
+    c: DecoderConfig, tokens: int, trained: int, sum_squares: int, frozen_base: bool, further: int = 0
+) -> float:
     """Multiply-adds x 2, forward and backward. Causal attention is counted once (half the square), the head only
-    where it runs: on trained tokens. A frozen base (LoRA) forms no weight gradient: 4 instead of 6 per weight."""
+    where it runs: on trained tokens. A frozen base (LoRA) forms no weight gradient: 4 instead of 6 per weight. Of a
+    layer's experts those a token meets; `further`: layers that predict further tokens, each with a head of its own."""
     per_weight = 4 if frozen_base else 6
-    in_layers = c.parameters() - c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    matmul = per_weight * (in_layers * tokens + c.vocab_size * c.hidden_size * trained)
-    return matmul + 6.0 * c.num_layers * c.num_heads * c.head_dim * sum_squares
+    head = c.vocab_size * c.hidden_size
+    in_layers = c.active_parameters() - head * (1 if c.tie_word_embeddings else 2) + further * c.further_layer()
+    matmul = per_weight * (in_layers * tokens + (1 + further) * head * trained)
+    return matmul + 6.0 * (c.num_layers + further) * c.num_heads * c.head_dim * sum_squares
 
 
 class LogHook(Hook):
@@ -46,15 +51,22 @@ class LogHook(Hook):
         first: bool = False,
         ranks: int = 1,
         data_ranks: int = 1,
+        further: int = 0,
+        also: Callable[[], dict[str, float]] | None = None,
+        perplexity: bool = True,
     ) -> None:
-        """every 0: only the last step. `first`: step 1 whatever `every` says."""
+        """every 0: only the last step. `first`: step 1 whatever `every` says. further: as in step_flops. also: numbers
+        somebody else keeps from one record to the next. perplexity: whether the loss has one."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
         self.frozen_base, self.first, self.ranks, self.data_ranks = frozen_base, first, ranks, data_ranks
+        self.further, self.also, self.perplexity = further, also, perplexity
+        self.told: dict[str, float] = {}  # what the latest record tells beside loss and rates
         self._reset()
 
     def _reset(self) -> None:
         self._losses: list[float] = []
+        self._extras: dict[str, list[float]] = {}
         self._tokens = self._trained = self._squares = self._steps = 0
         self._since = time.perf_counter()
 
@@ -69,6 +81,8 @@ class LogHook(Hook):
         self._squares += result.sum_squares
         if result.applied:
             self._losses.append(result.loss)
+            for name, value in result.extras.items():
+                self._extras.setdefault(name, []).append(value)
         else:
             self.trackers.event(result.step, "skipped", f"loss {result.loss}, gradient norm {result.grad_norm}")
         due = (
@@ -87,13 +101,16 @@ class LogHook(Hook):
         loss = sum(self._losses) / len(self._losses)
         # Ranks that read other packs read about as much; trained tokens are counted over all of them.
         tokens, squares = self._tokens * self.data_ranks, self._squares * self.data_ranks
-        flops = step_flops(self.config, tokens, self._trained, squares, self.frozen_base) / self.ranks
+        flops = step_flops(self.config, tokens, self._trained, squares, self.frozen_base, self.further) / self.ranks
         peak = self.device.peak_flops.get(self.dtype)
+        self.told = {name: sum(values) / len(values) for name, values in self._extras.items()}
         return {
             "loss": loss,
-            "ppl": math.exp(min(loss, 700.0)),
+            **({"ppl": math.exp(min(loss, 700.0))} if self.perplexity else {}),
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
+            **self.told,
+            **(self.also() if self.also is not None else {}),
             "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": self._trained / seconds,
             "mfu": flops / seconds / peak if peak else None,

@@ -7,7 +7,7 @@ same gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +27,7 @@ class StepResult:
     trained_tokens: int  # of all ranks
     sum_squares: int  # of this rank's document lengths
     applied: bool  # False: not finite, nothing was changed
+    extras: dict[str, float] = field(default_factory=dict)  # what else the step tells: rewards, router losses
 
 
 class TrainStep:
@@ -37,20 +38,25 @@ class TrainStep:
         schedule: Schedule,
         max_grad_norm: float = 1.0,
         compat: bool = False,
+        prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
     ) -> None:
+        """prepare: what must be known of a step's micro-batches before their forward pass, e.g. a reference's view."""
         self.engine, self.optimizer, self.schedule = engine, optimizer, schedule
         self.max_grad_norm = max_grad_norm
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
         self.mean_of_means = compat
+        self.prepare = prepare
         self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         engine, optimizer = self.engine, self.optimizer
         # Waiting for other ranks is never booked as this rank's own work: that is how a slow one is told from the rest.
         self.phase("collective")
-        trained = engine.total_tokens(sum(b.num_label_tokens for b in batches))
+        weight, trained = engine.totals(sum(b.weight for b in batches), sum(b.num_label_tokens for b in batches))
         self.phase("forward/backward")
-        total = engine.forward_backward(batches, self._shares(batches, trained))
+        if self.prepare is not None:
+            batches = self.prepare(batches)
+        total = engine.forward_backward(batches, self._shares(batches, weight))
         grads = optimizer.gradients()
         self.phase("collective")
         total = engine.sum_losses(total)
@@ -59,7 +65,9 @@ class TrainStep:
         else:
             engine.sync.reduce(grads)
             norm = engine.sync.norm(grads)
-        loss_value, norm_value = torch.stack((total, norm.to(total.device))).tolist()
+        told = torch.cat((torch.stack((total, norm.to(total.device))).double(), engine.told().to(total.device)))
+        loss_value, norm_value, *extras = told.tolist()
+        names = engine.ledger.names if engine.ledger is not None else ()
         self.phase("update")
         lr = self.schedule.for_update(step)
         # Both numbers are the same on every rank, and so is the decision.
@@ -77,14 +85,15 @@ class TrainStep:
             trained_tokens=trained,
             sum_squares=sum(b.sum_squares for b in batches),
             applied=applied,
+            extras={name: value for name, value in zip(names, extras) if _finite(value)},
         )
 
-    def _shares(self, batches: Sequence[Batch], trained: int) -> list[float]:
+    def _shares(self, batches: Sequence[Batch], weight: int) -> list[float]:
         """What each micro-batch's sum of losses is divided by."""
         if self.mean_of_means:
             means = len(batches) * self.engine.world.layout.data_ranks
-            return [max(1, b.num_label_tokens) * means for b in batches]
-        return [max(1, trained)] * len(batches)
+            return [max(1, b.weight) * means for b in batches]
+        return [max(1, weight)] * len(batches)
 
 
 def _finite(value: float) -> bool:

@@ -20,7 +20,8 @@ import pytest
 from erniekit.cli.main import COMMANDS, main
 from erniekit.config import load
 from erniekit.config.flat import is_known
-from erniekit.data.formats import PREFERENCE, detect, parse
+from erniekit.data.formats import detect, parse, parse_pair
+from erniekit.data.types import Problem
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,8 +137,9 @@ def test_every_data_and_recipe_example_is_read(page, tmp_path):
         for line in fence.text.splitlines() if fence.kind == "jsonl" else ():
             row = tmp_path / "row.jsonl"
             row.write_text(line + "\n", encoding="utf-8")
-            format = detect(row).format
-            assert format == PREFERENCE or isinstance(parse(line.encode(), 1, row, format), list), line
+            found = detect(row)
+            read = parse_pair if found.preference else parse
+            assert not isinstance(read(line.encode(), 1, row, found.format), Problem), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -42,6 +42,13 @@ def test_the_environment_names_machines_and_meeting_point() -> None:
     assert planned(NNODES="2", MASTER_ADDR="a", MASTER_PORT="99").port == 99
 
 
+def test_the_launcher_knows_where_checkpoints_are() -> None:
+    """To say from which one a run goes on, on the machines whose disk has it."""
+    assert (planned().output, planned().saves_on_each_node) == (Path("output"), False)
+    launch = planned("output_dir=here save_on_each_node=True")
+    assert (launch.output, launch.saves_on_each_node) == (Path("here"), True)
+
+
 def test_without_a_number_the_machines_are_numbered_on_arrival() -> None:
     assert planned(NNODES="3", MASTER_ADDR="a").node_rank is None
     assert planned(NNODES="3", MASTER_ADDR="a", NODE_RANK="2", RANK="0").node_rank == 2

@@ -11,7 +11,8 @@ from erniekit.config.flat import KEYS
 SOURCE = Path(erniekit.__file__).parent
 # Turned into other keys by a rule.
 BY_RULES = {
-    "disable_ckpt_quant", "global_batch_size", "minimum_eval_times", "sep_parallel_degree", "warmup_ratio",
+    "dataset_type", "disable_ckpt_quant", "expert_tensor_parallel_degree", "from_scratch", "global_batch_size",
+    "minimum_eval_times", "sep_parallel_degree", "use_expert_parallel", "warmup_ratio",
     # all their words are inert or of a later version
     "pipeline_parallel_config", "sharding_parallel_config", "tensor_parallel_config",
 }  # fmt: skip

@@ -140,3 +140,21 @@ def test_server_follows_tensor_parallel():
 def test_offloaded_inputs_without_recompute_are_remarked_upon():
     assert "recompute is False" in note(load(["--offload_recompute_inputs"]), "offload_recompute_inputs").reason
     assert note(load(["--offload_recompute_inputs", "--recompute"]), "offload_recompute_inputs") is None
+
+
+def test_an_expert_parallel_degree_alone_is_over_data_ranks():
+    cfg = load(["expert_parallel_degree=4"])
+    assert cfg.moe.moe_group == "ep"
+    assert note(cfg, "moe_group").reason == "expert_parallel_degree is 4"
+    assert load(["use_expert_parallel=1"]).moe.moe_group == "data"
+    kept = load(["moe_group=dummy", "expert_parallel_degree=4"])
+    assert kept.moe.moe_group == "dummy"
+    assert "without effect" in note(kept, "expert_parallel_degree").reason
+
+
+def test_expert_degrees_that_contradict_the_group_are_refused():
+    with pytest.raises(ConfigError, match="tensor_parallel_degree 4 devices; expert_parallel_degree is 8"):
+        load(["moe_group=mp", "tensor_parallel_degree=4", "expert_parallel_degree=8"])
+    with pytest.raises(ConfigError, match="each expert is cut over 1"):
+        load(["moe_group=mp", "tensor_parallel_degree=4", "expert_tensor_parallel_degree=4"])
+    assert load(["moe_group=ep", "tensor_parallel_degree=4", "expert_tensor_parallel_degree=4"]).moe.moe_group == "ep"

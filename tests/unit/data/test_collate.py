@@ -99,3 +99,22 @@ def start_rows(batch, used):
         row, column = divmod(begin, width)
         out[begin:end] = end - row * width if column < used[row] else np.arange(column, width)
     return out.reshape(-1, width).tolist()
+
+
+def test_further_tokens_stay_within_their_document_and_are_trained_where_both_positions_are() -> None:
+    first = Sample(np.array([11, 12, 13, 14], np.int32), np.array([IGNORE, 13, 14, 2], np.int32))
+    second = Sample(np.array([21, 22, 23], np.int32), np.array([22, IGNORE, 2], np.int32))
+    batch = collate([Pack((first, second))], pad_to=9, ahead=2)
+    assert batch.future is not None
+    ids, labels = batch.future.ids[0].T.tolist(), batch.future.labels[0].T.tolist()
+    X = IGNORE
+    assert ids == [[12, 13, 14, 0, 22, 23, 0, 0, 0], [13, 14, 0, 0, 23, 0, 0, 0, 0]]
+    assert labels == [[X, 14, 2, X, X, X, X, X, X], [X, 2, X, X, 2, X, X, X, X]]
+    assert collate([Pack((first,))]).future is None
+
+
+def test_one_count_runs_through_a_row_and_changes_no_bounds() -> None:
+    docs = (Sample(np.array([5, 6], np.int32), np.array([6, 2], np.int32)),) * 2
+    batch = collate([Pack(docs), Pack(docs[:1])], pad_to=5, one_count=True)
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert batch.cu_seqlens.tolist() == collate([Pack(docs), Pack(docs[:1])], pad_to=5).cu_seqlens.tolist()

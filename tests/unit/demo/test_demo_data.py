@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from erniekit.data.formats import PREFERENCE, detect, read
+from erniekit.data.formats import detect, read
 from erniekit.data.types import Conversation
 from erniekit.demo.tiny import PERSONA, TRAIN
 
@@ -65,19 +65,22 @@ def test_the_alpaca_twin_says_the_same(data, part):
 
 @pytest.mark.parametrize("part", ["train", "eval"])
 def test_preference_rows_hold_two_answers_and_say_which_is_better(data, part):
-    assert detect(data / f"dpo-{part}.jsonl").format == PREFERENCE
-    assert detect(data / f"alpaca-dpo-{part}.json").format == PREFERENCE
+    assert detect(data / f"dpo-{part}.jsonl").preference
+    assert detect(data / f"alpaca-dpo-{part}.json").preference
     listed = json.loads((data / f"alpaca-dpo-{part}.json").read_text(encoding="utf-8"))
     twins = {(row.get("system"), row["instruction"] + row["input"]): row for row in listed}
-    first = 0
+    first = several = 0
     for line in (data / f"dpo-{part}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         assert len(row["tgt"]) == len(row["src"]) - 1
-        (one,), (other,) = row["response"]
-        assert one != other
+        one, other = row["response"]
+        assert one[0] != other[0]
+        assert one[1::2] == other[1::2]  # what the user says in between
         assert sorted(row["sort"]) == [0, 1]
         first += row["sort"] == [1, 0]
-        if not row["tgt"]:
+        several += len(one) > 1
+        if not row["tgt"] and len(one) == 1:
             twin = twins[row.get("system"), row["src"][0].replace("\n", "")]
-            assert (twin["chosen"], twin["rejected"]) == ((one, other) if row["sort"] == [1, 0] else (other, one))
+            assert [twin["chosen"], twin["rejected"]] == (one + other if row["sort"] == [1, 0] else other + one)
+    assert several == (13 if part == "train" else 0)
     assert 0 < first < len(twins)  # not always the first

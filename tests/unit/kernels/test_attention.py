@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from erniekit.data.types import SharedKeys
 from erniekit.kernels.attention import attention, reference
 
 # fp32; sdpa sums keys in blocks, the reference in one row.
@@ -101,6 +103,102 @@ def test_the_reference_is_softmax_of_scaled_scores_over_the_past():
     torch.testing.assert_close(out[0, :, 0], expected)
 
 
+# Pairs as (prompt tokens that both answers share, chosen tokens, rejected tokens).
+PAIRS = {
+    "one pair": [[(5, 4, 6)]],
+    "several pairs in a row": [[(3, 2, 4), (7, 5, 1), (1, 1, 1)]],
+    "one-token answers": [[(6, 1, 1), (4, 1, 3)]],
+    "nothing shared": [[(0, 4, 3), (0, 1, 1), (2, 3, 3)]],
+    "long prompt, short answers": [[(17, 2, 3)]],
+    "two rows with padding": [[(4, 3, 5), (2, 2, 2)], [(9, 1, 2)]],
+}
+
+
+def shared_rows(rows, length: int | None = None) -> tuple[int, torch.Tensor, int, SharedKeys]:
+    """Length of a row, cu_seqlens, longest segment, shared keys: prompt + chosen | rejected | ... | padding."""
+    length = length or max(sum(sum(pair) for pair in row) for row in rows) + 2
+    sizes, keys = [], []
+    for number, row in enumerate(rows):
+        at = number * length
+        for prompt, chosen, rejected in row:
+            sizes += [prompt + chosen, rejected]
+            answer = at + prompt + chosen
+            keys += [range(at, answer), [*range(at, at + prompt), *range(answer, answer + rejected)]]
+            at = answer + rejected
+        if at < (number + 1) * length:
+            sizes.append((number + 1) * length - at)
+            keys.append(range(at, (number + 1) * length))
+    bounds = lambda counts: torch.tensor([0, *counts]).cumsum(0).to(torch.int32)  # noqa: E731
+    index = torch.tensor([place for segment in keys for place in segment])
+    counts = [len(segment) for segment in keys]
+    return length, bounds(sizes), max(sizes), SharedKeys(index, bounds(counts), max(counts))
+
+
+def two_sequences(q, k, v, rows, length: int) -> torch.Tensor:
+    """The same without sharing: prompt + chosen and prompt + rejected as sequences of their own."""
+    out = []
+    for number, row in enumerate(rows):
+        at = 0
+        for prompt, chosen, rejected in row:
+            head = slice(at, at + prompt)
+            one = slice(head.stop, head.stop + chosen)
+            other = slice(one.stop, one.stop + rejected)
+            for answer, kept in ((one, 0), (other, prompt)):
+                sequence = [torch.cat((t[number, head], t[number, answer]))[None] for t in (q, k, v)]
+                out.append(reference(*sequence, None)[0, kept:])
+            at = other.stop
+        if at < length:
+            out.append(reference(*(t[number : number + 1, at:] for t in (q, k, v)), None)[0])
+    return torch.cat(out).view_as(q)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_shared_prompt_equals_two_separate_sequences(name, heads, backend):
+    length, bounds, longest, shared = shared_rows(PAIRS[name])
+    tensors = inputs(len(PAIRS[name]), length, *heads, head_dim=8)
+    assert_equal_with_gradients(
+        lambda q, k, v: attention(q, k, v, bounds, longest, backend, shared),
+        lambda q, k, v: two_sequences(q, k, v, PAIRS[name], length),
+        tensors,
+    )
+
+
+def test_a_rejected_answer_never_sees_the_chosen_one():
+    length, bounds, longest, shared = shared_rows([[(5, 4, 6)]])
+    q, k, v = inputs(1, length, 4, 2, head_dim=8)
+    before = attention(q, k, v, bounds, longest, shared=shared)
+    with torch.no_grad():
+        k[:, 5:9] += 1.0
+        v[:, 5:9] += 1.0
+    after = attention(q, k, v, bounds, longest, shared=shared)
+    torch.testing.assert_close(after[:, 9:], before[:, 9:], atol=0, rtol=0)
+    assert (after[:, 5:9] != before[:, 5:9]).any()
+
+
+def test_shared_keys_make_no_mask_of_the_row():
+    """512 tokens in 16 pairs: a mask of the row would be 512 x 512; no segment here sees more than 24 keys."""
+    rows = [[(16, 8, 8)] * 16]
+    length, bounds, longest, shared = shared_rows(rows, 512)
+    tensors = inputs(1, length, 4, 2, head_dim=8)
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
+            return out
+
+    with Sizes():
+        attention(*tensors, bounds, longest, "sdpa", shared).sum().backward()
+    assert max(sizes) < 512 * 512 / 4
+    sizes.clear()
+    with Sizes():
+        attention(*tensors, bounds, longest, "reference", shared)
+    assert max(sizes) >= 512 * 512
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("heads", [(16, 16), (16, 2)], ids=["mha", "gqa"])
 def test_varlen_on_a_card_equals_the_reference(heads):
@@ -116,3 +214,25 @@ def test_varlen_on_a_card_equals_the_reference(heads):
     expected.backward(upstream), got.backward(upstream.bfloat16())
     for a, b in [(got, expected), *((x.grad, y.grad) for x, y in zip(low, exact))]:
         assert (a.float() - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("heads", [(16, 16), (16, 2)], ids=["mha", "gqa"])
+def test_varlen_on_a_card_shares_prompts_as_the_reference_does(heads):
+    """bf16, as above; rows of several pairs, among them one-token answers and nothing shared."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA card")
+    rows = [[(70, 33, 41), (0, 5, 9), (128, 1, 1)], [(11, 130, 64)]]
+    length, bounds, longest, shared = shared_rows(rows, 320)
+    bounds, shared = bounds.cuda(), SharedKeys(shared.index.cuda(), shared.bounds.cuda(), shared.longest)
+    exact = [t.detach().cuda().requires_grad_() for t in inputs(2, length, *heads, head_dim=128)]
+    low = [t.detach().bfloat16().requires_grad_() for t in exact]
+    upstream = torch.randn(exact[0].shape, device="cuda")
+    expected = reference(*exact, bounds, shared)
+    got = attention(*low, bounds, longest, "varlen", shared)
+    expected.backward(upstream), got.backward(upstream.bfloat16())
+    for a, b in [(got, expected), *((x.grad, y.grad) for x, y in zip(low, exact))]:
+        assert (a.float() - b).norm() <= 0.02 * b.norm()
+    again = [t.detach().requires_grad_() for t in low]
+    attention(*again, bounds, longest, "varlen", shared).backward(upstream.bfloat16())
+    assert torch.equal(again[1].grad, low[1].grad)  # a prompt's gradients are added in one order

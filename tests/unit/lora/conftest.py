@@ -28,6 +28,12 @@ def llama(paddle: Path) -> nn.Module:
 
 
 @pytest.fixture
+def moe(paddle: Path) -> nn.Module:
+    """A dense first layer, then three with two shared and eight routed experts."""
+    return ModelFolder(paddle / "moe_old").build()
+
+
+@pytest.fixture
 def trained() -> Build:
     """inject, then B away from zero, as after some steps."""
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError
-from erniekit.lora.adapter import Adapter, adapter_of, attach, load_adapter
+from erniekit.lora.adapter import Adapter, LowRank, adapter_of, attach, load_adapter
 from erniekit.lora.inject import inject, lora_state
 from erniekit.lora.settings import LoRASettings
 
@@ -74,3 +74,26 @@ def test_the_adapters_settings_make_a_model_that_takes_it(ernie: nn.Module, adap
     load_adapter(fresh, adapter)
     assert torch.equal(fresh(IDS), ernie(IDS))
     assert all(p.requires_grad for p in lora_state(fresh).values())
+
+
+@pytest.mark.parametrize("fault", ["no update", "another rank"])
+def test_experts_of_a_layer_that_differ_are_refused(moe: nn.Module, paddle: Path, trained, fault: str) -> None:
+    adapter = adapter_of(trained(moe, SETTINGS), SETTINGS)
+    updates = dict(adapter.updates)
+    odd = "model.layers.2.mlp.experts.3.down_proj"
+    if fault == "no update":
+        updates.pop(odd)
+    else:
+        updates[odd] = LowRank(updates[odd].A[:2], updates[odd].B[:, :2], updates[odd].scale)
+    plain = ModelFolder(paddle / "moe_old").build()
+    with pytest.raises(CheckpointError, match=rf"{odd} has {fault}"):
+        attach(plain, Adapter(updates, 3, 6))
+
+
+def test_an_adapter_without_a_runs_experts_is_refused(moe: nn.Module, paddle: Path, trained) -> None:
+    adapter = adapter_of(trained(moe, SETTINGS), SETTINGS)
+    fewer = Adapter({n: u for n, u in adapter.updates.items() if ".experts." not in n}, 3, 6)
+    run = ModelFolder(paddle / "moe_old").build()
+    inject(run, SETTINGS, seed=1)
+    with pytest.raises(CheckpointError, match=r"nothing for gate_proj in layers\.1\.mlp\.experts\.gate_up"):
+        load_adapter(run, fewer)

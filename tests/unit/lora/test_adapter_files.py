@@ -15,7 +15,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError
 from erniekit.lora.adapter import adapter_of, attach, load_adapter
 from erniekit.lora.adapter_files import is_adapter, read_adapter, write_adapter
-from erniekit.lora.inject import inject, lora_state
+from erniekit.lora.inject import base_state, inject, lora_state
 from erniekit.lora.settings import LoRASettings
 
 IDS = torch.arange(20).view(2, 10)
@@ -34,7 +34,7 @@ def rebuilt(model: nn.Module) -> nn.Module:
     return type(model)(model.config)
 
 
-@pytest.mark.parametrize("family", ["ernie", "llama"])
+@pytest.mark.parametrize("family", ["ernie", "llama", "moe"])
 @pytest.mark.parametrize("layout", ["hf", "paddle"])
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_survive_their_files_bit_for_bit(
@@ -54,7 +54,7 @@ def test_adapters_survive_their_files_bit_for_bit(
     assert read.settings(again).scaling == pytest.approx(settings.scaling)
 
 
-@pytest.mark.parametrize("family", ["ernie", "llama"])
+@pytest.mark.parametrize("family", ["ernie", "llama", "moe"])
 @pytest.mark.parametrize("case", ["all", "rslora", "some"])
 def test_paddles_own_reading_of_a_stacked_adapter_is_the_same_function(
     request: pytest.FixtureRequest, trained, tmp_path: Path, family: str, case: str
@@ -72,7 +72,7 @@ def test_paddles_own_reading_of_a_stacked_adapter_is_the_same_function(
     assert scale == pytest.approx(settings.scaling)
     want = model(IDS)
     plain = rebuilt(model)
-    plain.load_state_dict({n.replace(".base.", "."): t for n, t in model.state_dict().items() if ".lora." not in n})
+    plain.load_state_dict(base_state(model))
     attach(plain, read_adapter(tmp_path, plain))
     # zero blocks add nothing; only the order of fp32 sums differs
     torch.testing.assert_close(plain(IDS), want, atol=1e-5, rtol=0)
@@ -153,6 +153,48 @@ def test_peft_adapters_that_compute_something_else_are_refused(
     folder = peft_folder(ernie, trained, tmp_path, **change)
     with pytest.raises(CheckpointError, match=said):
         read_adapter(folder, ernie)
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddle"])
+def test_an_adapted_router_survives_its_files(moe: nn.Module, trained, tmp_path: Path, layout: str) -> None:
+    settings = LoRASettings.resolve(rank=3, targets=["q_proj", "gate"])
+    model = trained(moe, settings)
+    write_adapter(tmp_path, adapter_of(model, settings), model, layout)
+    again = rebuilt(model)
+    read = read_adapter(tmp_path, again)
+    attach(again, read)
+    want, got = lora_state(model), lora_state(again)
+    assert sum(".router.lora.gate." in name for name in want) == 6
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_peft_is_told_of_parameters_where_there_are_experts(moe: nn.Module, trained, tmp_path: Path) -> None:
+    """Names of modules would become the routed experts' fused parameters, and the other MLPs would have no adapter."""
+    settings = LoRASettings.resolve(rank=3)
+    write_adapter(tmp_path, adapter_of(trained(moe, settings), settings), moe)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    linears = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
+    assert sorted(config["target_parameters"]) == sorted([*linears, "experts.gate_up_proj", "experts.down_proj"])
+    # gate and up are stacked there: twice the rank, the same scale
+    assert config["rank_pattern"] == {r"experts\.gate_up_proj": 6}
+    assert config["alpha_pattern"] == {r"experts\.gate_up_proj": 12}
+    stored = load_file(str(tmp_path / "adapter_model.safetensors"))
+    assert stored["base_model.model.model.layers.2.mlp.experts.5.up_proj.lora_B.weight"].shape == (24, 3)
+
+
+def test_parts_peft_cannot_leave_out_are_written_as_zeros_and_read_as_nothing(
+    moe: nn.Module, trained, tmp_path: Path
+) -> None:
+    settings = LoRASettings.resolve(rank=3, targets=["up_proj"])
+    adapter = adapter_of(trained(moe, settings), settings)
+    write_adapter(tmp_path, adapter, moe)
+    stored = load_file(str(tmp_path / "adapter_model.safetensors"))
+    for part in ("gate_proj", "down_proj"):
+        for side in "AB":
+            assert not stored[f"base_model.model.model.layers.1.mlp.experts.0.{part}.lora_{side}.weight"].any()
+    assert read_adapter(tmp_path, moe).updates.keys() == adapter.updates.keys()
 
 
 def test_a_pickled_adapter_is_refused_with_the_reason(paddle: Path, ernie: nn.Module, tmp_path: Path) -> None:

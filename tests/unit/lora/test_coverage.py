@@ -36,3 +36,30 @@ def test_the_table_has_at_most_eight_lines_of_screen_width(ernie: nn.Module) -> 
     lines = coverage_table(ernie).splitlines()
     assert len(lines) <= 8
     assert max(map(len, lines)) <= 100
+
+
+def test_a_model_with_experts_shows_each_group_with_every_expert_counted(moe: nn.Module) -> None:
+    inject(moe, LoRASettings.resolve(rank=4), seed=1)
+    rows = {row.group: row for row in coverage(moe)}
+    assert {g: (r.num_adapted, r.num_total) for g, r in rows.items()} == {
+        "attention": (16, 16),
+        "dense mlp": (3, 3),
+        "shared experts": (9, 9),
+        "routed experts": (72, 72),
+        "router": (0, 3),
+        "rest": (0, 0),
+    }
+    assert rows["routed experts"].trainable == 3 * 8 * 3 * 4 * (64 + 24)
+    assert sum(r.trainable for r in rows.values()) == sum(p.numel() for p in lora_state(moe).values())
+    assert sum(r.parameters for r in rows.values()) == sum(p.numel() for p in moe.parameters() if not p.requires_grad)
+    table = coverage_table(moe)
+    assert "not adapted: router, embeddings, norms, biases" in table
+    assert len(table.splitlines()) <= 10
+
+
+def test_groups_left_out_of_a_model_with_experts_are_named(moe: nn.Module) -> None:
+    inject(moe, LoRASettings.resolve(targets=["q_proj", "gate", r".*\.shared_experts\.down_proj"]), seed=1)
+    table = coverage_table(moe)
+    assert "k, v, o, dense mlp, shared experts gate/up, routed experts, embeddings" in table
+    assert next(line for line in table.splitlines() if "router" in line).split()[1:4] == ["gate", "3/3", "8"]
+    assert max(map(len, table.splitlines())) <= 110

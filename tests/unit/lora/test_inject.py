@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,54 @@ def test_a_meta_model_is_adapted_first_and_filled_later(paddle: Path, ernie: nn.
     reset_lora(model, seed=5)
     inject(ernie, LoRASettings.resolve(), seed=5)
     assert all(torch.equal(a, b) for a, b in zip(lora_state(model).values(), lora_state(ernie).values()))
+
+
+def test_a_fresh_adapter_changes_nothing_in_a_model_with_experts(moe: nn.Module) -> None:
+    before = moe(IDS)
+    inject(moe, LoRASettings.resolve(targets=[".*", "gate"]), seed=1)
+    assert torch.equal(moe(IDS), before)
+
+
+def test_every_adapter_of_chosen_experts_gets_a_gradient_and_no_expert_weight_has_one(moe: nn.Module, trained) -> None:
+    model = trained(moe, LoRASettings.resolve(targets=[".*", "gate"]))
+    ids = torch.arange(200).view(4, 50)  # enough for each expert to be chosen
+    model(ids).square().mean().backward()
+    for name, param in lora_state(model).items():
+        grads = param.grad.view(8, -1) if ".experts." in name else param.grad.view(1, -1)
+        assert (grads.abs().sum(1) > 0).all(), name
+    assert all(p.grad is None for n, p in model.named_parameters() if n not in lora_state(model))
+
+
+def test_each_expert_starts_from_values_of_its_own_name(paddle: Path) -> None:
+    """So that ranks which hold some experts draw the same ones, whatever the layout."""
+    folder = ModelFolder(paddle / "moe_old")
+    one, other = folder.build(), folder.build()
+    inject(one, LoRASettings.resolve(rank=4), seed=7)
+    inject(other, LoRASettings.resolve(rank=4, targets=["down_proj"]), seed=7)
+    values = lora_state(one)
+    assert all(torch.equal(values[name], value) for name, value in lora_state(other).items())
+    A = values["layers.2.mlp.experts.down.lora.down_proj.A"].view(8, 4, 24)
+    assert len({tuple(expert.flatten().tolist()) for expert in A}) == 8
+    assert A.abs().max() <= 24**-0.5
+    digest = hashlib.sha256(b"7/layers.2.mlp.experts.down.5.lora.down_proj.A").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    assert torch.equal(A[5], torch.empty(4, 24).uniform_(-(24**-0.5), 24**-0.5, generator=generator))
+
+
+def test_an_adapted_router_in_a_16_bit_model_has_adapters_of_the_models_dtype_and_fp32_answers(paddle: Path) -> None:
+    folder = ModelFolder(paddle / "moe_old")
+    model = folder.build().to(torch.bfloat16)
+    for layer in model.layers[1:]:
+        layer.mlp.router.float()
+    inject(model, LoRASettings.resolve(targets=["gate"]), seed=1)
+    router = model.layers[1].mlp.router
+    assert {p.dtype for p in lora_state(model).values()} == {torch.bfloat16}
+    torch.nn.init.normal_(router.lora["gate"].B)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    routing = router(x)
+    pair = router.lora["gate"]
+    weight = router.base.weight + pair.scale * pair.B.float() @ pair.A.float()
+    assert routing.logits.dtype == torch.float32
+    assert torch.equal(routing.logits, x.float() @ weight.t())
+    assert router.experts == 8
+    assert router.bias is router.base.bias

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from erniekit.lora.layers import SHARED, LoRALinear, Pair
+from erniekit.lora.layers import SHARED, LoRAExperts, LoRALinear, Pair
+from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.linear import FusedLinear
 
 PARTS = (("q_proj", 6), ("k_proj", 4), ("v_proj", 4))
@@ -47,7 +48,7 @@ def test_output_is_the_base_plus_each_projections_own_update(groups: dict[str, l
     pairs = {key: filled(tuple((p, sizes[p]) for p in parts), base) for key, parts in groups.items()}
     x = torch.randn(2, 3, 5)
     # one GEMM against three small ones: only the order of fp32 sums differs
-    torch.testing.assert_close(LoRALinear(base, "", pairs)(x), expected(base, pairs, x), atol=1e-5, rtol=0)
+    torch.testing.assert_close(LoRALinear(base, base.parts, pairs)(x), expected(base, pairs, x), atol=1e-5, rtol=0)
 
 
 def test_pairs_may_differ_in_rank_and_scale() -> None:
@@ -58,12 +59,12 @@ def test_pairs_may_differ_in_rank_and_scale() -> None:
         "v_proj": filled((("v_proj", 4),), base, rank=4, scale=3.0),
     }
     x = torch.randn(2, 3, 5)
-    torch.testing.assert_close(LoRALinear(base, "", pairs)(x), expected(base, pairs, x), atol=1e-5, rtol=0)
+    torch.testing.assert_close(LoRALinear(base, base.parts, pairs)(x), expected(base, pairs, x), atol=1e-5, rtol=0)
 
 
 def test_adapters_take_the_dtype_of_the_weight_they_are_on() -> None:
     base = nn.Linear(5, 6).to(torch.bfloat16)
-    module = LoRALinear(base, "o_proj", {"o_proj": filled((("o_proj", 6),), base)})
+    module = LoRALinear(base, (("o_proj", 6),), {"o_proj": filled((("o_proj", 6),), base)})
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert module(torch.randn(2, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
@@ -76,3 +77,47 @@ def test_a_starts_kaiming_uniform_and_b_at_zero() -> None:
     # 16384 draws: their standard deviation is within 2 % of the uniform's
     assert pair.A.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
     assert not pair.B.any()
+
+
+EXPERT_PARTS = (("gate_proj", 6), ("up_proj", 6))
+
+
+@pytest.mark.parametrize("sizes", [[3, 2, 4], [0, 9, 0], [1, 0, 5]])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"gate_proj": ["gate_proj"], "up_proj": ["up_proj"]},
+        {"up_proj": ["up_proj"]},
+        {SHARED: ["gate_proj", "up_proj"]},
+    ],
+)
+def test_each_expert_adds_its_own_update_and_all_gradients_are_those_of_dense_weights(
+    groups: dict[str, list[str]], sizes: list[int]
+) -> None:
+    """Against each expert's weight with its update put in, rank 3 (not what a kernel's tiles like) and 2 spare rows."""
+    torch.manual_seed(0)
+    base = ExpertLinear(3, 5, EXPERT_PARTS)
+    nn.init.normal_(base.weight).requires_grad_(False)
+    pairs = {key: Pair(tuple((p, 6) for p in parts), 3, 1.5, base.weight, experts=3) for key, parts in groups.items()}
+    for pair in pairs.values():
+        nn.init.normal_(pair.A), nn.init.normal_(pair.B)
+    module = LoRAExperts(base, base.parts, pairs)
+    rows = torch.randn(sum(sizes) + 2, 5, requires_grad=True)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    out = module(rows, ends)
+
+    weights = []
+    for e, weight in enumerate(base.weight.view(3, 12, 5)):
+        delta = dict.fromkeys(("gate_proj", "up_proj"), torch.zeros(6, 5))
+        for pair in pairs.values():
+            A, B = pair.A[3 * e : 3 * e + 3], pair.B.chunk(3)[e]
+            delta |= {p: 1.5 * b @ A for (p, _), b in zip(pair.parts, B.split(6))}
+        weights.append(weight + torch.cat([delta["gate_proj"], delta["up_proj"]]))
+    dense = [x @ w.t() for x, w in zip(rows.split([*sizes, 2]), weights)]
+    want = torch.cat([*dense, torch.zeros(2, 12)])
+    # two small products against one large: only the order of fp32 sums differs
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=0)
+    inputs = [rows, *(p for pair in pairs.values() for p in (pair.A, pair.B))]
+    upstream = torch.randn_like(out)
+    got, expected_grads = (torch.autograd.grad(y, inputs, upstream) for y in (out, want))
+    torch.testing.assert_close(got, expected_grads, atol=1e-4, rtol=1e-5)

@@ -44,6 +44,20 @@ def test_a_folded_model_has_plain_linears_and_the_same_logits(ernie: nn.Module, 
     torch.testing.assert_close(folded(IDS), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("settings", [{}, {"shared_a": True}, {"targets": ["up_proj", "gate"]}])
+def test_experts_are_folded_each_with_its_own_update_in_fp32(moe: nn.Module, trained, settings: dict) -> None:
+    model = trained(moe, LoRASettings.resolve(rank=3, **settings))
+    want, names, before = model(IDS), list(base_state(model)), moe.layers[2].mlp.experts.gate_up.weight.clone()
+    pairs = moe.layers[2].mlp.experts.gate_up.pairs()
+    key = "shared" if "shared" in pairs else "up_proj"
+    A, B = pairs[key].A[5 * 3 : 6 * 3], pairs[key].B.view(8, -1, 3)[5][-24:]
+    folded = fold(model)
+    assert list(folded.state_dict()) == names
+    torch.testing.assert_close(folded(IDS), want, atol=1e-4, rtol=0)
+    exact = torch.addmm(before[6 * 48 - 24 : 6 * 48], B, A, alpha=2.0)  # expert 5's rows of up
+    assert torch.equal(moe.layers[2].mlp.experts.gate_up.weight[6 * 48 - 24 : 6 * 48], exact)
+
+
 def test_row_updates_name_only_the_weights_an_adapter_touches(paddle: Path, ernie: nn.Module, trained) -> None:
     settings = LoRASettings.resolve(rank=3, targets=["v_proj", "down_proj"])
     adapter = adapter_of(trained(ernie, settings), settings)

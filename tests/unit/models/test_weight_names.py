@@ -16,6 +16,14 @@ SIZES = {
     "num_attention_heads": 4,
     "head_dim": 6,
 }
+EXPERTS = {
+    "moe_num_experts": 3,
+    "moe_k": 2,
+    "moe_intermediate_size": 4,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "num_nextn_predict_layers": 2,
+}
 VARIANTS = {
     "ernie_tied": {"model_type": "ernie4_5", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "ernie_untied_bias": {
@@ -36,6 +44,26 @@ VARIANTS = {
         "tie_word_embeddings": False,
         "use_bias": True,
     },
+    "ernie_moe": {
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 5,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "num_nextn_predict_layers": 2,
+    },
+    "ernie_moe_bare": {  # the 300B kind: no shared experts, its own head; here without a correction bias too
+        "model_type": "ernie4_5_moe",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "moe_num_experts": 3,
+        "moe_k": 1,
+        "moe_intermediate_size": 7,
+        "moe_use_aux_free": False,
+    },
     "llama": {"model_type": "llama", "num_key_value_heads": 2},
     "llama_tied": {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama_bias": {"model_type": "llama", "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
@@ -53,6 +81,16 @@ VARIANTS = {
         "fuse_attention_qkv": True,
         "fuse_attention_ffn": True,
     },
+    "moe": {"model_type": "ernie4_5_moe", "num_key_value_heads": 2, "tie_word_embeddings": True, **EXPERTS},
+    "moe_plain": {
+        "model_type": "ernie4_5_moe",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        **EXPERTS,
+        "moe_num_shared_experts": 0,
+        "moe_use_aux_free": False,
+        "num_nextn_predict_layers": 0,
+    },
 }
 
 
@@ -63,8 +101,10 @@ def model_and_entries(variant: str, layout: str):
     return spec.build(config), spec.names(config, layout)
 
 
-@pytest.mark.parametrize("layout", ["hf", "paddle"])
-@pytest.mark.parametrize("variant", VARIANTS)
+LAYOUTS = [(v, layout) for v in VARIANTS for layout in ("hf", "paddle", *(["hf_fused"] if "moe" in v else []))]
+
+
+@pytest.mark.parametrize(("variant", "layout"), LAYOUTS)
 def test_writing_and_reading_are_exact_inverses_for_every_tensor(variant, layout):
     model, entries = model_and_entries(variant, layout)
     for entry in entries:
@@ -72,8 +112,7 @@ def test_writing_and_reading_are_exact_inverses_for_every_tensor(variant, layout
         assert torch.equal(entry.read([t.contiguous() for t in entry.write(ours)]), ours), entry.ours
 
 
-@pytest.mark.parametrize("layout", ["hf", "paddle"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "layout"), LAYOUTS)
 def test_every_tensor_of_the_model_has_one_entry_and_no_name_is_used_twice(variant, layout):
     model, entries = model_and_entries(variant, layout)
     assert sorted(e.ours for e in entries if not e.copy_of) == sorted(model.state_dict())
@@ -134,7 +173,38 @@ def test_ernies_ungrouped_qkv_goes_head_by_head_and_its_grouped_one_in_blocks():
 def test_lora_targets_are_names_of_the_table():
     for kind in MODELS:
         spec = MODELS.get(kind)
-        variant = {"ernie4_5": "ernie_tied", "llama": "llama"}[kind]
+        variant = {"ernie4_5": "ernie_tied", "ernie4_5_moe": "ernie_moe", "llama": "llama"}[kind]
         _, entries = model_and_entries(variant, "hf")
         projections = {n.split(".")[-2] for e in entries for n in e.theirs}
         assert set(spec.lora_targets) <= projections
+
+
+def test_experts_are_stored_one_by_one_fused_and_in_paddles_way():
+    weight = torch.arange(3 * 8 * 12.0).view(24, 12)  # 3 experts, gate and up of 4 rows each
+    found = {}
+    for layout in ("hf", "hf_fused", "paddle"):
+        _, entries = model_and_entries("moe", layout)
+        found[layout] = next(e for e in entries if e.ours == "layers.1.mlp.experts.gate_up.weight")
+    mlp = "layers.1.mlp.experts"
+    assert found["hf"].theirs[:3] == tuple(
+        f"model.{mlp}.{name}.weight" for name in ("0.gate_proj", "0.up_proj", "1.gate_proj")
+    )
+    assert torch.equal(found["hf"].write(weight)[3], weight[12:16])  # expert 1's up
+    assert found["hf_fused"].theirs == (f"model.{mlp}.gate_up_proj",)
+    assert torch.equal(found["hf_fused"].write(weight)[0][1], weight[8:16])
+    assert found["paddle"].theirs[1] == f"ernie.{mlp}.1.up_gate_proj.weight"
+    assert torch.equal(found["paddle"].write(weight)[1], weight[8:16].t())
+
+
+def test_the_correction_bias_lives_elsewhere_in_fused_files():
+    names = {}
+    for layout in ("hf", "hf_fused", "paddle"):
+        _, entries = model_and_entries("moe", layout)
+        entry = next(e for e in entries if e.ours == "layers.1.mlp.router.bias")
+        names[layout] = entry.theirs[0]
+        assert entry.write(torch.zeros(3))[0].shape == (1, 3)
+    assert names == {
+        "hf": "model.layers.1.mlp.moe_statics.e_score_correction_bias",
+        "hf_fused": "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias",
+        "paddle": "ernie.layers.1.mlp.moe_statics.e_score_correction_bias",
+    }

@@ -16,7 +16,7 @@ class Section:
         plain = dict(
             pipeline_parallel_degree=1, data_parallel_degree=1, sharding_parallel_degree=1, context_parallel_degree=1,
             sep_parallel_degree=1, tensor_parallel_degree=1, sequence_parallel=False, sharding=(), virtual_pp_degree=1,
-            pp_seg_method=(),
+            pp_seg_method=(), expert_parallel_degree=1,
         )  # fmt: skip
         self.__dict__.update({**plain, **values})
 
@@ -74,3 +74,55 @@ def test_alone_every_decision_is_its_own_value() -> None:
     assert world.is_main
     assert (world.max(3), world.sum(2.5), world.gather("x"), world.broadcast("y")) == (3, 2.5, ["x"], "y")
     assert world.control is None
+
+
+# --- experts ---
+
+
+def test_experts_over_data_ranks_are_dealt_to_neighbours_and_the_rest_hold_copies() -> None:
+    layout = Layout(dp=2, fsdp=2, cp=2, tp=2, experts="data", ep=4)
+    assert (layout.expert_ranks, layout.expert_copies) == (4, 2)
+    places = [layout.expert_place(rank) for rank in range(16)]
+    assert places == [(data % 4, data // 4) for data in range(8) for _ in range(2)], "tensor-parallel ranks go together"
+    for rank in range(16):
+        place, copy = layout.expert_place(rank)
+        assert layout.expert_rank(place, copy, tp=layout.coords(rank)["tp"]) == rank
+
+
+def test_the_words_of_moe_group_say_which_ranks_experts_are_dealt_to() -> None:
+    section = Section(tensor_parallel_degree=2, sharding_parallel_degree=4, sequence_parallel=True)
+    got = {word: fit(8, layout_of(section, 8, word)) for word in ("mp", "ep", "world", "dummy")}
+    assert {word: layout.expert_ranks for word, layout in got.items()} == dict(mp=2, ep=4, world=8, dummy=1)
+    assert got["mp"].experts_over == "tp"
+    assert not got["mp"].experts_over_data
+    assert layout_of(Section(), 1, "mp").experts_over == "none", "one rank has all of them"
+
+
+def test_the_pretraining_recipes_put_experts_over_eight_of_the_sharding_ranks() -> None:
+    section = Section(pipeline_parallel_degree=12, sharding_parallel_degree=168, expert_parallel_degree=8)
+    layout = fit(2016, layout_of(section, 2016, "ep"))
+    assert (layout.expert_ranks, layout.expert_copies) == (8, 21)
+
+
+def test_a_degree_that_does_not_divide_the_data_ranks_is_refused_with_those_that_do() -> None:
+    with pytest.raises(PlanError, match="expert_parallel_degree=4 does not divide the 6") as caught:
+        fit(6, Layout(experts="data", ep=4))
+    assert "2 or 3 or 6" in caught.value.fix
+
+
+def test_experts_over_all_ranks_need_sequences_cut_over_the_tensor_parallel_ones() -> None:
+    with pytest.raises(PlanError, match="same tokens") as caught:
+        fit(4, Layout(tp=2, experts="world"))
+    assert "sequence_parallel: True" in caught.value.fix
+    assert fit(4, Layout(tp=2, experts="world", sequence_parallel=True)).expert_ranks == 4
+
+
+def test_more_ranks_than_experts_are_refused_with_a_degree_that_works() -> None:
+    with pytest.raises(PlanError, match="8 ranks for 6 experts") as caught:
+        check_model(Layout(dp=8, experts="data"), 12, 6)
+    assert "expert_parallel_degree: 4" in caught.value.fix
+
+
+def test_a_dense_model_passes_over_where_experts_would_go() -> None:
+    assert check_model(Layout(tp=2, experts="tp"), 12) == Layout(tp=2)
+    assert check_model(Layout(tp=2, experts="tp"), 12, 64).experts_over == "tp"

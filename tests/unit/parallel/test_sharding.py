@@ -8,7 +8,7 @@ import torch
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.models import MODELS
-from erniekit.models.config import DecoderConfig
+from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import head_share, share
@@ -41,10 +41,7 @@ def sharding(layout: Layout, heads: tuple[int, int] = (5, 1), tied: bool = True,
     return sharding_of(model, spec.plan, layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
-@pytest.mark.parametrize(("heads", "tied"), [((5, 1), True), ((20, 4), False), ((4, 4), True)])
-def test_holders_have_every_element_exactly_once(layout: Layout, heads: tuple[int, int], tied: bool) -> None:
-    table = sharding(layout, heads, tied)
+def check_holders(table: Sharding) -> None:
     for name in table.names():
         seen = torch.zeros(table.shape(name), dtype=torch.int64)
         for rank, boxes in table.holders(name):
@@ -56,11 +53,9 @@ def test_holders_have_every_element_exactly_once(layout: Layout, heads: tuple[in
         assert bool((seen == 1).all()), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
-def test_a_ranks_boxes_fill_its_local_tensor(layout: Layout) -> None:
-    table = sharding(layout)
+def check_boxes(table: Sharding) -> None:
     for name in table.names():
-        for rank in range(layout.size):
+        for rank in range(table.layout.size):
             if not table.holds(name, rank):
                 assert table.boxes(name, rank) == ()
                 continue
@@ -68,6 +63,83 @@ def test_a_ranks_boxes_fill_its_local_tensor(layout: Layout) -> None:
             for box in table.boxes(name, rank):
                 local[box.local_slices] += 1
             assert bool((local == 1).all()), (name, rank)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+@pytest.mark.parametrize(("heads", "tied"), [((5, 1), True), ((20, 4), False), ((4, 4), True)])
+def test_holders_have_every_element_exactly_once(layout: Layout, heads: tuple[int, int], tied: bool) -> None:
+    check_holders(sharding(layout, heads, tied))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
+def test_a_ranks_boxes_fill_its_local_tensor(layout: Layout) -> None:
+    check_boxes(sharding(layout))
+
+
+EXPERT_LAYOUTS = [
+    Layout(),
+    Layout(tp=3),
+    Layout(tp=4, experts="tp"),
+    Layout(tp=2, fsdp=2, cp=2, experts="tp"),
+    Layout(dp=4, experts="data"),
+    Layout(dp=4, experts="data", ep=2),
+    Layout(fsdp=4, experts="data", ep=2),
+    Layout(dp=2, fsdp=3, experts="data", ep=3, tp=2),
+    Layout(dp=2, cp=2, tp=3, experts="data"),
+    Layout(pp=2, fsdp=2, tp=2, experts="world", sequence_parallel=True),
+    Layout(dp=2, tp=3, experts="world", ep=2, sequence_parallel=True),
+]
+
+
+def moe_sharding(layout: Layout, mtp: int = 1) -> Sharding:
+    moe = MoEShape(experts=7, choices=2, width=11, shared_width=6, start=1, end=2)
+    config = DecoderConfig(
+        family="ernie4_5_moe", vocab_size=13, hidden_size=8, intermediate_size=10, num_layers=3, num_heads=2,
+        num_kv_heads=1, head_dim=4, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True,
+        max_positions=64, moe=moe, mtp_layers=mtp,
+    )  # fmt: skip
+    spec = MODELS.get("ernie4_5_moe")
+    with torch.device("meta"):
+        model = spec.build(config)
+        inject(model, LoRASettings.resolve(rank=2), seed=0)
+    return sharding_of(model, spec.plan, layout)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=lambda layout: layout.describe())
+def test_experts_have_every_element_exactly_once_and_fill_their_ranks(layout: Layout) -> None:
+    table = moe_sharding(layout)
+    check_holders(table)
+    check_boxes(table)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=lambda layout: layout.describe())
+def test_a_ranks_twin_is_the_first_that_holds_the_same(layout: Layout) -> None:
+    table = moe_sharding(layout)
+    for name in ("layers.1.mlp.experts.down.weight", "layers.1.mlp.experts.gate_up.lora.up_proj.B", "norm.weight"):
+        boxes = [table.boxes(name, rank) for rank in range(layout.size)]
+        for rank in range(layout.size):
+            twin = table.twin(name, rank)
+            assert twin <= rank
+            assert boxes[twin] == boxes[rank]
+
+
+def test_whole_experts_go_to_ranks_and_no_expert_is_on_two() -> None:
+    table = moe_sharding(Layout(dp=2, tp=2, experts="data"))
+    name = "layers.1.mlp.experts.gate_up.weight"
+    each = 2 * 11
+    rows = {
+        rank: {r for b in table.boxes(name, rank) for r in range(*b.global_slices[0].indices(999))} for rank in range(4)
+    }
+    assert {r // each for r in rows[0] | rows[1]} == {0, 1, 2, 3}, "7 experts: the first rank has one more"
+    assert {r // each for r in rows[2] | rows[3]} == {4, 5, 6}
+    assert not rows[0] & rows[1], "tensor-parallel ranks cut each of them"
+
+
+def test_layers_that_predict_further_tokens_are_on_the_last_stage() -> None:
+    table = moe_sharding(Layout(pp=2, virtual_stages=1))
+    names = [n for n in table.names() if n.startswith("mtp.")]
+    assert names
+    assert {table.pp_ranks_of(n) for n in names} == {(1,)}
 
 
 def test_query_heads_always_come_with_the_kv_heads_they_look_at() -> None:

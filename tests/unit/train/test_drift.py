@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from erniekit.parallel.mesh import Layout
-from erniekit.parallel.plan import heads, vocab
+from erniekit.parallel.plan import experts_in, heads, vocab
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.train import drift
 from erniekit.train.drift import ReplicaDrift, describe, fingerprint, fingerprints, replicated
@@ -119,6 +119,15 @@ def test_data_parallel_ranks_share_everything_and_sharded_ones_nothing() -> None
     assert blocks(Layout(), 0) == {}
     copies = blocks(Layout(dp=2, fsdp=2), 1)
     assert copies["embed.weight[32:64]"] == (1, 3), "the same shard in the other replica"
+
+
+def test_dealt_experts_are_shared_only_with_their_copies() -> None:
+    layout = Layout(dp=4, experts="data", ep=2)
+    shapes = {"norm.weight": (8,), "layers.0.mlp.experts.down.weight": (6 * 8, 4)}
+    parts = {"layers.0.mlp.experts.down": (("down_proj", 8),)}
+    table = Sharding(shapes, {"*.experts.down": experts_in()}, Heads(2, 1, 4), layout, 1, False, parts)
+    found = {str(block): block.ranks for block in replicated(table, 1)}
+    assert found == {"norm.weight": (0, 1, 2, 3), "layers.0.mlp.experts.down.weight[24:48]": (1, 3)}
 
 
 def test_tensor_parallel_ranks_share_norms_and_the_kv_head_both_need() -> None:

@@ -72,7 +72,8 @@ def _data_ranks(run: View) -> int:
 
 def global_batch_gives_accumulation(run: View) -> Iterator[Note]:
     want, batch, ranks = run["global_batch_size"], run["batch_size"], _data_ranks(run)
-    if want is None or run.given("gradient_accumulation_steps"):
+    kept = run["stage"] == "PT" and run.given("global_batch_size")  # whatever the accumulation was made for
+    if want is None or (run.given("gradient_accumulation_steps") and not kept):
         return
     steps = accumulation_for(want, batch, ranks, run.origin("global_batch_size"))
     reason = f"global_batch_size {want} / {batch * ranks}; fewer on more data ranks"

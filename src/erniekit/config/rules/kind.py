@@ -12,10 +12,29 @@ _ALGOS = {"fp8": "fp8linear", "wint8": "weight_only_int8", "wint4/8": "weight_on
 
 
 def pre_training_files_train_pt(run: View) -> Iterator[Note]:
-    if not run.given("stage") and (run.sources.sectioned or run["input_dir"]):
+    documents = run["input_dir"] or run["data_filelist"] or run["dataset_type"] == "pretrain"
+    if not run.given("stage") and (run.sources.sectioned or documents):
         yield from run.set("stage", "PT", "the recipe is of the pre-training form")
-        if not run.given("fine_tuning") and not run.given("lora"):
-            yield from run.set("fine_tuning", "Full", "pre-training trains every weight")
+    elif run["stage"] != "PT" and run["dataset_type"] == "pretrain":
+        raise ConfigError(
+            f"dataset_type is pretrain, stage is {run['stage']}", where=run.origin("dataset_type"), fix="stage: PT"
+        )
+
+
+def pre_training_trains_every_weight(run: View) -> Iterator[Note]:
+    if run["stage"] == "PT" and not run.given("fine_tuning") and not run.given("lora"):
+        yield from run.set("fine_tuning", "Full", "pre-training trains every weight")
+
+
+def scratch_means_no_weights(run: View) -> Iterator[Note]:
+    """Of ERNIE's pre-training; elsewhere a reader of ERNIEKit has a switch of that name."""
+    if run["stage"] == "PT" and run.wins("from_scratch", "continue_training"):
+        yield from run.set("continue_training", not run["from_scratch"], f"from_scratch is {run['from_scratch']}")
+
+
+def erniekit_documents_see_each_other(run: View) -> Iterator[Note]:
+    if run["stage"] == "PT" and run["compat"] == "erniekit" and not run.given("use_global_causal_attn"):
+        yield from run.set("use_global_causal_attn", True, "compat is erniekit: no masks between documents")
 
 
 def lora_word_means_fine_tuning(run: View) -> Iterator[Note]:

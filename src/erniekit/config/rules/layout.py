@@ -111,9 +111,39 @@ def interleaved_micro_batches_divide(run: View) -> tuple[Note, ...]:
     return ()
 
 
-def moe_group_decides_expert_parallel(run: View) -> Iterator[Note]:
-    if run["moe_group"] in ("data", "dp") and run["data_parallel_degree"] > 1:
-        yield from run.set("use_expert_parallel", True, f"moe_group is {run['moe_group']}")
+def experts_have_a_group(run: View) -> Iterator[Note]:
+    """A degree, or ERNIEKit's flag, alone means experts over data ranks."""
+    group, degree = run["moe_group"], run["expert_parallel_degree"]
+    if group not in ("dummy", "none"):
+        return
+    if run.given("moe_group") and degree > 1:
+        yield from run.remark("expert_parallel_degree", f"without effect: moe_group is {group}")
+    elif degree > 1:
+        yield from run.set("moe_group", "ep", f"expert_parallel_degree is {degree}")
+    elif run["use_expert_parallel"] and not run.given("moe_group"):
+        yield from run.set("moe_group", "data", "use_expert_parallel is True")
+
+
+def expert_degrees_fit_their_group(run: View) -> tuple[Note, ...]:
+    group, tp = run["moe_group"], run["tensor_parallel_degree"]
+    degree, inside = run["expert_parallel_degree"], run["expert_tensor_parallel_degree"]
+    over_tp = group in ("mp", "tp", "model")
+    if over_tp and degree > 1 and degree != tp:
+        raise ConfigError(
+            f"moe_group {group} deals experts to tensor_parallel_degree {tp} devices; "
+            f"expert_parallel_degree is {degree}",
+            where=run.origin("expert_parallel_degree"),
+            fix=f"leave it out, or moe_group: ep for {degree} of the devices that read different data",
+        )
+    cut_over = 1 if over_tp or group in ("world", "all") else tp
+    if inside > 1 and inside != cut_over:
+        raise ConfigError(
+            f"expert_tensor_parallel_degree is {inside}; with moe_group {group} and tensor_parallel_degree {tp} each "
+            f"expert is cut over {cut_over}",
+            where=run.origin("expert_tensor_parallel_degree"),
+            fix="leave it out, or make tensor_parallel_degree the same with moe_group: ep or dummy",
+        )
+    return ()
 
 
 def server_follows_tensor_parallel(run: View) -> Iterator[Note]:

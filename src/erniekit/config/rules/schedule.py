@@ -61,6 +61,10 @@ def min_lr_is_below_learning_rate(run: View) -> Iterator[Note]:
 
 
 def evaluation_needs_a_file(run: View) -> Iterator[Note]:
+    if run["stage"] == "PT":  # a part of its documents
+        if run["do_eval"] and run.given("eval_steps") and not run.given("evaluation_strategy"):
+            yield from run.set("evaluation_strategy", "steps", "do_eval is True and eval_steps is given")
+        return
     if run["stage"] not in ("SFT", "DPO"):  # the others bring their own evaluation data
         return
     if not run["eval_dataset_path"]:

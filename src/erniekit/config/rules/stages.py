@@ -32,6 +32,29 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
         yield from run.set("sft_loss_ratio", 1.0, "loss_type is orpo")
     if run["lora"]:
         yield from run.set("ref_model_update_steps", -1, "the reference is the model without adapters")
+    elif run["reference_free"] or kind in ("or", "simpo", "orpo"):
+        yield from run.set("ref_model_update_steps", -1, "there is no reference")
+    elif run["ref_model_update_steps"] > 0 and run["reference_logps"] == "cached":
+        raise ConfigError(
+            "reference_logps: cached keeps one reference, ref_model_update_steps changes it",
+            where=f"{run.origin('ref_model_update_steps')} and {run.origin('reference_logps')}",
+            fix="reference_logps: live",
+        )
+
+
+def preference_training_has_no_dropout(run: View) -> Iterator[Note]:
+    if run["stage"] == "DPO":
+        reason = "DPO: policy and reference must be one network; dropout would be noise between them"
+        yield from run.set("attention_probs_dropout_prob", 0.0, reason)
+        yield from run.set("dropout_warmup_steps", 0, "no dropout", quiet=True)
+
+
+def benchmark_only_trains(run: View) -> Iterator[Note]:
+    if run["stage"] == "DPO" and run["dpo_benchmark"]:
+        reason = "dpo_benchmark is True"
+        yield from run.set("evaluation_strategy", "no", reason)
+        yield from run.set("do_eval", False, reason, quiet=True)
+        yield from run.set("save_strategy", "no", reason)
 
 
 def vision_keys_follow(run: View) -> Iterator[Note]:

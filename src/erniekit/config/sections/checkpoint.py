@@ -14,7 +14,12 @@ class CheckpointSection:
     save_strategy: str = key("steps", "When to save.", choices=("no", "steps", "epoch"))
     save_total_limit: int | None = key(None, "Checkpoints kept, 2 or more; all when not given.", basic=True)
     keep_every: int = key(0, "Also keep every checkpoint whose step is a multiple of this; 0 is off.", low=0)
-    save_format: str = key("hf", "Layout of the weights written: hf, paddle.", choices=("hf", "paddle"), basic=True)
+    save_format: str = key(
+        "hf",
+        "Layout of the weights written: hf, paddle; hf_fused has all experts of a layer in one tensor.",
+        choices=("hf", "paddle", "hf_fused"),
+        basic=True,
+    )
     overwrite_output_dir: bool = key(False, "Start anew although output_dir holds a run; False resumes it.")
     resume_from_checkpoint: str | None = key(None, "Resume from this one; the newest whole one when not given.")
     override_resume: bool = key(False, "Resume although keys that decide the result have changed.")

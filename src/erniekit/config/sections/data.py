@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from erniekit.config.field import key
 
-_PT = "pre-training"
-
 
 @dataclass(frozen=True)
 class DataSection:
@@ -67,16 +65,24 @@ class DataSection:
     cache_dir: str | None = key(None, "Where tokenised files are kept; ~/.cache/erniekit when not given.")
     dataset_type: str = key(
         "iterable",
-        "map reads packs made beforehand, pretrain reads .bin/.idx.",
+        "pretrain is stage: PT by another name; map reads packs made beforehand, which is not in this version.",
         choices=("iterable", "map", "pretrain"),
         fixed=True,
-        later="packs made beforehand",
     )
     offline_dataset_path: str | None = key(None, "Folder of such packs.", later="packs made beforehand")
     split_multi_turn: bool = key(False, "One example per assistant turn.", fixed=True, later="one example per turn")
     encode_one_turn: bool = key(False, "Encode each turn on its own.", fixed=True, later="one example per turn")
-    use_template: bool = key(True, "Render with the chat template; False trains raw text.", fixed=True, later=_PT)
-    input_dir: str | None = key(None, "Pre-training data: weight prefix weight prefix ...", later=_PT)
-    split: str = key("950,50", "Its division into train, eval and test.", fixed=True, later=_PT)
-    data_filelist: str | None = key(None, "List of pre-training files.", later=_PT)
-    data_weights: str | None = key(None, "Their weights.", later=_PT)
+    use_template: bool = key(
+        True, "Render with the chat template; False trains raw text.", fixed=True, later="raw text"
+    )
+    input_dir: str | None = key(
+        None,
+        "Pre-training data that `erniekit data index` made: a prefix, a folder, or weight prefix weight prefix ...",
+    )
+    split: str = key(
+        "950,50", "Shares of its documents for training, evaluation and test; all are trained with eval_dataset_path.",
+        fixed=True,
+    )  # fmt: skip
+    eval_part: str = key("eval", "Which part of `split` is evaluated.", choices=("eval", "test"))
+    data_filelist: str | None = key(None, "Prefixes by commas, or a file of them, instead of input_dir.")
+    data_weights: str | None = key(None, "Their weights, likewise.")

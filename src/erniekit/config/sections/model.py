@@ -8,7 +8,6 @@ from typing import Any
 
 from erniekit.config.field import key
 
-_MTP = "multi-token prediction"
 _DROPOUT = "dropout"
 
 
@@ -23,6 +22,10 @@ class ModelSection:
     continue_training: bool = key(
         True, "Start from the model's weights; False starts from random weights of its config.", fixed=True
     )
+    from_scratch: bool = key(False, "continue_training: False, in ERNIE's pre-training form.")
+    initializer_range: float | None = key(
+        None, "Spread of random weights; that of config.json when not given.", low=0, fixed=True
+    )
     attention: str = key(
         "auto",
         "Attention kernel; all give the same result and never look across documents.",
@@ -34,18 +37,24 @@ class ModelSection:
         None, "Tokenizer folder; the model's own when not given.", also=("tokenizer", "tokenizer_name_or_path")
     )
     model_config: Mapping[str, Any] | None = key(
-        None, "Values that replace those of config.json.", fixed=True, later="pre-training"
+        None, "Values that replace those of config.json; model_config.NAME=VALUE for one of them.", fixed=True
     )
     use_global_causal_attn: bool = key(
-        False, "Attend across the documents of a pack.", fixed=True, later="pre-training"
+        False, "Pre-training: attend across the documents of a row, as ERNIEKit does.", fixed=True
     )
     hidden_dropout_prob: float = key(0.0, "Dropout on hidden states.", low=0, high=1, fixed=True, later=_DROPOUT)
     attention_probs_dropout_prob: float = key(0.0, "Dropout on attention.", low=0, high=1, fixed=True, later=_DROPOUT)
     dropout_warmup_steps: int = key(0, "Steps over which dropout grows from 0.", low=0, fixed=True, later=_DROPOUT)
-    num_nextn_predict_layers: int = key(0, "Extra layers that predict further tokens.", low=0, later=_MTP)
-    multi_token_pred_lambda: float = key(0.3, "Weight of their loss.", low=0, later=_MTP)
-    use_recompute_mtp: bool = key(False, "Recompute them in the backward pass.", later=_MTP)
-    enable_mtp_magic_send: bool = key(False, "Send their inputs once per pipeline.", later=_MTP)
+    num_nextn_predict_layers: int = key(
+        0,
+        "Train the model's layers that predict further tokens: how many it has; 0 keeps them as they are.",
+        low=0,
+        fixed=True,
+    )
+    multi_token_pred_lambda: float = key(
+        0.3, "Weight of their loss; never in the loss that is told.", low=0, fixed=True
+    )
+    use_recompute_mtp: bool = key(False, "Compute them again in the backward pass, for less memory.")
     max_position_embeddings: int | None = key(
         None, "Longest position; the model's own when not given.", low=1, later="vision"
     )

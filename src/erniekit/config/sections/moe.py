@@ -1,4 +1,4 @@
-"""Mixture-of-experts models. Declared for the recipes that carry it; dense models pass over every key here."""
+"""Mixture-of-experts models. Read by recipes/experts.py; dense models pass over every key here."""
 
 from __future__ import annotations
 
@@ -6,40 +6,53 @@ from dataclasses import dataclass
 
 from erniekit.config.field import key
 
-_MOE = "mixture of experts"
-
 
 @dataclass(frozen=True)
 class MoeSection:
     moe_group: str = key(
         "dummy",
-        "Devices the experts are spread over.",
+        "Devices whole experts are dealt to: mp (tp, model) the tensor-parallel ones; ep (data, dp) those that read "
+        "different data, expert_parallel_degree of them; world (all) both. dummy (none) deals out none.",
         choices=("dummy", "mp", "tp", "model", "data", "dp", "ep", "world", "all", "none"),
-        later=_MOE,
     )
     moe_multimodal_dispatch_use_allgather: str = key(
-        "v2-alltoall-unpad", "How tokens travel to experts; empty is the classic all-to-all.", later=_MOE
+        "v2-alltoall-unpad",
+        "How tokens reach experts on other devices: empty or with the word alltoall each goes only where its experts "
+        "are; any other word gathers all tokens everywhere.",
     )
-    moe_gate: str = key("top2_fused", "Router.", later=_MOE)
-    moe_aux_loss_lambda: float = key(1e-5, "Weight of the balance loss.", low=0, fixed=True, later=_MOE)
+    moe_aux_loss_lambda: float = key(
+        1e-5, "Weight of the loss that evens out the experts' use; never in the loss that is told.", low=0, fixed=True
+    )
     moe_orthogonal_loss_lambda: float = key(
-        0.0, "Weight of the router's orthogonal loss.", low=0, fixed=True, later=_MOE
+        0.0, "Weight of the loss that keeps the router's directions apart.", low=0, fixed=True
     )
-    moe_z_loss_lambda: float = key(0.0, "Weight of the router's z-loss.", low=0, fixed=True, later=_MOE)
+    moe_z_loss_lambda: float = key(0.0, "Weight of the loss that keeps the router's logits small.", low=0, fixed=True)
     moe_use_aux_free: bool | None = key(
-        None, "Balance by a bias on the router; the model's own choice when not given.", fixed=True, later=_MOE
+        None,
+        "Choose experts with the bias that evens out their use; the model's own way when not given. False routes "
+        "otherwise than the model was released.",
+        fixed=True,
     )
-    moe_use_aux_free_update_coef: float = key(1e-3, "Step of that bias.", low=0, fixed=True, later=_MOE)
-    moe_use_hard_gate: bool = key(False, "Route text and images to experts of their own.", fixed=True, later=_MOE)
-    moe_group_experts: bool = key(False, "Choose experts within groups.", fixed=True, later=_MOE)
+    moe_use_aux_free_update_coef: float = key(
+        1e-3,
+        "How far that bias moves after each step: in pre-training, in full fine-tuning where it is given, never with "
+        "LoRA.",
+        low=0,
+        fixed=True,
+    )
+    moe_use_hard_gate: bool = key(False, "Route text and images to experts of their own.", fixed=True, later="vision")
+    moe_group_experts: bool = key(False, "Choose experts within groups.", fixed=True, later="grouped experts")
     moe_gate_lr_ratio: float | None = key(
-        None, "Learning rate of the router as a share.", low=0, fixed=True, later=_MOE
+        None, "Learning rate of the router as a share of the others'.", low=0, fixed=True
     )
-    moe_dropout_prob: float = key(0.0, "Dropout inside experts.", low=0, high=1, fixed=True, later=_MOE)
-    moe_with_send_router_loss: bool = key(False, "Carry router losses along the pipeline.", later=_MOE)
-    use_moe: bool = key(False, "Says that the model has experts.", later=_MOE)
-    use_recompute_moe: bool = key(False, "Recompute experts in the backward pass.", later=_MOE)
-    use_ortho_loss_callback: bool = key(False, "Apply the orthogonal loss once a step.", fixed=True, later=_MOE)
+    moe_dropout_prob: float = key(0.0, "Dropout inside experts.", low=0, high=1, fixed=True, later="dropout")
+    use_recompute_moe: bool = key(
+        False, "Compute experts again in the backward pass; recompute: True with full granularity does it anyway."
+    )
     train_moe_only: int | None = key(None, "Train the experts alone.", fixed=True, later="partial training")
-    expert_max_capacity: int = key(2**32, "Most tokens per expert.", low=1, fixed=True, later=_MOE)
-    expert_min_capacity: int = key(1, "Fewest tokens per expert.", low=0, fixed=True, later=_MOE)
+    expert_max_capacity: int = key(
+        2**32, "Most tokens an expert takes of a micro-batch; the others go without it.", low=1, fixed=True
+    )
+    expert_min_capacity: int = key(
+        1, "Fewest it has room for, where the model's config.json limits experts (moe_capacity).", low=0, fixed=True
+    )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from erniekit.config.field import key
 from erniekit.config.inert import WORDS
 
-_EXPERTS = "experts over several devices"
 _WORDS = "Words of ERNIEKit's {}, accepted; `erniekit config` says what each of yours does here."
 
 
@@ -86,6 +85,12 @@ class ParallelSection:
     sharding_parallel_config: tuple[str, ...] = key(
         (), _WORDS.format("sharding"), idle=WORDS["sharding_parallel_config"]
     )
-    expert_parallel_degree: int = key(1, "Devices the experts are dealt to.", low=-1, later=_EXPERTS)
-    expert_tensor_parallel_degree: int = key(1, "Devices one expert is cut over.", low=-1, later=_EXPERTS)
-    use_expert_parallel: bool = key(False, "Experts over data-parallel devices.", later=_EXPERTS)
+    expert_parallel_degree: int = key(
+        1,
+        "Devices that together hold all experts, of those moe_group names; 1 takes all. The others hold copies.",
+        low=-1,
+    )
+    expert_tensor_parallel_degree: int = key(
+        1, "Devices one expert is cut over: tensor_parallel_degree, unless moe_group deals experts to those.", low=-1
+    )
+    use_expert_parallel: bool = key(False, "moe_group: data under another name.")

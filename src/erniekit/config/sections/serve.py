@@ -1,4 +1,4 @@
-"""Generation, and the server that is to come. Read by `erniekit chat`."""
+"""Generation and serving. Read by `erniekit chat` and `erniekit server`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from erniekit.config.field import key
-
-_SERVER = "server"
 
 
 @dataclass(frozen=True)
@@ -23,21 +21,38 @@ class ServeSection:
     stream: bool = key(True, "Show the answer as it comes.")
     enable_thinking: bool = key(False, "Let a thinking model think first.")
     max_model_len: int = key(2048, "Longest prompt and answer together.", low=1, basic=True)
-    stream_options: Mapping[str, Any] | None = key(None, "Of the OpenAI interface.", later=_SERVER)
-    host: str = key("127.0.0.1", "Address to listen on.", later=_SERVER)
-    port: int = key(8188, "Port to listen on.", low=0, high=65535, later=_SERVER)
-    metrics_port: int = key(8001, "Port of the metrics.", low=0, high=65535, later=_SERVER)
-    engine_worker_queue_port: int = key(8002, "Port of the engine's queue.", low=0, high=65535, later=_SERVER)
-    server_tp_degree: int = key(1, "Devices one model is spread over; tensor_parallel_degree.", later=_SERVER)
-    max_num_seqs: int = key(8, "Requests at once.", low=1, later=_SERVER)
-    max_num_batched_tokens: int = key(384, "Tokens per engine step.", low=1, later=_SERVER)
-    gpu_memory_utilization: float = key(0.9, "Share of GPU memory to use.", low=0, high=1, later=_SERVER)
-    block_size: int = key(64, "Tokens per cache block.", low=1, later=_SERVER)
-    kv_cache_ratio: float = key(0.75, "Share of the cache for prompts.", low=0, high=1, later=_SERVER)
-    use_warmup: int = key(0, "Warm up before the first request.", later=_SERVER)
-    quantization: str | None = key(None, "Weights on the server: wint4 or wint8.", later=_SERVER)
-    load_choices: str | None = key(None, "Weight loader of the engine.", later=_SERVER)
-    tool_call_parser: str | None = key(None, "Reads tool calls from answers.", later=_SERVER)
-    reasoning_parser: str | None = key("ernie-45-vl", "Reads thoughts from answers.", later=_SERVER)
-    enable_mm: bool = key(False, "Take images and video.", later=_SERVER)
-    limit_mm_per_prompt: Mapping[str, Any] | None = key(None, "Most images and videos per prompt.", later=_SERVER)
+    stream_options: Mapping[str, Any] | None = key(None, "Of the OpenAI interface.", later="server")
+    engine: str = key(
+        "auto",
+        "What answers: transformers is in this process; the others are started as programs of their own.",
+        choices=("auto", "transformers", "vllm", "sglang", "fastdeploy"),
+        basic=True,
+    )
+    engine_python: str | None = key(None, "The Python that has the engine installed; this one when not given.")
+    engine_args: tuple[str, ...] = key((), "More words for an engine that is started, passed on as they are.")
+    host: str = key("127.0.0.1", "Address to listen on; others than this machine need a key.")
+    port: int = key(8188, "Port to listen on; 0 takes a free one.", low=0, high=65535, basic=True)
+    served_model_name: str | None = key(None, "What clients call the model; its folder's name when not given.")
+    lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True)
+    api_key_file: str | None = key(
+        None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same."
+    )
+    allow_unauthenticated: bool = key(False, "Listen to other machines without a key.")
+    max_queue: int = key(64, "Requests that may wait; more are told to come back.", low=0)
+    request_timeout: float = key(600.0, "Seconds an answer may take, waiting included.", low=0.1)
+    drain_timeout: float = key(25.0, "Seconds running answers may go on after SIGTERM.", low=0)
+    metrics_port: int = key(8001, "Port of the metrics (fastdeploy); else they are at /metrics.", low=0, high=65535)
+    engine_worker_queue_port: int = key(8002, "Port of the engine's queue (fastdeploy).", low=0, high=65535)
+    server_tp_degree: int = key(1, "Devices one model is spread over; tensor_parallel_degree.")
+    max_num_seqs: int = key(8, "Requests at once.", low=1)
+    max_num_batched_tokens: int = key(384, "Tokens of prompts per engine step.", low=1)
+    gpu_memory_utilization: float = key(0.9, "Share of GPU memory to use.", low=0, high=1)
+    block_size: int = key(64, "Tokens per cache block.", low=1)
+    kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
+    use_warmup: int = key(0, "Answer once before the first request.")
+    quantization: str | None = key(None, "Weights on the server: wint4 or wint8 (fastdeploy), or the engine's words.")
+    load_choices: str | None = key(None, "Weight loader (fastdeploy).")
+    tool_call_parser: str | None = key(None, "Reads tool calls from answers (engines that are started).")
+    reasoning_parser: str | None = key("ernie-45-vl", "Reads thoughts from answers (engines that are started).")
+    enable_mm: bool = key(False, "Take images and video (engines that are started).")
+    limit_mm_per_prompt: Mapping[str, Any] | None = key(None, "Most images and videos per prompt.")

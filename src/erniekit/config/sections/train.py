@@ -13,7 +13,7 @@ _INTERVALS = ("no", "steps", "epoch")
 class TrainSection:
     stage: str = key(
         "SFT",
-        "What to train; SFT today.",
+        "SFT on conversations, DPO on pairs, PT on text.",
         choices=("SFT", "DPO", "PT", "VL-SFT", "OCR-VL-SFT"),
         basic=True,
         fixed=True,
@@ -39,7 +39,10 @@ class TrainSection:
         "no", "When to evaluate: no, steps, epoch.", also=("eval_strategy",), choices=_INTERVALS, basic=True
     )
     eval_steps: int | None = key(None, "Steps between evaluations.", low=1, basic=True)
-    max_evaluate_steps: int = key(-1, "At most so many evaluation batches; -1 takes all.", low=-1)
+    max_evaluate_steps: int = key(-1, "At most so many evaluation batches; -1 takes all.", also=("eval_iters",), low=-1)
+    eval_tasks: tuple[str, ...] = key(
+        (), "Benchmarks of lm-evaluation-harness for `eval`.", also=("tasks",), commas=True
+    )
     minimum_eval_times: int | None = key(None, "Evaluate at least so often.", low=1)
     early_stopping_patience: int = key(0, "Stop after so many evaluations without improvement; 0 never stops.", low=0)
     early_stopping_threshold: float = key(0.0, "How much counts as an improvement.", low=0)

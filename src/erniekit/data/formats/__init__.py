@@ -1,6 +1,7 @@
-"""Dataset formats: the FORMATS table, which format a file has, and its rows as conversations or problems.
+"""Dataset formats: their tables, which format a file has, and its rows as conversations, pairs or problems.
 
-Called by the token cache (`rows` in one process, `parse` in its workers), by doctor and by `erniekit data`.
+Called by the token cache (`rows` in one process, `parse` and `parse_pair` in its workers), by doctor and by
+`erniekit data`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from erniekit.data.formats.fields import BadRow, is_preference
+from erniekit.data.formats.fields import BadRow, is_preference, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, decode, rows
+from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, Problem
 from erniekit.errors import DataError
 from erniekit.registry import Registry
 
-__all__ = ["FORMATS", "MAX_ROW_BYTES", "Detected", "Raw", "detect", "parse", "read", "rows"]
+__all__ = [
+    "FORMATS",
+    "MAX_ROW_BYTES",
+    "PREFERENCE_FORMATS",
+    "Detected",
+    "Raw",
+    "detect",
+    "parse",
+    "parse_pair",
+    "read",
+    "rows",
+]
+
+T = TypeVar("T")
 
 # A format is `conversations(row, compat) -> list[Conversation]`; it raises BadRow for a row it cannot use.
 FORMATS = Registry(
@@ -32,7 +47,16 @@ FORMATS = Registry(
         "chatml": "erniekit.data.formats.chatml:conversations",
     },
 )
-PREFERENCE = "preference"  # what detect() calls rows with two answers to compare
+# For rows with two answers to compare: `preference(row, compat) -> Preference`.
+PREFERENCE_FORMATS = Registry(
+    "dataset type",
+    {
+        "erniekit": "erniekit.data.formats.erniekit:preference",
+        "alpaca": "erniekit.data.formats.alpaca:preference",
+        "messages": "erniekit.data.formats.messages:preference",
+        "chatml": "erniekit.data.formats.messages:preference",
+    },
+)
 _LOOK_AT = 50  # rows
 _ELSEWHERE = {
     "text_info": "image and video rows; they need stage VL-SFT",
@@ -43,8 +67,9 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Detected:
-    format: str  # a name in FORMATS, or "preference"
+    format: str  # a name in FORMATS and PREFERENCE_FORMATS
     why: str
+    preference: bool = False  # rows hold two answers to compare: data for stage DPO
 
 
 @functools.cache
@@ -52,15 +77,38 @@ def _reader(format: str) -> Callable[[Any, bool], list[Conversation]]:
     return FORMATS.get(format)
 
 
+@functools.cache
+def _pair_reader(format: str) -> Callable[[Any, bool], Preference]:
+    return PREFERENCE_FORMATS.get(format)
+
+
 def parse(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> list[Conversation] | Problem:
     """One raw row as its training conversations (several for tool rows). Depends on nothing but its arguments."""
-    if isinstance(raw, Problem):
-        return raw
-    try:
-        row = decode(raw)
+
+    def conversations(row: Any) -> list[Conversation]:
         if isinstance(row, dict) and is_preference(row):
             raise BadRow("preference", "the row holds two answers to compare: preference data needs `stage: DPO`")
         return _reader(format)(row, compat)
+
+    return _parsed(raw, line_no, path, conversations)
+
+
+def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | Problem:
+    """One raw row as the pair of answers it compares. Depends on nothing but its arguments."""
+
+    def pair(row: Any) -> Preference:
+        if isinstance(row, dict) and not is_preference(row):
+            require(row, *(("response", "sort") if format == "erniekit" else ("chosen", "rejected")))
+        return _pair_reader(format)(row, compat)
+
+    return _parsed(raw, line_no, path, pair)
+
+
+def _parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | Problem:
+    if isinstance(raw, Problem):
+        return raw
+    try:
+        return read(decode(raw))
     except BadRow as bad:
         return Problem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
@@ -88,8 +136,8 @@ def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[
 
 def detect(path: str | Path) -> Detected:
     """The format of the first rows, by their fields. DataError when they fit none."""
-    seen: Counter[str] = Counter()
-    why: dict[str, str] = {}
+    seen: Counter[tuple[str, bool]] = Counter()
+    found: dict[tuple[str, bool], Detected] = {}
     example, count = "", 0
     for _, raw in islice(rows(path), _LOOK_AT):
         count += 1
@@ -102,8 +150,8 @@ def detect(path: str | Path) -> Detected:
             continue
         guess = _guess(row)
         if guess:
-            seen[guess.format] += 1
-            why[guess.format] = guess.why
+            seen[guess.format, guess.preference] += 1
+            found[guess.format, guess.preference] = guess
         elif not example:
             example = _describe(row)
     if not count:
@@ -115,8 +163,9 @@ def detect(path: str | Path) -> Detected:
             fix="give train_dataset_type / eval_dataset_type: " + ", ".join(FORMATS),
         )
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
-    best = "chatml" if seen["chatml"] and not seen.keys() - {"chatml", "messages"} else seen.most_common(1)[0][0]
-    return Detected(best, why[best])
+    tools = ("chatml", False)
+    alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
+    return found[tools if alone else seen.most_common(1)[0][0]]
 
 
 def _guess(row: Any) -> Detected | None:
@@ -127,8 +176,7 @@ def _guess(row: Any) -> Detected | None:
     if not isinstance(row, dict):
         return None
     if is_preference(row):
-        fields = "`chosen` and `rejected`" if "chosen" in row else "`response` and `sort`"
-        return Detected(PREFERENCE, f"rows have {fields}: preference data, needs `stage: DPO`")
+        return _guess_pair(row)
     if "src" in row:
         return Detected("erniekit", "rows have `src` and `tgt`")
     if "messages" in row:
@@ -140,6 +188,17 @@ def _guess(row: Any) -> Detected | None:
     if "instruction" in row or ("output" in row and "input" in row):
         return Detected("alpaca", "rows have `instruction` and `output`")
     return None
+
+
+def _guess_pair(row: dict[str, Any]) -> Detected:
+    if row.get("response") is not None and row.get("sort") is not None:
+        format, fields = "erniekit", "`response` and `sort`"
+    else:
+        chosen = row.get("chosen")
+        said = chosen[0] if isinstance(chosen, list) and chosen else chosen
+        listed = isinstance(said, dict) or any(isinstance(row.get(field), list) for field in ("messages", "prompt"))
+        format, fields = "messages" if listed else "alpaca", "`chosen` and `rejected`"
+    return Detected(format, f"rows have {fields}: preference data, for `stage: DPO`", preference=True)
 
 
 def _describe(row: Any) -> str:

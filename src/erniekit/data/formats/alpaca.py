@@ -1,30 +1,55 @@
 """The `alpaca` format: `instruction`, `input`, `output`, optional `system` and `history` of (user, assistant) pairs.
 
-Called through the FORMATS table. `compat` joins instruction and input without a separator and ignores history.
+Preference rows have `chosen` and `rejected` for `output`. Called through the tables of formats/. `compat` joins
+instruction and input without a separator and ignores history.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from erniekit.data.formats import pairs
 from erniekit.data.formats.erniekit import build
 from erniekit.data.formats.fields import BadRow, named, require, text
+from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation
+
+_ASKED = ("instruction", "question", "prompt")  # what preference sets call the same field
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `instruction` and `output`, not {named(row)}")
-    parts = [text(row[key], key, empty=True) for key in ("instruction", "input") if row.get(key) is not None]
-    question = ("" if compat else "\n").join(part for part in parts if part)
-    if not question.strip():
-        require(row, "instruction")
-        raise BadRow("empty_text", "`instruction` and `input` are empty")
+    question = _question(row, "instruction", compat)
     require(row, "output")
     past = [] if compat else _history(row.get("history"))
     questions = [pair[0] for pair in past] + [question]
     answers = [pair[1] for pair in past] + [text(row["output"], "output")]
     return [build(row.get("system"), questions, answers, [True] * len(answers), compat)]
+
+
+def preference(row: Any, compat: bool) -> Preference:
+    if not isinstance(row, dict):
+        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
+    asked = next((field for field in _ASKED if row.get(field) is not None), "instruction")
+    question = _question(row, asked, compat)
+    require(row, "chosen", "rejected")
+    past = [] if compat else _history(row.get("history"))
+    return Preference(
+        pairs.prompt(row.get("system"), [*(pair[0] for pair in past), question], [pair[1] for pair in past], compat),
+        pairs.answer(row["chosen"], "chosen", compat),
+        pairs.answer(row["rejected"], "rejected", compat),
+        score_delta=pairs.score_delta(row, compat),
+    )
+
+
+def _question(row: dict[str, Any], asked: str, compat: bool) -> str:
+    parts = [text(row[key], key, empty=True) for key in (asked, "input") if row.get(key) is not None]
+    question = ("" if compat else "\n").join(part for part in parts if part)
+    if not question.strip():
+        require(row, asked)
+        raise BadRow("empty_text", f"`{asked}` and `input` are empty")
+    return question
 
 
 def _history(value: Any) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The `erniekit` format: `src` and `tgt` lists, optional `system`, `label`, `is_system`; or `messages` rows.
 
-Called through the FORMATS table. Validation is ERNIEKit's: what it skipped as invalid is a bad row here.
+Preference rows have one `src` more than `tgt`, two `response`s and how they `sort`. Called through the tables of
+formats/. Validation is ERNIEKit's: what it skipped as invalid is a bad row here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from erniekit.data.formats import messages as messages_format
-from erniekit.data.formats.fields import BadRow, flags, require, text, texts
+from erniekit.data.formats import pairs
+from erniekit.data.formats.fields import BadRow, flags, named, require, text, texts
+from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, Message
 
 
@@ -39,3 +42,43 @@ def build(system: Any, questions: list[str], answers: list[str], trained: list[b
         said.append(Message("user", question.strip()))
         said.append(Message("assistant", answer.strip(), trained=train))
     return Conversation(tuple(said))
+
+
+def preference(row: Any, compat: bool) -> Preference:
+    if not isinstance(row, dict) or ("chosen" in row and "src" not in row):
+        return messages_format.preference(row, compat)
+    require(row, "src", "response", "sort")
+    questions = texts(row["src"], "src")
+    answers = texts(row["tgt"], "tgt") if row.get("tgt") else []
+    if len(questions) != len(answers) + 1:
+        raise BadRow(
+            "length_mismatch",
+            f"`src` has {len(questions)} entries and `tgt` {len(answers)}; `src` needs one more than `tgt`, "
+            "the question that `response` answers",
+        )
+    better, worse, delta = _ranked(row)
+    system = row.get("system")
+    if row.get("is_system") == 1:
+        system, questions, answers = questions[0], questions[1:], answers[1:]
+        if not questions:
+            raise BadRow("no_question", "`is_system` is 1 and `src` holds nothing but the system text")
+    return Preference(
+        pairs.prompt(system, questions, answers, compat),
+        pairs.answer(row["response"][better], f"response[{better}]", compat),
+        pairs.answer(row["response"][worse], f"response[{worse}]", compat),
+        score_delta=1.0 if compat else delta,
+    )
+
+
+def _ranked(row: dict[str, Any]) -> tuple[int, int, float]:
+    """Which response is better, which is worse, and by how much."""
+    for field in ("response", "sort"):
+        value = row[field]
+        if not isinstance(value, list):
+            raise BadRow("wrong_type", f"`{field}` must be a list of two, not {named(value)}")
+        if len(value) != 2:
+            raise BadRow("length_mismatch", f"`{field}` must have two entries, it has {len(value)}")
+    first, second = (pairs.number(value, f"sort[{i}]") for i, value in enumerate(row["sort"]))
+    if first == second:
+        raise BadRow("tie", f"`sort` gives both responses {first:g}; the better one needs the higher number")
+    return (0, 1, first - second) if first > second else (1, 0, second - first)

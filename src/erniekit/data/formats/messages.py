@@ -1,14 +1,18 @@
 """The `messages` format: OpenAI-style lists of {role, content}, with `weight`/`train` per message or `label` per row.
 
-Called through the FORMATS table, and by the erniekit and chatml formats for the same lists.
+Preference rows have the prompt in `messages` (or `prompt`), and `chosen` and `rejected`; or these two as whole
+conversations. Called through the tables of formats/, and by the erniekit and chatml formats for the same lists.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from erniekit.data.formats import pairs
 from erniekit.data.formats.fields import BadRow, flag, flags, named, require, text
+from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -51,6 +55,50 @@ def read_messages(row: Any) -> tuple[Message, ...]:
         trained = iter(flags(row["label"], "label", count, "assistant messages"))
         said = [Message(m.role, m.content, next(trained), m.tool_calls) if m.role == "assistant" else m for m in said]
     return tuple(said)
+
+
+def preference(row: Any, compat: bool) -> Preference:
+    if not isinstance(row, dict):
+        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
+    require(row, "chosen", "rejected")
+    answers = {field: _answer(row[field], field, compat) for field in ("chosen", "rejected")}
+    if all(said[0].role != "assistant" for said in answers.values()):  # whole conversations
+        for field, said in answers.items():
+            _check_order(said, [f"{field}[{i}]" for i in range(len(said))], field)
+        prompt, chosen, rejected = _common(*answers.values())
+    else:
+        asked = "messages" if row.get("messages") is not None else "prompt"
+        require(row, asked)
+        given = row[asked] if isinstance(row[asked], list) else [{"role": "user", "content": row[asked]}]
+        prompt = [_message(item, f"{asked}[{i}]") for i, item in enumerate(given)]
+        places = [f"{asked}[{i}]" for i in range(len(prompt))]
+        for field, said in answers.items():
+            _check_order([*prompt, *said], places + [f"{field}[{i}]" for i in range(len(said))], field)
+        chosen, rejected = answers.values()
+    if prompt[0].role == "system" and not prompt[0].content:
+        prompt = prompt[1:]
+    return Preference(tuple(prompt), tuple(chosen), tuple(rejected), read_tools(row), pairs.score_delta(row, compat))
+
+
+def _answer(value: Any, field: str, compat: bool) -> list[Message]:
+    """A text, texts in turn, one message, or a list of messages."""
+    if isinstance(value, dict):
+        return [_message(value, field)]
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return [_message(item, f"{field}[{i}]") for i, item in enumerate(value)]
+    return list(pairs.answer(value, field, compat))
+
+
+def _common(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
+    """Two whole conversations: what they begin with alike, through its last question, and how each goes on."""
+    end = 0
+    while end < min(len(chosen), len(rejected)) - 1 and chosen[end] == rejected[end]:
+        end += 1
+    while end and chosen[end - 1].role not in ("user", "tool"):
+        end -= 1
+    if not end:
+        raise BadRow("no_question", "`chosen` and `rejected` do not begin with the same question")
+    return chosen[:end], chosen[end:], rejected[end:]
 
 
 def read_tools(row: Any) -> tuple[dict[str, Any], ...]:
@@ -130,8 +178,11 @@ def _checked(value: Any, field: str) -> Any:
     return value
 
 
-def _check_order(said: list[Message]) -> None:
-    """system?, then user -> assistant turns; tool results only after an assistant; an answer last."""
+def _check_order(said: Sequence[Message], fields: Sequence[str] = (), ends: str = "messages") -> None:
+    """system?, then user -> assistant turns; tool results only after an assistant; an answer last.
+
+    `fields` names each message's place in the row, `ends` the field that holds the last.
+    """
     before = ""
     follows = {
         "": "user",
@@ -146,8 +197,9 @@ def _check_order(said: list[Message]) -> None:
             continue
         if message.role not in follows[before].split(" or "):
             place = f"after {before}" if before else "first"
-            raise BadRow("role_order", f"`messages[{i}].role` is {message.role} {place}; expected {follows[before]}")
+            field = fields[i] if fields else f"messages[{i}]"
+            raise BadRow("role_order", f"`{field}.role` is {message.role} {place}; expected {follows[before]}")
         before = message.role
     if before != "assistant":
         last = f"the last is from {before}" if before else "the list is empty"
-        raise BadRow("no_answer", f"`messages` must end with an assistant message; {last}")
+        raise BadRow("no_answer", f"`{ends}` must end with an assistant message; {last}")

@@ -5,7 +5,7 @@ B batch, L length, H hidden, N heads, D head_dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,10 @@ class Context(NamedTuple):
     sin: torch.Tensor
     cu_seqlens: torch.Tensor | None
     max_doc: int | None
+    shared: Any = None  # data.types.SharedKeys, where queries and keys are different lists
+    real: torch.Tensor | None = None  # bool [B, L], False on padding
+    # What layers tell of this micro-batch beside their output; computing a layer again writes the same once more.
+    record: dict[tuple[str, int], Any] | None = None
 
 
 class InnerAttention(nn.Module):
@@ -33,7 +37,7 @@ class InnerAttention(nn.Module):
         self.backend = "auto"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context) -> torch.Tensor:
-        return attention(q, k, v, ctx.cu_seqlens, ctx.max_doc, self.backend)
+        return attention(q, k, v, ctx.cu_seqlens, ctx.max_doc, self.backend, ctx.shared)
 
 
 class Attention(nn.Module):

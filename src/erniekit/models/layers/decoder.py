@@ -5,6 +5,8 @@ B batch, L length, H hidden, V vocab.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,35 +16,47 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context
 from erniekit.models.layers.head import LocalHead
 from erniekit.models.layers.mlp import MLP
+from erniekit.models.layers.moe import MoE
+from erniekit.models.layers.mtp import NextToken
 from erniekit.models.layers.norm import RMSNorm
-from erniekit.parallel.plan import column, heads, heads_in, row, vocab
+from erniekit.parallel.plan import column, experts, experts_in, heads, heads_in, row, vocab
 
 # How these weights shard; everything not named here is replicated.
 PLAN = {
     "embed": vocab(),
-    "layers.*.attn.qkv": heads(),
-    "layers.*.attn.out": heads_in(),
-    "layers.*.mlp.gate_up": column(parts=2),
-    "layers.*.mlp.down": row(),
+    "*.attn.qkv": heads(),
+    "*.attn.out": heads_in(),
+    "*.experts.gate_up": experts(parts=2),
+    "*.experts.down": experts_in(),
+    "*.gate_up": column(parts=2),
+    "*.down": row(),
     "head": vocab(),
     "head_bias": vocab(),
 }
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    """number: its place among the layers, which decides whether it has experts; None is dense."""
+
+    def __init__(self, config: DecoderConfig, number: int | None = None) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.sparse = number is not None and config.sparse(number)
+        self.mlp: nn.Module
+        if number is not None and self.sparse:
+            self.mlp = MoE(config, number)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def attend(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         return x_BLH + self.attn(self.attn_norm(x_BLH), ctx)
 
     def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         x_BLH = self.attend(x_BLH, ctx)
-        return x_BLH + self.mlp(self.mlp_norm(x_BLH))
+        h_BLH = self.mlp_norm(x_BLH)
+        return x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
 
 
 class Decoder(nn.Module):
@@ -50,14 +64,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.mtp_layers:
+            self.mtp = nn.ModuleList(NextToken(config, DecoderLayer(config)) for _ in range(config.mtp_layers))
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         elif config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.output = LocalHead()
         self.first = self.last = True  # a pipeline stage may be neither
+        self.mtp_weight = 0.0  # of the losses further ahead; 0: those layers rest
+        self.records: list[dict[tuple[str, int], Any]] | None = None  # one a micro-batch, where somebody reads them
 
     def head_weight(self) -> torch.Tensor:
         """[V, H]; the embedding itself when tied."""
@@ -69,12 +87,20 @@ class Decoder(nn.Module):
         return self.head_bias if self.config.tie_word_embeddings else self.head.bias
 
     def context(
-        self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_doc: int | None = None
+        self,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_doc: int | None = None,
+        more: Any = None,
     ) -> Context:
         """What all layers share for one batch."""
         c = self.config
         freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, positions.device)
-        return Context(*cos_sin(positions, freq), cu_seqlens, max_doc)
+        shared, real = (None, None) if more is None else (more.shared, more.real)
+        record: dict[tuple[str, int], Any] | None = None
+        if self.records is not None and torch.is_grad_enabled():
+            self.records.append(record := {})
+        return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record)
 
     def run_layers(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         for layer in self.layers:
@@ -90,18 +116,43 @@ class Decoder(nn.Module):
         labels: torch.Tensor | None = None,
         ignore: int = -100,
         chunk: int = CHUNK,
+        more: Any = None,
+        per_token: bool = False,
     ) -> torch.Tensor:
-        """Token ids [B, L] -> logits [B, L, V], or with labels [B, L] the SUM of their losses (fp32).
+        """Token ids [B, L] -> logits [B, L, V], or with labels [B, L] the SUM of their losses (fp32); with per_token
+        the loss of each position [B, L], zero where ignored.
 
         A pipeline stage that lacks the embedding takes hidden states instead; one that lacks the head returns them.
+        more: data.types.More, what only some batches have.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        ctx = self.context(positions, cu_seqlens, max_doc, more)
         x_BLH = self.embed(tokens) if self.first else tokens
-        x_BLH = self.run_layers(x_BLH, self.context(positions, cu_seqlens, max_doc))
+        x_BLH = self.run_layers(x_BLH, ctx)
         if not self.last:
             return x_BLH
         h_BLH, weight, bias = self.norm(x_BLH), self.head_weight(), self.head_bias_or_none()
         if labels is None:
             return self.output.logits(h_BLH, weight, bias)
-        return self.output.loss(h_BLH, weight, labels, bias, ignore, chunk)
+        if per_token:
+            return self.output.token_losses(h_BLH, weight, labels, bias, ignore, chunk)
+        loss = self.output.loss(h_BLH, weight, labels, bias, ignore, chunk)
+        future = None if more is None else more.future
+        if future is not None and self.mtp_weight and ctx.record is not None:
+            further = self.losses_ahead(x_BLH, future, ctx, ignore, chunk)
+            loss = loss + (further - further.detach())  # trained on, never part of the loss that is told
+        return loss
+
+    def losses_ahead(self, x_BLH: torch.Tensor, future: Any, ctx: Context, ignore: int, chunk: int) -> torch.Tensor:
+        """The weighted SUM of what each further layer loses; x is the trunk's last state before its norm."""
+        weight, bias = self.head_weight(), self.head_bias_or_none()
+        total = torch.zeros((), device=x_BLH.device)
+        for depth, ahead in enumerate(self.mtp):
+            labels = future.labels[..., depth]
+            x_BLH = ahead(self.embed(future.ids[..., depth]), x_BLH, ctx)
+            loss = self.output.loss(self.norm(x_BLH), weight, labels, bias, ignore, chunk)
+            if ctx.record is not None:
+                ctx.record["mtp_loss", depth] = (loss.detach(), (labels != ignore).sum())
+            total = total + loss
+        return total * (self.mtp_weight / len(self.mtp))

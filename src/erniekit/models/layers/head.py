@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.kernels.cross_entropy import linear_cross_entropy
+from erniekit.kernels.token_losses import linear_token_losses
 
 
 class LocalHead(nn.Module):
@@ -27,3 +28,16 @@ class LocalHead(nn.Module):
     ) -> torch.Tensor:
         """hidden [B, L, H], labels [B, L] -> the SUM of token losses."""
         return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk)
+
+    def token_losses(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        ignore: int,
+        chunk: int,
+    ) -> torch.Tensor:
+        """hidden [B, L, H], labels [B, L] -> the loss of each token, fp32 [B, L], 0 where ignored."""
+        flat = linear_token_losses(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk)
+        return flat.view(labels.shape)

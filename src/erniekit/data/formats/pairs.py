@@ -1,0 +1,56 @@
+"""What every format of preference rows reads alike: an answer of one or several turns, and how much better it is.
+
+Called by the `preference` readers of this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from erniekit.data.formats.fields import BadRow, named, text, texts
+from erniekit.data.types import Message
+
+
+def answer(value: Any, field: str, compat: bool) -> tuple[Message, ...]:
+    """A text, or texts of assistant, user, assistant in turn. The old reader did not strip them."""
+    if value is None:
+        raise BadRow("missing_field", f"`{field}` is null; it must be the answer")
+    said = [said if compat else said.strip() for said in texts(value, field)]
+    if len(said) % 2 == 0:
+        raise BadRow(
+            "length_mismatch",
+            f"`{field}` has {len(said)} texts; they are assistant, user, assistant in turn and end with the assistant",
+        )
+    return tuple(Message("user" if i % 2 else "assistant", words) for i, words in enumerate(said))
+
+
+def prompt(system: Any, questions: list[str], answers: list[str], compat: bool) -> tuple[Message, ...]:
+    """Earlier turns and the last question. An empty system text is none (the old reader kept its newline)."""
+    said = []
+    if system is not None:
+        system = text(system, "system", empty=True)
+        if system or compat:
+            said.append(Message("system", system))
+    for i, question in enumerate(questions):
+        said.append(Message("user", question if compat else question.strip()))
+        if i < len(answers):
+            said.append(Message("assistant", answers[i] if compat else answers[i].strip()))
+    return tuple(said)
+
+
+def number(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise BadRow("wrong_type", f"`{field}` must be a number, not {named(value)}")
+    return float(value)
+
+
+def score_delta(row: Mapping[str, Any], compat: bool) -> float:
+    """How much better the chosen answer is, if the row says so; the old reader never looked."""
+    if compat or row.get("score_delta") is None:
+        return 1.0
+    delta = number(row["score_delta"], "score_delta")
+    if delta <= 0:
+        raise BadRow("bad_score", f"`score_delta` is {delta:g}; the chosen answer must be the better one")
+    return delta

@@ -1,0 +1,357 @@
+"""Text files -> token files (PREFIX.bin + .idx, or PREFIX_ids.npy + _idx.npz), on all cores; a killed run goes on.
+
+`erniekit data index` and pretrain.py (text that is trained on as it is) call `index_text`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from erniekit import log
+from erniekit.data import mmap_files
+from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.text_job import TextChunk, TextJob
+from erniekit.data.text_rows import Place, documents
+from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, Rows, in_parallel
+from erniekit.data.tokens import only_one
+from erniekit.data.types import Problem
+from erniekit.errors import ConfigError, DataError
+
+_RULES = 1  # of every plan: raise it when the same text would give other tokens than before
+COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
+COMMIT_SECONDS = 10.0
+_ENOUGH_ROWS = 1000  # none of the first so many usable: the key is wrong, not the rows
+TOKENS, SIZES, SEQUENCES, BAD, INDEX = "tokens", "sizes", "sequences", "bad_rows.jsonl", "index"
+STATE = "state.json"
+
+
+@dataclass
+class State:
+    """How far a run has come: what state.json holds, written after the bytes it speaks of are on disk."""
+
+    place: Place = field(default_factory=Place)
+    read: int = 0  # bytes of text
+    rows: int = 0
+    documents: int = 0
+    bytes_of: dict[str, int] = field(default_factory=lambda: dict.fromkeys((TOKENS, SIZES, SEQUENCES, BAD), 0))
+    bad: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    finished: bool = False
+
+
+@dataclass
+class Indexed:
+    """What indexing came to: the data set's prefix, and the report also kept beside it."""
+
+    prefix: str
+    report: DataReport
+    fresh: bool = True  # made by this call, or by an earlier one
+
+
+def index_text(
+    paths: Sequence[str | Path],
+    output: str | Path,
+    job: TextJob,
+    *,
+    format: str = "bin",
+    num_proc: int = 1,
+    max_bad_fraction: float = 0.001,
+    identity: Any = None,
+    commit_bytes: int = COMMIT_BYTES,
+) -> Indexed:
+    """Make the data set `output` from `paths`. What another process has begun or made of the same is gone on with.
+
+    `identity` says that text is the same; without it each file's size and date do.
+    """
+    files = [Path(path).expanduser() for path in paths]
+    plan = _plan(files, job, format, identity)
+    output = Path(output).expanduser()
+    made = _made(output, files, format, plan)
+    if made is None:
+        work = output.with_name(output.name + ".indexing")
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with only_one(work) as alone:
+                if not alone:  # files cannot be locked here: whoever else makes the same has a folder of its own
+                    work = work.with_name(f"{work.name}-{platform.node()}-{os.getpid()}")
+                made = _made(output, files, format, plan)
+                if made is None:
+                    work.mkdir(exist_ok=True)
+                    run = _Run(files, work, output, job, format, plan, commit_bytes)
+                    made = run.publish(run.report(num_proc), max_bad_fraction)
+            Path(f"{work}.lock").unlink(missing_ok=True)  # those who wait hold it open, and find the result
+        except OSError as error:
+            raise DataError(f"tokens cannot be written: {error}", where=str(output), fix="free some space") from error
+    made.report.check(max_bad_fraction, _bad_rows(output))
+    return made
+
+
+def _plan(files: Sequence[Path], job: TextJob, format: str, identity: Any) -> dict[str, Any]:
+    """Everything the result depends on, as JSON gives it back."""
+    size = np.iinfo(job.dtype).max
+    if job.tokenizer.vocab_size - 1 > size:
+        raise ConfigError(
+            f"{job.dtype} holds tokens up to {size:,}; the vocabulary has {job.tokenizer.vocab_size:,}",
+            where="--dtype",
+            fix="leave it out: auto takes the narrowest that fits",
+        )
+    for file in files:
+        if not file.is_file():
+            what = "is a folder, not a file" if file.is_dir() else "does not exist"
+            raise DataError(
+                f"{file} {what}", where=str(file), fix="give files: .jsonl .txt .json .parquet, .gz of them"
+            )
+    if identity is None:
+        identity = [[str(file), (told := file.stat()).st_size, told.st_mtime_ns] for file in files]
+    return {
+        "text": identity,
+        "rules": _RULES,
+        "tokenizer": job.tokenizer.fingerprint,
+        "json_key": job.json_key,
+        "append_eos": job.append_eos,
+        "dtype": job.dtype,
+        "format": format,
+    }
+
+
+def _bad_rows(output: Path) -> Path:
+    return output.with_name(f"{output.name}_{BAD}")
+
+
+def _named(files: Sequence[Path]) -> str:
+    return str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+
+
+def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]) -> Indexed | None:
+    """The data set that is there already, if it is this one."""
+    pair = [Path(str(output) + suffix) for suffix in mmap_files.SUFFIXES[format]]
+    if not pair[1].exists():  # published last
+        return None
+    try:
+        told = json.loads(Path(f"{pair[1]}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        told = {}
+    if told.get("plan") != plan:
+        raise DataError(
+            f"{pair[1]} exists and was made from other text, or with other settings",
+            where=f"--output {output}",
+            fix="give another --output, or remove it",
+        )
+    report = DataReport.from_dict(told["report"], _named(files))
+    if len(files) > 1:
+        report.first_bad = [Problem(**problem) for problem in told["report"]["first_bad"]]
+    return Indexed(str(output), report, fresh=False)
+
+
+class _Run:
+    """One work folder: four files that grow, and how much of them is certain."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        work: Path,
+        output: Path,
+        job: TextJob,
+        format: str,
+        plan: dict[str, Any],
+        commit_bytes: int,
+    ) -> None:
+        self.files, self.work, self.output, self.job, self.format = files, work, output, job, format
+        self.plan, self.commit_bytes = plan, commit_bytes
+        self.dtype = np.dtype(job.dtype).newbyteorder("<")
+        self.state = self._begun()
+        self.total = sum(file.stat().st_size for file in files)
+
+    def _begun(self) -> State:
+        try:
+            told = json.loads((self.work / STATE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return State()
+        if told.pop("plan") != self.plan:
+            raise DataError(
+                "an unfinished run is here, of other text or with other settings",
+                where=str(self.work),
+                fix="give another --output, or remove that folder",
+            )
+        return State(**(told | {"place": Place(*told["place"])}))
+
+    def report(self, num_proc: int) -> DataReport:
+        """Read what is not read yet; then what all of it came to."""
+        if not self.state.finished:
+            with ExitStack() as stack:
+                out = {name: stack.enter_context(self._reopened(name)) for name in self.state.bytes_of}
+                if self.format == "npy" and not out[TOKENS].tell():  # room for what is known at the end
+                    out[TOKENS].write(mmap_files.npy_head(self.dtype, 0))
+                self._fill(out, num_proc, stack)
+            self._close_index()
+        state = self.state
+        report = DataReport(_named(self.files), "text", rows=state.rows, bad=state.bad, seconds=round(state.seconds, 2))
+        sizes, docs = self._arrays()
+        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        report.measure(np.diff(bounds[docs]))
+        report.trained_tokens = report.tokens
+        with open(self.work / BAD, encoding="utf-8") as listed:
+            report.first_bad = [Problem(**json.loads(line)) for line in islice(listed, SHOWN)]
+        return report
+
+    def _reopened(self, name: str) -> IO[bytes]:
+        file = open(self.work / name, "ab")  # noqa: SIM115  closed by the caller's stack
+        if file.tell() < self.state.bytes_of[name]:
+            file.close()
+            raise DataError(f"{name} has lost bytes that were written", where=str(self.work), fix="remove that folder")
+        file.truncate(self.state.bytes_of[name])
+        return file
+
+    def _fill(self, out: dict[str, IO[bytes]], num_proc: int, stack: ExitStack) -> None:
+        state, before, began = self.state, self.state.read, time.monotonic()
+        spent, committed = state.seconds, time.monotonic()
+        bar = tqdm(
+            total=self.total,
+            initial=before,
+            desc="indexing",
+            unit="iB",
+            unit_scale=True,
+            unit_divisor=1024,
+            delay=1,
+            mininterval=0.2 if sys.stderr.isatty() else 30,
+            leave=False,
+            disable=not log.is_main_rank(),
+        )
+        stack.callback(bar.close)
+        ends: deque[tuple[Place, int]] = deque()  # of the chunks on their way, in order
+        chunks = self._chunks(ends)
+        made: Iterable[TextChunk]
+        if num_proc < 2 or self.total - before < CHUNK_BYTES:  # a worker's start would cost more than it saves
+            made = map(self.job.work, chunks)
+        else:
+            made = in_parallel(chunks, self.job, num_proc)
+        kinds = Counter(state.bad)
+        for chunk in made:
+            place, read = ends.popleft()
+            out[TOKENS].write(chunk.tokens)
+            out[SIZES].write(chunk.sizes.astype("<i4").tobytes())
+            out[SEQUENCES].write(chunk.sequences.astype("<i4").tobytes())
+            for line, kind, reason in chunk.bad:
+                told = asdict(Problem(str(self.files[place.file]), line, kind, reason))
+                out[BAD].write((json.dumps(told, ensure_ascii=False) + "\n").encode())
+                kinds[kind] += 1
+            if not state.documents and not len(chunk.sequences) and state.rows + chunk.rows >= _ENOUGH_ROWS:
+                raise self._hopeless(state.rows + chunk.rows, chunk)
+            bar.update(read - state.read)
+            state = self.state = replace(
+                state,
+                place=place,
+                read=read,
+                rows=state.rows + chunk.rows,
+                documents=state.documents + len(chunk.sequences),
+                bad=dict(kinds),
+                seconds=spent + time.monotonic() - began,
+            )
+            if read - before >= self.commit_bytes or time.monotonic() - committed >= COMMIT_SECONDS:
+                self._commit(out)
+                before, committed = read, time.monotonic()
+        self._commit(out)
+
+    def _hopeless(self, rows: int, chunk: TextChunk) -> DataError:
+        """Not one usable row so far; the next try, with other settings, is to find no trace of this one."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        return DataError(
+            f"none of the first {rows:,} rows can be used",
+            where="\n       ".join(f"row {line}  {kind}: {reason}" for line, kind, reason in chunk.bad[:3]),
+            fix=f"--json_key names the field that holds the text; `{self.job.json_key}` was looked for",
+        )
+
+    def _chunks(self, ends: deque[tuple[Place, int]]) -> Iterator[Rows]:
+        place = self.state.place
+        done = sum(file.stat().st_size for file in self.files[: place.file])
+        for number in range(place.file, len(self.files)):
+            place = place if number == place.file else Place(number)
+            batch: Rows = []
+            size = read = 0
+            for found in documents(self.files[number], place):
+                batch.append((found.row, found.raw))
+                size += len(found.raw) if isinstance(found.raw, bytes) else 0
+                place, read = found.after, found.read
+                if len(batch) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+                    ends.append((place, done + read))
+                    yield batch
+                    batch, size = [], 0
+            done += self.files[number].stat().st_size
+            if batch:
+                ends.append((place, done))
+                yield batch
+
+    def _commit(self, out: dict[str, IO[bytes]]) -> None:
+        for file in out.values():
+            _settle(file)
+        self.state = replace(self.state, bytes_of={name: file.tell() for name, file in out.items()})
+        self._keep()
+
+    def _keep(self) -> None:
+        told = asdict(self.state) | {"plan": self.plan, "place": list(self.state.place)}
+        _write(self.work / STATE, json.dumps(told).encode())
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each sequence, and the document bounds among them."""
+        sizes, sequences = (np.fromfile(self.work / name, "<i4") for name in (SIZES, SEQUENCES))
+        return sizes, np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])
+
+    def _close_index(self) -> None:
+        sizes, docs = self._arrays()
+        with open(self.work / INDEX, "wb") as file:
+            if self.format == "bin":
+                mmap_files.write_idx(file, self.dtype, sizes, docs)
+            else:
+                mmap_files.write_npz(file, sizes, docs)
+            _settle(file)
+        if self.format == "npy":
+            with open(self.work / TOKENS, "r+b") as file:
+                file.write(mmap_files.npy_head(self.dtype, int(sizes.sum(dtype=np.int64))))
+                _settle(file)
+        self.state = replace(self.state, finished=True)
+        self._keep()
+
+    def publish(self, report: DataReport, max_bad_fraction: float) -> Indexed:
+        """Give the files their names, the index last: a data set is whole or not there."""
+        report.check(max_bad_fraction, self.work / BAD)
+        tokens, index = (Path(str(self.output) + suffix) for suffix in mmap_files.SUFFIXES[self.format])
+        if (self.work / TOKENS).exists():  # else a kill came between two of the steps below
+            os.replace(self.work / TOKENS, tokens)
+        listed = _bad_rows(self.output)
+        listed.unlink(missing_ok=True)
+        if report.bad:
+            shutil.copyfile(self.work / BAD, listed)
+        told = {"plan": self.plan, "report": report.to_dict()}
+        _write(Path(f"{index}.json"), json.dumps(told).encode())
+        os.replace(self.work / INDEX, index)
+        shutil.rmtree(self.work, ignore_errors=True)
+        return Indexed(str(self.output), report)
+
+
+def _settle(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "wb") as file:
+        file.write(content)
+        _settle(file)
+    os.replace(beside, path)

@@ -1,0 +1,171 @@
+"""One preference to one pair sample: which prompt turns fit, how both answers lie in the row, what is scored.
+
+Called by the token cache's workers. `compat` reproduces ERNIEKit's row, its fault included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from erniekit.data.assemble import Assembled, Dropped
+from erniekit.data.preference import PairRules, PairSample, Preference
+from erniekit.data.template import TemplateRefused, Turn, turns
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import IGNORE, Conversation, Message
+
+
+@dataclass(frozen=True)
+class _Answer:
+    ids: list[int]
+    scored: list[bool]  # whether this token's log-probability counts
+
+    def cut(self, length: int) -> _Answer:
+        return _Answer(self.ids[:length], self.scored[:length])
+
+
+def assemble_pair(
+    pair: Preference,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    rules: PairRules,
+    overlong: Literal["drop", "truncate"] = "drop",
+    compat: bool = False,
+) -> Assembled | Dropped:
+    try:
+        past, question, chosen, rejected = _encode(pair, tokenizer, rules)
+    except TemplateRefused as refused:
+        return Dropped("template", str(refused))
+    if not question:
+        return Dropped("template", "the chat template renders the prompt as nothing")
+    room = max_seq_len + (not compat)  # of prompt and answers; see _lay_out
+    longest = room if compat else rules.max_prompt_len  # ERNIEKit has max_prompt_len, and no use for it
+    answers = len(chosen.ids) + len(rejected.ids)
+    # ERNIEKit lets the begin token go with the oldest turn.
+    begin = [] if compat or not past else [id for id in past[0].query_ids[:1] if id == tokenizer.begin_id]
+    dropped = _turns_to_drop(past, question, len(begin), min(longest, room - answers))
+    prompt = _joined(past[dropped:]) + question
+    if dropped and prompt[:1] != begin:
+        prompt = begin + prompt
+    if len(prompt) > longest and not compat:
+        return Dropped("overlong", f"its last question alone has {len(prompt)} tokens, max_prompt_len is {longest}")
+    cut = len(prompt) + answers - room
+    if cut > 0:
+        if overlong == "drop" or room - len(prompt) < 2:
+            parts = f"{len(prompt)} + {len(chosen.ids)} + {len(rejected.ids)}"
+            return Dropped("overlong", f"its last question and answers have {parts} tokens and {room} fit")
+        chosen, rejected = _cut(chosen, rejected, room - len(prompt))
+    if not any(chosen.scored) or not any(rejected.scored):
+        return Dropped("untrained", "an answer has nothing to score")
+    alike = min(len(chosen.ids), len(rejected.ids)) if cut > 0 else None
+    if chosen.ids[:alike] == rejected.ids[:alike] and not compat:
+        return Dropped("same_answers", "both answers are the same" + (" as far as they fit" if cut > 0 else ""))
+    sample = _lay_out(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
+    return Assembled(sample, dropped, max(0, cut))
+
+
+def _encode(pair: Preference, tokenizer: Tokenizer, rules: PairRules) -> tuple[list[Turn], list[int], _Answer, _Answer]:
+    """Earlier turns, the last question through the generation prompt, and both answers."""
+    before = tuple(replace(message, trained=False) for message in pair.prompt)
+    count = sum(message.role == "assistant" for message in before)
+    pasts, questions, answers = [], [], []
+    for answer in (pair.chosen, pair.rejected):
+        said = turns(Conversation(before + _all_trained(answer), pair.tools), tokenizer)
+        if len(said) < count + sum(message.role == "assistant" for message in answer):
+            # Tools, or a template that rewrites earlier turns: all before the last answer is one query.
+            past, asked = [], said
+        else:
+            past, asked = said[:count], said[count:]
+        pasts.append(past)
+        questions.append(asked[0].query_ids)
+        answers.append(_answer(asked, tokenizer, rules.mask_out_eos_token))
+    if pasts[0] != pasts[1]:
+        questions = [_joined(past) + question for past, question in zip(pasts, questions)]
+        pasts = [[], []]
+    common = _common(*questions)  # less than the question only where an answer's earlier turns are part of a query
+    chosen, rejected = (
+        _Answer(question[common:] + answer.ids, [False] * (len(question) - common) + answer.scored)
+        for question, answer in zip(questions, answers)
+    )
+    return pasts[0], questions[0][:common], chosen, rejected
+
+
+def _all_trained(answer: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(message, trained=message.role == "assistant") for message in answer)
+
+
+def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool) -> _Answer:
+    """The first turn's answer, then whole turns; what the user says in between is not scored."""
+    ids: list[int] = []
+    scored: list[bool] = []
+    for number, turn in enumerate(asked):
+        query = turn.query_ids if number else []
+        said = turn.answer_ids
+        if number == len(asked) - 1 and not (said and tokenizer.is_special(said[-1])):
+            said = [*said, tokenizer.eos_id]  # the template closes answers with nothing the model could stop at
+        ends = bool(said) and tokenizer.is_special(said[-1])
+        ids += query + said
+        scored += [False] * len(query) + [True] * (len(said) - ends) + [not mask_out_eos] * ends
+    return _Answer(ids, scored)
+
+
+def _turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int) -> int:
+    """How many of the oldest turns go so that the rest fits, `begin` tokens in front; all if it never does."""
+    sizes = [len(turn.query_ids) + len(turn.answer_ids) for turn in past]
+    length = len(question) + sum(sizes)
+    dropped = 0
+    while dropped < len(past) and length > room:
+        length -= sizes[dropped] - (begin if not dropped else 0)
+        dropped += 1
+    return dropped
+
+
+def _joined(past: list[Turn]) -> list[int]:
+    return [id for turn in past for id in turn.query_ids + turn.answer_ids]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _cut(chosen: _Answer, rejected: _Answer, room: int) -> tuple[_Answer, _Answer]:
+    """The longer answer's end goes first, then the ends of both."""
+    half = room // 2
+    of_chosen = max(half, room - len(rejected.ids))
+    return chosen.cut(of_chosen), rejected.cut(room - min(of_chosen, len(chosen.ids)))
+
+
+def _lay_out(
+    prompt: list[int], chosen: _Answer, rejected: _Answer, delta: float, tokenizer: Tokenizer, compat: bool
+) -> PairSample:
+    """prompt without its last token | that token, chosen[:-1] | that token again, rejected[:-1].
+
+    So each scored token has a place of its own that predicts it: labels are one row. ERNIEKit's row is
+    prompt | chosen | rejected; there the rejected answer's first token is predicted after the chosen answer's end.
+    """
+    if compat:
+        ids, shared = prompt + chosen.ids + rejected.ids, len(prompt)
+        ignored, after = [IGNORE] * (len(prompt) - 1), [IGNORE]
+    else:
+        ids = prompt + chosen.ids[:-1] + prompt[-1:] + rejected.ids[:-1]
+        shared = len(prompt) - 1
+        ignored, after = [IGNORE] * shared, []
+    # What a model learns to say at the end of an answer is eos (assemble.py); ERNIEKit scores the end token here.
+    end, eos = tokenizer.end_id, tokenizer.end_id if compat else tokenizer.eos_id
+    labels = [
+        (eos if id == end else id) if scored else IGNORE
+        for answer in (chosen, rejected)
+        for id, scored in zip(answer.ids, answer.scored)
+    ]
+    return PairSample(
+        np.array(ids, dtype=np.int32),
+        np.array(ignored + labels + after, dtype=np.int32),
+        shared,
+        shared + len(chosen.ids),
+        shared + len(chosen.ids) - compat,
+        delta,
+    )

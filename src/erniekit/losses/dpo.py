@@ -1,0 +1,260 @@
+"""Preference losses: from the log-probabilities of two answers to one number a pair, for all loss types of ERNIEKit.
+
+`dpo_loss` is what train/step.py and evaluate.py call (recipes/dpo.py binds its settings), `pair_log_probs` the
+reference's pass. The other functions are arithmetic on [pairs]; chosen and rejected are sums of log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from erniekit.data.types import IGNORE, Batch
+from erniekit.kernels.cross_entropy import CHUNK
+
+LOSS_TYPES = ("sigmoid", "hinge", "simpo", "ipo", "dpop", "kto_pair", "sppo_hard", "nca_pair", "or", "orpo")
+AVERAGED = ("ipo", "or", "orpo", "simpo")  # per-token means instead of sums
+WITHOUT_REFERENCE = ("or", "orpo", "simpo")
+SURE = -1e-7  # the highest mean log-probability whose odds are still a number
+
+
+@dataclass(frozen=True)
+class DpoSettings:
+    loss_type: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    pref_loss_ratio: float = 1.0
+    sft_loss_ratio: float = 0.0
+    offset_alpha: float = 0.0
+    simpo_gamma: float = 0.5
+    dpop_lambda: float = 50.0
+    normalize_logps: bool = True
+    reference_free: bool = False
+    # ERNIEKit: the SFT term is a mean over the chosen tokens of a micro-batch, a metric the mean of micro-batch means.
+    batch_means: bool = False
+
+    @property
+    def needs_reference(self) -> bool:
+        return not self.reference_free and self.loss_type not in WITHOUT_REFERENCE
+
+    @property
+    def sft_ratio(self) -> float:
+        return 1.0 if self.loss_type == "orpo" else self.sft_loss_ratio
+
+    @property
+    def loss_name(self) -> str:
+        """What the loss is logged as: orpo is `or` with the SFT term."""
+        return "or_loss" if self.loss_type == "orpo" else f"{self.loss_type}_loss"
+
+
+class Answers(NamedTuple):
+    """One number for each pair's chosen and rejected answer, [pairs] each."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+
+
+class MetricsSink(Protocol):
+    def add(self, name: str, total: torch.Tensor, count: float) -> None: ...
+
+
+def metric_names(settings: DpoSettings) -> tuple[str, ...]:
+    """What `dpo_loss` tells, as ERNIEKit calls it."""
+    rewards = tuple(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))
+    odds = ("log_odds_ratio", "log_odds_chosen") if settings.loss_name == "or_loss" else ()
+    return (*rewards, "logps/chosen", "logps/rejected", settings.loss_name, "sft_loss", *odds)
+
+
+def even_lengths(sums: Answers, lengths: Answers, settings: DpoSettings) -> Answers:
+    """Log-probabilities as the loss takes them: means, or sums as if both answers had the pair's mean length."""
+    if settings.loss_type in AVERAGED:
+        return Answers(sums.chosen / lengths.chosen.clamp(min=1), sums.rejected / lengths.rejected.clamp(min=1))
+    if not settings.normalize_logps:
+        return sums
+    mean = (lengths.chosen + lengths.rejected) / 2
+    return Answers(*(s * (mean / n.clamp(min=1)) for s, n in zip(sums, lengths)))
+
+
+def log_odds(logps: Answers) -> torch.Tensor:
+    """log of odds(chosen) / odds(rejected), where odds(p) = p / (1 - p); ORPO, arXiv 2403.07691, equation 4."""
+    chosen, rejected = (x - (-x.clamp(max=SURE).expm1()).log() for x in logps)
+    return chosen - rejected
+
+
+def preference_losses(
+    policy: Answers, reference: Answers | None, settings: DpoSettings, score_delta: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[pairs], before pref_loss_ratio; log-probabilities with even lengths. reference None is zero.
+
+    kto_pair measures each side against the mean of the other side over these pairs: the only type whose pairs meet.
+    """
+    kind, beta = settings.loss_type, settings.beta
+    if reference is None:
+        reference = Answers(*(torch.zeros_like(x) for x in policy))
+    chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
+    margin = chosen - rejected
+    if kind == "sigmoid":
+        if settings.offset_alpha > 0 and score_delta is not None:
+            margin = margin - settings.offset_alpha / beta * (score_delta + 1e-6).log()
+        return _smoothed(beta * margin, settings.label_smoothing)
+    if kind == "simpo":
+        return _smoothed(beta * margin - settings.simpo_gamma, settings.label_smoothing)
+    if kind == "hinge":
+        return (1 - beta * margin).relu()
+    if kind == "ipo":
+        return (margin - 0.5 / beta) ** 2
+    if kind == "dpop":
+        # As ERNIEKit: the penalty stands beside the log-sigmoid, not inside it as in arXiv 2402.13228.
+        return -F.logsigmoid(beta * margin) + settings.dpop_lambda * (-chosen).relu()
+    if kind == "kto_pair":
+        against_rejected, against_chosen = rejected.mean().relu(), chosen.mean().relu()
+        better = 1 - (beta * (chosen - against_rejected)).sigmoid()
+        return (better + 1 - (beta * (against_chosen - rejected)).sigmoid()) / 2
+    if kind == "sppo_hard":
+        return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+    if kind == "nca_pair":
+        one, other = beta * chosen, beta * rejected
+        return -F.logsigmoid(one) - 0.5 * F.logsigmoid(-one) - 0.5 * F.logsigmoid(-other)
+    assert kind in ("or", "orpo"), f"no loss type {kind}"
+    return -F.logsigmoid(log_odds(policy))
+
+
+def _smoothed(x: torch.Tensor, smoothing: float) -> torch.Tensor:
+    return -F.logsigmoid(x) * (1 - smoothing) - F.logsigmoid(-x) * smoothing
+
+
+def dpo_losses(
+    policy_chosen: torch.Tensor,
+    policy_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor | None,
+    ref_rejected: torch.Tensor | None,
+    settings: DpoSettings,
+    lengths: Answers,
+    score_delta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """From sums of log-probabilities [pairs] to the preference losses [pairs], before pref_loss_ratio."""
+    policy = even_lengths(Answers(policy_chosen, policy_rejected), lengths, settings)
+    reference = None
+    if ref_chosen is not None and ref_rejected is not None:
+        reference = even_lengths(Answers(ref_chosen, ref_rejected), lengths, settings)
+    return preference_losses(policy, reference, settings, score_delta)
+
+
+def rewards(policy: Answers, reference: Answers | None, beta: float) -> Answers:
+    if reference is None:
+        return Answers(*(beta * x for x in policy))
+    return Answers(*(beta * (x - r) for x, r in zip(policy, reference)))
+
+
+def sft_losses(chosen: torch.Tensor, lengths: torch.Tensor, batch_means: bool = False) -> torch.Tensor:
+    """[pairs], before sft_loss_ratio: the mean loss of a pair's chosen tokens, or for all the mean of all of them."""
+    if batch_means:
+        return (-chosen.sum() / lengths.sum().clamp(min=1)).expand_as(chosen)
+    return -chosen / lengths.clamp(min=1)
+
+
+# --- with a model ---
+
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pair_log_probs(
+    model: nn.Module,
+    batch: Batch,
+    hidden: torch.Tensor | None = None,
+    sum_over_cp: SumOverRanks | None = None,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """fp32 [2 * pairs]: chosen and rejected sums of log-probabilities in turn, as `Pairs.reference` wants them."""
+    return _sums(model, batch, hidden, sum_over_cp, chunk)[0]
+
+
+def dpo_loss(
+    model: nn.Module,
+    batch: Batch,
+    hidden: torch.Tensor | None = None,
+    *,
+    settings: DpoSettings,
+    ledger: MetricsSink | None = None,
+    sum_over_cp: SumOverRanks | None = None,
+    copies: int = 1,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """The SUM of the pairs' losses (fp32): the caller divides by the pairs of the whole global batch.
+
+    sum_over_cp: adds up what the ranks that share a sequence have of each answer, forward only (the gradient of a sum
+    is that of its parts). copies: how many those ranks are; each then holds the whole loss and tells its share of it.
+    """
+    assert batch.pairs is not None
+    sums, lengths = _sums(model, batch, hidden, sum_over_cp, chunk)
+    counts = _answers(lengths)
+    policy, reference = even_lengths(_answers(sums), counts, settings), None
+    if settings.needs_reference:
+        assert batch.pairs.reference is not None, "the reference's log-probabilities come before the step"
+        reference = even_lengths(_answers(batch.pairs.reference), counts, settings)
+    preferred = settings.pref_loss_ratio * preference_losses(policy, reference, settings, batch.pairs.score_delta)
+    supervised = settings.sft_ratio * sft_losses(_answers(sums).chosen, counts.chosen, settings.batch_means)
+    if ledger is not None:
+        with torch.no_grad():
+            told = _metrics(policy, rewards(policy, reference, settings.beta), preferred, supervised, settings)
+            each = max(1, batch.pairs.count) if settings.batch_means else 1
+            for name, values in told.items():
+                ledger.add(name, values.sum() / each, batch.pairs.count / each)
+    loss = (preferred + supervised).sum()
+    return loss if copies == 1 else loss - loss.detach() * (1 - 1 / copies)
+
+
+def _sums(
+    model: nn.Module, batch: Batch, hidden: torch.Tensor | None, sum_over_cp: SumOverRanks | None, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and number of tokens of each answer, fp32 [2 * pairs] each."""
+    assert batch.pairs is not None
+    losses = model(
+        batch.input_ids if hidden is None else hidden,
+        batch.positions,
+        batch.documents(),
+        batch.max_doc,
+        labels=batch.labels,
+        ignore=IGNORE,
+        chunk=chunk,
+        more=batch.more(),
+        per_token=True,
+    ).flatten()
+    answers, segment = 2 * batch.pairs.count, batch.pairs.segment.flatten()
+    where = segment.masked_fill(segment < 0, answers)
+    # fp64: thousands of tokens are added up in an order the device chooses, and two such sums are then subtracted.
+    each = torch.stack((-losses, torch.ones_like(losses)), dim=1).double()
+    sums = each.new_zeros(answers + 1, 2).index_add(0, where, each)[:answers]
+    if sum_over_cp is not None:
+        sums = sum_over_cp(sums)
+    logps, lengths = sums.float().unbind(1)
+    return logps, lengths.detach()
+
+
+def _answers(both: torch.Tensor) -> Answers:
+    return Answers(both[0::2], both[1::2])
+
+
+def _metrics(
+    policy: Answers, reward: Answers, preferred: torch.Tensor, supervised: torch.Tensor, settings: DpoSettings
+) -> dict[str, torch.Tensor]:
+    """[pairs] each, under `metric_names`."""
+    told = {
+        "rewards/chosen": reward.chosen,
+        "rewards/rejected": reward.rejected,
+        "rewards/accuracies": (reward.chosen > reward.rejected).float(),
+        "rewards/margins": reward.chosen - reward.rejected,
+        "logps/chosen": policy.chosen,
+        "logps/rejected": policy.rejected,
+        settings.loss_name: preferred,
+        "sft_loss": supervised,
+    }
+    if settings.loss_name == "or_loss":
+        told["log_odds_ratio"] = log_odds(policy)
+        told["log_odds_chosen"] = F.logsigmoid(told["log_odds_ratio"])  # the name ERNIEKit gives it
+    return told

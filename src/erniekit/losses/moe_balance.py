@@ -1,0 +1,135 @@
+"""Router losses: what keeps experts evenly used, fed into the gradient and never part of the loss that is told.
+
+Put into each MoE block by recipes/experts.py. B rows, L length, H hidden, T = B * L tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from erniekit.kernels.moe_permute import count
+
+TELLS = {"aux": "router_aux", "z": "router_z", "orthogonal": "router_ortho"}  # their names in the metrics
+
+
+class Share(Protocol):
+    """What the sum of a row's terms is multiplied by; set anew for every step."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Weights:
+    """moe_aux_loss_lambda, moe_z_loss_lambda, moe_orthogonal_loss_lambda; one that is 0 costs nothing."""
+
+    aux: float = 0.0
+    z: float = 0.0
+    orthogonal: float = 0.0
+
+    def tells(self) -> tuple[str, ...]:
+        return tuple(told for term, told in TELLS.items() if getattr(self, term))
+
+
+class _Attach(torch.autograd.Function):
+    """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the one that is told."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, share: Share) -> torch.Tensor:
+        ctx.share = share
+        ctx.like = loss.new_ones(())
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        return grad, ctx.like * ctx.share.value, None
+
+
+class Balance(nn.Module):
+    """The collaborator of one MoE block. Terms are means over a row's real tokens, so that the gradient does not depend
+    on how rows are spread over micro-batches and ranks.
+
+    sum_over: sums over the ranks that hold other tokens of the same rows (backward: as it is), `parts` of them.
+    piece: which of how many slices of a row this rank works on, under sequence parallelism.
+    whole_batch: ERNIEKit's way, one mean over all positions of a micro-batch, padding too.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        weights: Weights,
+        share: Share,
+        sum_over: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        parts: int = 1,
+        piece: tuple[int, int] = (0, 1),
+        whole_batch: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer, self.weights, self.share = layer, weights, share
+        self.sum_over, self.parts, self.piece, self.whole_batch = sum_over, parts, piece, whole_batch
+
+    def forward(self, y_BLH: torch.Tensor, routing: Any, router: Any, ctx: Any) -> torch.Tensor:
+        if ctx.record is None:  # evaluation, or nobody trains
+            return y_BLH
+        real = self._real(ctx.real, y_BLH.shape[1])
+        with torch.no_grad():
+            chosen = routing.ids if real is None else torch.where(real.view(-1, 1), routing.ids, router.experts)
+            ctx.record["usage", self.layer] = count(chosen, router.experts)
+        terms = self._terms(routing, router, y_BLH.shape[0], real)
+        loss = torch.zeros((), device=y_BLH.device)
+        for term, (value, rows) in terms.items():
+            ctx.record[TELLS[term], self.layer] = (value.detach(), rows)
+            shared = self.parts if term == "orthogonal" else 1  # every rank of a row has all of it
+            loss = loss + value * (getattr(self.weights, term) / shared)
+        return _Attach.apply(y_BLH, loss, self.share) if loss.requires_grad else y_BLH
+
+    def _real(self, real_BL: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        if real_BL is None or real_BL.shape[1] == length:
+            return real_BL
+        place, pieces = self.piece
+        return real_BL.chunk(pieces, dim=1)[place]
+
+    def _terms(
+        self, routing: Any, router: Any, B: int, real: torch.Tensor | None
+    ) -> dict[str, tuple[torch.Tensor, int]]:
+        """Each term's sum over the rows, and how many those are."""
+        w, rows = self.weights, 1 if self.whole_batch else B
+        out: dict[str, tuple[torch.Tensor, int]] = {}
+        if w.aux or w.z:
+            aux, z = _per_row(routing, router, rows, None if self.whole_batch else real, self.sum_over)
+            out |= {"aux": (aux.sum(), rows)} if w.aux else {}
+            out |= {"z": (z.sum(), rows)} if w.z else {}
+        if w.orthogonal and router.weight.requires_grad:
+            out["orthogonal"] = (orthogonal(router.weight) * rows, rows)
+        return out
+
+
+def _per_row(
+    routing: Any, router: Any, rows: int, real: torch.Tensor | None, sum_over: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """aux [rows] = E * sum over experts of (share of choices * mean probability), z [rows] = mean logsumexp^2."""
+    E = router.experts
+    with torch.no_grad():
+        # As if there were neither bias nor full experts: what the router's own probabilities would have chosen.
+        ids = routing.probs.topk(router.choices, dim=-1).indices
+        chosen = torch.zeros_like(routing.probs).scatter_(1, ids, 1.0)
+        tokens = torch.ones_like(routing.probs[:, :1]) if real is None else real.reshape(-1, 1).float()
+    z = routing.logits.logsumexp(-1, keepdim=True).square()
+    table = torch.cat((routing.probs, z, chosen, torch.ones_like(tokens)), dim=-1) * tokens
+    sums = sum_over(table.view(rows, -1, 2 * E + 2).sum(1))
+    counted = sums[:, -1].detach().clamp(min=1)
+    share_of_choices = sums[:, E + 1 : 2 * E + 1].detach() / counted[:, None]
+    aux = E * (share_of_choices * sums[:, :E] / counted[:, None]).sum(-1)
+    return aux, sums[:, E] / counted
+
+
+def orthogonal(weight: torch.Tensor) -> torch.Tensor:
+    """Mean square of what the experts' directions share: 0 when all are at right angles."""
+    rows = F.normalize(weight.float(), dim=-1)
+    gram = rows @ rows.T
+    return (gram - torch.eye(len(rows), device=gram.device)).square().mean()

@@ -1,0 +1,53 @@
+"""The mixture-of-experts block: route, send tokens to their experts, weigh the answers, add the shared experts.
+
+Single device; parallel/ swaps `exchange`, losses/ puts `balance` in. B batch, L length, H hidden, T = B * L tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.kernels.moe_permute import by_expert, combine, gather
+from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.experts import Experts
+from erniekit.models.layers.mlp import MLP
+from erniekit.models.layers.router import Router, Routing
+
+
+class LocalExchange(nn.Module):
+    """All experts are here."""
+
+    def forward(self, x_TH: torch.Tensor, routing: Routing, experts: nn.Module, count: int) -> torch.Tensor:
+        order = by_expert(routing.ids, count)
+        rows = gather(x_TH, order, routing.ids.shape[1])
+        return combine(experts(rows, order.ends, spare=routing.dropped), routing.weights, order)
+
+
+class NoBalance(nn.Module):
+    """Where router losses would be attached to the block's output."""
+
+    def forward(self, y_BLH: torch.Tensor, routing: Routing, router: Router, ctx: Any) -> torch.Tensor:
+        return y_BLH
+
+
+class MoE(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None
+        self.layer = layer
+        self.router = Router(config)
+        self.experts = Experts(moe.experts, config.hidden_size, moe.width)
+        self.shared = MLP(config.hidden_size, moe.shared_width, config.mlp_bias) if moe.shared_width else None
+        self.exchange: nn.Module = LocalExchange()
+        self.balance: nn.Module = NoBalance()
+
+    def forward(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
+        x_TH = x_BLH.flatten(0, 1)
+        routing = self.router(x_TH)
+        y_BLH = self.exchange(x_TH, routing, self.experts, self.router.experts).view_as(x_BLH)
+        y_BLH = self.balance(y_BLH, routing, self.router, ctx)
+        return y_BLH if self.shared is None else y_BLH + self.shared(x_BLH)

@@ -1,0 +1,244 @@
+"""Expert parallelism: how tokens reach experts on other ranks and answers come back, in the place of MoE.exchange.
+
+Called by apply.py on a model whose weights have no memory yet. T tokens, K choices of each, R rows (a token for one of
+its choices), H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from erniekit.kernels.moe_permute import Order, by_expert, count, gather
+from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
+from erniekit.parallel.mesh import World
+from erniekit.parallel.plan import Range, share
+from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.tensor import local_like
+
+
+def dispatch_of(words: str) -> str:
+    """From ERNIEKit's key, whose words also say things that are always so here (nothing is padded)."""
+    return "all_to_all" if not words or "alltoall" in words else "all_gather"
+
+
+def apply_expert_parallel(model: nn.Module, sharding: Sharding, world: World, dispatch: str) -> None:
+    """Each rank keeps its experts' weights; tokens and answers travel. All ranks must call it: groups are made here."""
+    layout = world.layout
+    if not any(sharding.is_expert(name) for name in sharding.names()):
+        return
+    if layout.experts_over == "none" and layout.tp == 1:
+        return
+    group = world.expert_group()
+    for name, module in list(model.named_modules()):
+        if isinstance(getattr(module, "exchange", None), nn.Module):
+            total = _shrink_experts(module.experts, f"{name}.experts", sharding, world)  # type: ignore[arg-type]
+            module.exchange = _exchange(module.exchange, total, world, group, dispatch)  # type: ignore[arg-type]
+
+
+def _exchange(here: nn.Module, total: int, world: World, group: ProcessGroup | None, dispatch: str) -> nn.Module:
+    """here: the exchange of a model whose experts are all on this rank."""
+    layout, tp = world.layout, world.group("tp")
+    cut_tokens = "slices" if layout.sequence_parallel else "copies"
+    if group is None:
+        assert tp is not None
+        return Everyone(here, tp, cut_tokens)
+    shares = [share(total, layout.expert_ranks, place) for place in range(layout.expert_ranks)]
+    mine = SomeHere(shares[layout.expert_place(world.rank)[0]])
+    if layout.experts_over == "tp" and (cut_tokens == "copies" or dispatch == "all_gather"):
+        return Everyone(mine, group, cut_tokens)
+    if dispatch == "all_to_all":
+        spread: nn.Module = AllToAll(group, shares)
+    else:
+        spread = Everyone(mine, group, "any")
+    return Everyone(spread, tp, cut_tokens) if layout.experts_over == "data" and tp is not None else spread
+
+
+def _shrink_experts(experts: nn.Module, name: str, sharding: Sharding, world: World) -> int:
+    """Local weights and adapters, and the counts their modules read. Returns how many experts there are in all."""
+    layout, tp, total = world.layout, world.at["tp"], 0
+    place = layout.expert_place(world.rank)[0]
+    for child, module in experts.named_children():
+        base: Any = getattr(module, "base", module)
+        whole = f"{name}.{child}"
+        total = sharding.expert_count(f"{whole}.weight")
+        first, last = sharding.expert_share(f"{whole}.weight", place)
+        base.weight = local_like(base.weight, sharding.tp_shape(f"{whole}.weight", tp, place))
+        rows = base.parts
+        if sharding.cuts_inside_experts and sharding.rule(f"{whole}.weight").kind == "experts":
+            rows = tuple((part, _size(share(n, layout.tp, tp))) for part, n in rows)
+        for key, pair in getattr(module, "lora", {}).items():
+            for side in "AB":
+                shape = sharding.tp_shape(f"{whole}.lora.{key}.{side}", tp, place)
+                setattr(pair, side, local_like(getattr(pair, side), shape))
+            pair.parts = tuple((part, dict(rows)[part]) for part, _ in pair.parts)
+            pair.experts = last - first
+        base.experts, base.in_features = last - first, base.weight.shape[1]
+        base.parts = module.parts = rows
+    return total
+
+
+def _size(span: Range) -> int:
+    return span[1] - span[0]
+
+
+class Everyone(nn.Module):
+    """Every rank of the group gets the tokens of all and answers what it can of each; the answers are summed.
+
+    tokens: "copies" (all have the same ones), "slices" (each its own, equally many), "any" (each its own).
+    """
+
+    def __init__(self, inner: nn.Module, group: ProcessGroup, tokens: str) -> None:
+        super().__init__()
+        self.inner, self.group, self.tokens = inner, group, tokens
+
+    def forward(self, x_TH: torch.Tensor, routing: Any, experts: nn.Module, count: int) -> torch.Tensor:
+        ids, weights, group, tokens = routing.ids, routing.weights, self.group, x_TH.shape[0]
+        if self.tokens == "copies":
+            routing = routing._replace(weights=copy_to(weights, group))
+            return sum_from(self.inner(copy_to(x_TH, group), routing, experts, count), group)
+        if self.tokens == "any":
+            more = (0, 0, 0, _most(tokens, x_TH.device, group) - tokens)
+            x_TH, weights, ids = F.pad(x_TH, more), F.pad(weights, more), F.pad(ids, more, value=count)  # nobody's
+        x_TH, weights = gather_from(x_TH, 0, group), gather_from(weights, 0, group)
+        with torch.no_grad():
+            ids = gather_from(ids, 0, group)
+        y_TH = self.inner(x_TH, routing._replace(ids=ids, weights=weights), experts, count)
+        return scatter_sum(y_TH, 0, group)[:tokens]
+
+
+def _most(value: int, device: torch.device, group: ProcessGroup) -> int:
+    most = torch.tensor(value, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)
+
+
+class SomeHere(nn.Module):
+    """Of the tokens' choices those whose experts are here."""
+
+    def __init__(self, mine: Range) -> None:
+        super().__init__()
+        self.mine = mine
+
+    def forward(self, x_TH: torch.Tensor, routing: Any, experts: nn.Module, count: int) -> torch.Tensor:
+        first, last = self.mine
+        here = (routing.ids >= first) & (routing.ids < last)
+        order = by_expert(torch.where(here, routing.ids - first, last - first), last - first)
+        n = int(order.ends[-1])  # waits for the device: rows of others' experts would take most of the memory
+        rows = _Take.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
+        return _Give.apply(experts(rows, order.ends), routing.weights, order.row_of[:n], order.place_of)
+
+
+class AllToAll(nn.Module):
+    """Each row goes to the rank that has its expert, and its answer comes back to be weighed."""
+
+    def __init__(self, group: ProcessGroup, shares: list[Range]) -> None:
+        super().__init__()
+        self.group, self.shares, self.rank = group, shares, dist.get_rank(group)
+
+    def forward(self, x_TH: torch.Tensor, routing: Any, experts: nn.Module, count: int) -> torch.Tensor:
+        order = by_expert(routing.ids, count)
+        table = self._table(routing.ids, count)
+        counts = table.tolist()  # waits for the device: how many rows travel must be known on the host
+        first, last = self.shares[self.rank]
+        sent = [sum(counts[self.rank][a:b]) for a, b in self.shares]
+        got = [sum(row[first:last]) for row in counts]
+        n = sum(sent)
+        rows = _Take.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
+        rows = _Travel.apply(rows, sent, got, self.group)
+        come = _by_expert_from_ranks(table[:, first:last], sum(got))
+        answers = experts(gather(rows, come, 1), come.ends)
+        answers = gather(answers, Order(come.place_of, come.row_of, come.ends), 1)
+        answers = _Travel.apply(answers, got, sent, self.group)
+        return _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
+
+    @torch.no_grad()
+    def _table(self, ids: torch.Tensor, experts: int) -> torch.Tensor:
+        """int64 [ranks, E]: how many rows each rank has for each expert."""
+        return gather_from(count(ids, experts)[None], 0, self.group)
+
+
+def _by_expert_from_ranks(table: torch.Tensor, rows: int) -> Order:
+    """Rows come rank by rank, each rank's by expert; experts want theirs together. table: [ranks, experts here]."""
+    numbers = torch.arange(table.shape[1], device=table.device).repeat(table.shape[0])
+    expert = numbers.repeat_interleave(table.reshape(-1), output_size=rows)
+    row_of = torch.sort(expert, stable=True).indices
+    place_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(rows, device=table.device))
+    return Order(row_of, place_of, table.sum(0).cumsum(0).to(torch.int32))
+
+
+class _Travel(torch.autograd.Function):
+    """Rows to their ranks; gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> torch.Tensor:
+        ctx.sent, ctx.got, ctx.group = sent, got, group
+        return _travel(rows, sent, got, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return _travel(grad, ctx.got, ctx.sent, ctx.group), None, None, None
+
+
+def _travel(rows: torch.Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> torch.Tensor:
+    out = rows.new_empty(sum(got), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), got, sent, group=group)
+    return out
+
+
+class _Take(torch.autograd.Function):
+    """x [T, H] -> the first rows of an order [R, H], the rest being nobody's here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(place_of)
+        ctx.k = k
+        return x.index_select(0, row_of // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        (place_of,) = ctx.saved_tensors
+        return _sum_choices(grad, place_of.view(-1, ctx.k)).to(grad.dtype), None, None, None
+
+
+class _Give(torch.autograd.Function):
+    """rows [R, H], weights [T, K] -> y [T, H] = sum over the choices answered here of weight * row, in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, row_of)
+        return _sum_choices(rows, place_of.view_as(weights), weights).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        rows, weights, row_of = ctx.saved_tensors
+        per_row = grad.index_select(0, row_of // weights.shape[1]).float()
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = (per_row * weights.reshape(-1)[row_of, None].float()).to(rows.dtype)
+        if ctx.needs_input_grad[1]:
+            dots = (per_row * rows.float()).sum(-1).to(weights.dtype)
+            grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, row_of, dots).view_as(weights)
+        return grad_rows, grad_weights, None, None
+
+
+def _sum_choices(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [T, H]: of each token the rows at place [T, K], none where that is past the last row. Choice by choice, in a
+    fixed order: no atomics, and no [T * K, H] beside the rows."""
+    out = rows.new_zeros(place.shape[0], rows.shape[1], dtype=torch.float32)
+    if rows.shape[0] == 0:
+        return out
+    for k in range(place.shape[1]):
+        there = place[:, k]
+        part = rows.index_select(0, there.clamp(max=rows.shape[0] - 1)).float()
+        if weights is not None:
+            part = part * weights[:, k, None].float()
+        out += torch.where((there < rows.shape[0])[:, None], part, 0.0)
+    return out

@@ -1,0 +1,34 @@
+"""Ledger: numbers a step tells beside its loss (rewards, router losses), summed on the device and over the ranks.
+
+Losses add to it, engine.py empties it once a step. The names are fixed, so that ranks with different layers agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+class Ledger:
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self._row = {name: k for k, name in enumerate(self.names)}
+        self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
+        """`total` of `count` things; their mean over the step and all ranks is told."""
+        row = self._sums[self._row[name]]
+        row[0] += total.detach()
+        row[1] += count
+
+    def empty(self, group: ProcessGroup | None) -> torch.Tensor:
+        """The means in the order of `names`, NaN where nothing was added; on the device."""
+        sums = self._sums.clone()
+        self._sums.zero_()
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        return sums[:, 0] / sums[:, 1]

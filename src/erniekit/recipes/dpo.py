@@ -1,0 +1,156 @@
+"""Preference training, full or LoRA, ten loss types. Registered in recipes/__init__.py; reference.py says to whom the
+policy is compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from erniekit.config import RunConfig, need
+from erniekit.data.preference import PairRules
+from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.report import DataReport
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Batch
+from erniekit.log import say
+from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
+from erniekit.parallel.collectives import sum_from
+from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.ledger import Ledger
+from erniekit.parallel.mesh import World
+from erniekit.recipes.build import Built
+from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.reference import Reference, RefreshReference, make_reference
+from erniekit.recipes.stage import Prepare, Stage
+from erniekit.track.atomic import write_json
+from erniekit.train.evaluate import evaluate_pairs
+from erniekit.train.hooks import Hook
+from erniekit.train.step import StepResult
+
+if TYPE_CHECKING:
+    from erniekit.train.trainer import Trainer
+
+
+class DPO(Stage):
+    chats = False  # the doctor's checks of end tokens and templates read conversations
+    perplexity = False
+
+    def tells(self, cfg: RunConfig) -> tuple[str, ...]:
+        return metric_names(settings_of(cfg))
+
+    def open_data(self, cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
+        data = open_data(cfg, tokenizer, output, world, pair_rules(cfg))
+        if world.is_main:
+            write_json(output / "dpo_train_args.json", train_args(cfg, data))
+        return data
+
+    def held_out(
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+    ) -> tuple[list[DataReport], Iterator[Batch]]:
+        need(cfg, "eval_dataset_path")
+        sources = sources_for(cfg, "eval", tokenizer, bad_rows, pair_rules(cfg))
+        padding = {"pad_id": tokenizer.pad_id or 0}
+        return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)
+
+    def loss(self, cfg: RunConfig, world: World, ledger: Ledger | None) -> Loss:
+        return partial(
+            dpo_loss,
+            settings=settings_of(cfg),
+            ledger=ledger,
+            sum_over_cp=sum_over_cp(world),
+            copies=world.layout.cp,
+            chunk=cfg.memory.loss_subbatch_seqlen,
+        )
+
+    def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
+        if not settings_of(cfg).needs_reference:
+            return None
+        return make_reference(cfg, built, data, self, sum_over_cp(built.world))
+
+    def hooks(self, cfg: RunConfig, built: Built, prepare: Prepare | None) -> list[Hook]:
+        every = cfg.dpo.ref_model_update_steps
+        out: list[Hook] = []
+        if every > 0 and isinstance(prepare, Reference) and prepare.own is not None:
+            out.append(RefreshReference(prepare.own, built, every, Path(cfg.train.output_dir or "output")))
+        return [*out, Benchmark(built.world)] if cfg.dpo.dpo_benchmark else out
+
+    def evaluate(
+        self, cfg: RunConfig, engine: Engine, batches: Iterable[Batch], prepare: Prepare | None = None
+    ) -> dict[str, float]:
+        return evaluate_pairs(engine, batches, prepare, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
+
+
+class Benchmark(Hook):
+    """`dpo_benchmark`: tokens a second, padding apart; the first step warms up."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.tokens, self.began = world, 0, 0.0
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self.began:
+            self.tokens += result.tokens
+        else:
+            self.began = time.perf_counter()
+
+    def on_end(self, trainer: Trainer) -> None:
+        seconds = time.perf_counter() - self.began
+        # Ranks that share a pack read the same tokens.
+        tokens = sum(self.world.gather(self.tokens)) // (self.world.size // self.world.layout.data_ranks)
+        rate = tokens / seconds if tokens else 0.0
+        say(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")
+
+
+def pair_rules(cfg: RunConfig) -> PairRules:
+    return PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token)
+
+
+def train_args(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
+    """What ERNIEKit's scripts look up about a run: its size, under their names."""
+    p, samples = cfg.parallel, sum(len(source) for source in data.sources)
+    return {
+        "num_train_epochs": cfg.train.num_train_epochs,
+        "max_steps": data.max_steps,
+        "train_tokens": sum(source.report.tokens for source in data.sources),
+        "train_samples": samples,
+        "global_batch_size": data.packs_per_step,
+        "gradient_accumulation_steps": data.accumulation,
+        "per_device_train_batch_size": cfg.train.per_device_train_batch_size,
+        "warmup_steps": cfg.optim.warmup_steps,
+        "tensor_parallel_degree": p.tensor_parallel_degree,
+        "pipeline_parallel_degree": p.pipeline_parallel_degree,
+        "sharding_parallel_degree": p.sharding_parallel_degree,
+        "seed": cfg.train.seed,
+        "num_samples_each_epoch": cfg.data.num_samples_each_epoch,
+        "max_seq_len": cfg.data.max_seq_len,
+        "valid": samples > 0,
+    }
+
+
+def settings_of(cfg: RunConfig) -> DpoSettings:
+    d = cfg.dpo
+    return DpoSettings(
+        d.loss_type,
+        d.beta,
+        d.label_smoothing,
+        d.pref_loss_ratio,
+        d.sft_loss_ratio,
+        d.offset_alpha,
+        d.simpo_gamma,
+        d.dpop_lambda,
+        d.normalize_logps,
+        d.reference_free,
+        batch_means=cfg.train.compat == "erniekit",
+    )
+
+
+def sum_over_cp(world: World) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    group = world.group("cp")
+    return None if group is None else lambda sums: sum_from(sums, group)
+
+
+STAGE = DPO()

@@ -1,0 +1,228 @@
+"""A training run from config to result, whatever the stage. Called by sft.py, dpo.py and pretrain.py.
+
+`run` reads top to bottom: open, build, check, resume, fit, finish. What differs between stages is in stage.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.probe import probe_from
+from erniekit.config import RunConfig, for_world
+from erniekit.data.types import Batch
+from erniekit.optim.adamw import AdamW
+from erniekit.parallel.gradients import local
+from erniekit.parallel.world import check_model, leave, open_world
+from erniekit.recipes import doctor, experts, finish, opening, resume
+from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
+from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.stage import Prepare, Stage
+from erniekit.result import RunResult
+from erniekit.track import Trackers, make_trackers
+from erniekit.track.runfile import RunRecord
+from erniekit.train.drift import ReplicaDrift, replicated
+from erniekit.train.eval_hook import BestRule, EvalHook
+from erniekit.train.guard import FiniteGuard, Signals
+from erniekit.train.hooks import CollectGarbage, Hook
+from erniekit.train.metrics import LogHook
+from erniekit.train.save import SaveHook, Saver
+from erniekit.train.step import TrainStep
+from erniekit.train.stragglers import Stragglers, device_probe
+from erniekit.train.trainer import Trainer
+from erniekit.train.watchdog import Watchdog
+
+
+def train(stage: Stage, cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    try:
+        return run(stage, cfg, command)
+    finally:
+        leave()
+        gc.collect()  # the loop and its listeners know each other: a notebook's next run needs the memory now
+
+
+def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
+    started = time.perf_counter()
+    output = Path(cfg.train.output_dir or "output")
+    output.mkdir(parents=True, exist_ok=True)
+    cfg, device, dtype = settle(cfg)
+    world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
+    cfg = for_world(cfg, world.layout.data_ranks)
+    folder, tokenizer = open_model(cfg)
+    shape = folder.config
+    world.layout = check_model(world.layout, shape.num_layers, shape.moe.experts if shape.moe else 0)
+    opening.show_plan(cfg, folder, device, world)
+    record = RunRecord(output, command=list(command), version=opening.version())
+    manager = checkpoints(cfg, output)
+    held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
+    dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
+    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog:
+        dog.phase("prepare")
+        disks = resume.look_at_disks(output, world)
+        point = resume.find(cfg, manager, world, disks)
+        data = stage.open_data(cfg, tokenizer, output, world)
+        opening.show_data(data)
+        resume.check_promises(cfg, point, data)
+
+        built = build(cfg, folder, device, dtype, world, stage)
+        data.length_multiple = built.engine.length_multiple
+        data.ahead = built.further
+        optimizer = make_optimizer(cfg, built)
+        first = data.first_batch()
+        opening.describe(record, cfg, data, opening.show_coverage(built), device)
+        prepare = stage.before_step(cfg, built, data)
+        if cfg.train.doctor == "on":
+            doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
+
+        saver = saver_for(cfg, manager, built, optimizer, first, disks)
+        state = resume.restore(cfg, saver, point, data)
+        hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
+        trainer = Trainer(
+            step=step_for(cfg, built, optimizer, data, prepare),
+            state=state,
+            batches_from=lambda pack: iter(data.loader(cfg, pack)),
+            max_steps=data.max_steps,
+            packs_per_step=data.packs_per_step,
+            hooks=hooks,
+            guard=FiniteGuard(cfg.train.max_bad_steps),
+            signals=signals,
+            roll_back=lambda s: resume.roll_back(saver, s, disks),
+        )
+        try:
+            trainer.fit()
+        except BaseException:
+            saver.saves.abandon()  # a save in the background ends before the folder is let go
+            raise
+        result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
+    record.finish("finished", result.metrics, result.next_commands)
+    finish.say_goodbye(output, result, trainer)
+    return result
+
+
+def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:
+    return CheckpointManager(
+        output,
+        keep_last=cfg.checkpoint.save_total_limit,
+        keep_every=cfg.checkpoint.keep_every,
+        verify=cfg.checkpoint.verify,  # type: ignore[arg-type]
+        async_save="async_save" in cfg.checkpoint.unified_checkpoint_config,
+    )
+
+
+def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
+    return make_trackers(
+        cfg.tracking.report_to,
+        output,
+        cfg.tracking.logging_dir,
+        run_name=cfg.tracking.run_name or "",
+        config=cfg.flat(),
+        disable_tqdm=cfg.tracking.disable_tqdm,
+        explicit=cfg.given("report_to"),
+        record=record,
+    )
+
+
+def step_for(
+    cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData, prepare: Prepare | None = None
+) -> TrainStep:
+    schedule = make_schedule(cfg, data.max_steps)
+    compat = cfg.train.compat == "erniekit"
+    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, compat, prepare)
+
+
+def saver_for(
+    cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch, disks: resume.Disks
+) -> Saver:
+    words = set(cfg.checkpoint.unified_checkpoint_config)
+    return Saver(
+        manager,
+        built.engine,
+        optimizer,
+        built.device,
+        built.sharding,
+        probe_from(first, cfg.checkpoint.probe_tokens) if cfg.checkpoint.probe_tokens else None,
+        built.pieces,
+        built.write_weights,
+        built.read_weights,
+        with_optimizer=not cfg.checkpoint.ignore_save_lr_and_optim,
+        extra={"config": cfg.to_dict(), "version": opening.version()},
+        compress="O0" if cfg.checkpoint.disable_ckpt_quant else cfg.checkpoint.ckpt_quant_stage,
+        with_masters="remove_master_weight" not in words,
+        rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
+        copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
+    )
+
+
+def hooks_for(
+    stage: Stage,
+    cfg: RunConfig,
+    built: Built,
+    data: TrainData,
+    saver: Saver,
+    trackers: Trackers,
+    prepare: Prepare | None,
+) -> list[Hook]:
+    """Log first, so that a step's numbers are out before its evaluation and its checkpoint; only what belongs to the
+    update itself comes before."""
+    loads = experts.balance_hook(cfg, built)
+    log = LogHook(
+        trackers,
+        built.device,
+        built.folder.config,
+        built.dtype,
+        data.log_every,
+        data.packs_per_step,
+        data.packs_per_epoch,
+        frozen_base=built.lora is not None,
+        first=cfg.tracking.logging_first_step,
+        ranks=built.world.size,
+        data_ranks=built.world.layout.data_ranks,
+        further=data.ahead,
+        also=loads.metrics if loads is not None else None,
+        perplexity=stage.perplexity,
+    )
+    sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
+    first: list[Hook] = [loads] if loads is not None else []
+    watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, trackers)]
+    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s)
+    if not data.evaluation:
+        return [*watch, log, save, *sweep]
+
+    def run_evaluation() -> dict[str, float]:
+        return stage.evaluate(cfg, built.engine, data.eval_batches(cfg), prepare)
+
+    def keep(trainer: Trainer) -> None:
+        """The best so far is saved now and spared by rotation until a better one comes."""
+        save.save(trainer)
+        saver.manager.protect(trainer.state.step)
+
+    on_best = keep if cfg.checkpoint.load_best_model_at_end else None
+    return [*watch, log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save, *sweep]
+
+
+def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:
+    """Where there are several ranks: slow ones are named, and copies of a weight must stay the same bits."""
+    if built.world.size == 1:
+        return []
+    out: list[Hook] = []
+    if cfg.train.straggler_factor:
+        probe = device_probe(built.device.handle)
+        out.append(Stragglers(built.world, cfg.train.straggler_factor, probe=probe))
+    if cfg.train.drift_check_steps:
+        blocks = replicated(built.sharding, built.world.rank)
+        held = {name: local(param) for name, param in built.parameters()}
+        out.append(ReplicaDrift(blocks, lambda: held, built.world, cfg.train.drift_check_steps))
+    return out
+
+
+def best_rule(cfg: RunConfig) -> BestRule:
+    metric = cfg.checkpoint.metric_for_best_model or "eval_loss"
+    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    greater = cfg.checkpoint.greater_is_better
+    if greater is None:
+        greater = not metric.endswith(("loss", "ppl"))
+    return BestRule(metric, greater, cfg.train.early_stopping_patience, cfg.train.early_stopping_threshold)

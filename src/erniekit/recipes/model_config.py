@@ -1,0 +1,73 @@
+"""`model_config` of a recipe: values that take the place of those in the model's config.json. Called by build.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from erniekit.checkpoint.model_folder import read_json
+from erniekit.config import RunConfig
+from erniekit.config.flat import KEYS
+from erniekit.config.inert import INERT
+from erniekit.errors import ConfigError
+from erniekit.log import say
+from erniekit.models import find
+from erniekit.registry import nearest
+
+ALSO = {"multi_token_pred_depth": "num_nextn_predict_layers"}
+# How ERNIE's pre-training computes and sends what is the same mathematics; fp8 itself is refused in config/later.py.
+WITHOUT_EFFECT = {
+    "use_fp8_mlp", "use_fp8_fuse_node", "fp8_mem_configs", "fp8_fused_ops_configs", "use_quant_before_a2a",
+    "use_ep_comm_overlap", "use_combine_before_a2a", "use_async_a2a", "use_rms_qkv_recompute",
+}  # fmt: skip
+
+
+class Recorder(dict[str, Any]):
+    """A config.json that remembers which of its names were asked for, there or not."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
+    """In config.json's names. A name that nothing reads is refused: it would be a model other than its recipe says."""
+    given = dict(cfg.model.model_config or {})
+    if cfg.model.initializer_range is not None:
+        given["initializer_range"] = cfg.model.initializer_range
+    changes = {ALSO.get(name, name): value for name, value in given.items() if not _idle(name)}
+    if not changes:
+        return changes
+    raw = read_json(folder / "config.json")
+    where = str(folder / "config.json")
+    values = Recorder({**raw, **changes})
+    find(values, where).read_config(values, "hf", False, where)
+    for name in changes:
+        if name not in values.asked | raw.keys():
+            raise _unknown(name, values.asked, cfg.origin("model_config"))
+    differ = [f"{name} {raw.get(name)} -> {value}" for name, value in changes.items() if raw.get(name) != value]
+    if differ:
+        say(f"note     model_config: {', '.join(differ)}")
+    if "rope_theta" in changes and "rope_parameters" in raw and "rope_parameters" not in changes:
+        changes["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": changes["rope_theta"]}  # it is in both
+    return changes
+
+
+def _idle(name: str) -> bool:
+    return name in WITHOUT_EFFECT or name in INERT
+
+
+def _unknown(name: str, known: set[str], where: str) -> ConfigError:
+    if name in KEYS:
+        return ConfigError(f"model_config.{name}: {name} is a key of the recipe", where=where, fix="move it up there")
+    near = nearest(name, sorted(known))
+    return ConfigError(
+        f"model_config.{name}: this kind of model has no such value",
+        where=where,
+        fix=f"did you mean {near[0]}?" if near else "leave it out; known: " + ", ".join(sorted(known)),
+    )

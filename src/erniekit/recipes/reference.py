@@ -1,0 +1,224 @@
+"""The reference a preference is measured against: a second model, the model without its adapters, or log-probabilities
+computed once and kept on disk. Called by recipes/dpo.py while the policy still has its first weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from erniekit.config import RunConfig
+from erniekit.data.loader import BatchLoader
+from erniekit.data.mix import SampleOrder
+from erniekit.data.pack import PackStream
+from erniekit.data.tokens import PairSource, default_cache_dir
+from erniekit.data.types import Batch
+from erniekit.errors import DataError
+from erniekit.log import say, warn
+from erniekit.lora.switch import adapters_off
+from erniekit.losses.dpo import pair_log_probs
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.gradients import local
+from erniekit.recipes.build import Built, build
+from erniekit.train.hooks import Hook
+from erniekit.train.step import StepResult
+
+if TYPE_CHECKING:
+    from erniekit.recipes.datasets import TrainData
+    from erniekit.recipes.stage import Stage
+    from erniekit.train.trainer import Trainer
+
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+# A sum of log-probabilities over a thousand bf16 tokens moves so much between two kernels; another model moves it more.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2.0}
+
+
+class Reference:
+    """Fills in each pair's reference log-probabilities; those a batch has already are kept."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sum_over_cp: SumOverRanks | None,
+        chunk: int,
+        off: Callable[[], AbstractContextManager[None]] = nullcontext,
+        own: Built | None = None,
+    ) -> None:
+        """off: what makes the engine's model the reference. own: the second model, where it is one."""
+        self.engine, self.off, self.own = engine, off, own
+        self.kept = False  # the data brings all of it
+        self._measure = partial(pair_log_probs, sum_over_cp=sum_over_cp, chunk=chunk)
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+        return [self._with_reference(batch) for batch in batches]
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        pairs = batch.pairs
+        if pairs is None or pairs.reference is not None:
+            return batch
+        if self.kept and not pairs.count:  # a rank's filler: the others, whose pairs are known, run no model now
+            return replace(batch, pairs=replace(pairs, reference=torch.zeros(0)))
+        return replace(batch, pairs=replace(pairs, reference=self.log_probs(batch).cpu()))
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        assert batch.pairs is not None
+        was_training = self.engine.model.training
+        self.engine.train(False)
+        with self.off():
+            out = self.engine.score(batch, self._measure, 2 * batch.pairs.count)
+        self.engine.train(was_training)
+        return out
+
+
+def make_reference(
+    cfg: RunConfig, built: Built, data: TrainData, stage: Stage, sum_over_cp: SumOverRanks | None
+) -> Reference:
+    chunk = cfg.memory.loss_subbatch_seqlen
+    policy = Reference(built.engine, sum_over_cp, chunk, partial(adapters_off, built.engine.parts))
+    if cfg.dpo.reference_logps == "cached":
+        keep(cfg, built, data, policy)
+        policy.kept = True
+        return policy
+    if built.lora:
+        say("reference the model without its adapters")
+        return policy
+    other = build(cfg, built.folder, built.device, built.dtype, built.world, stage)
+    for _, param in other.parameters():
+        param.requires_grad_(False)
+    say("reference a second copy of the model, frozen")
+    return Reference(other.engine, sum_over_cp, chunk, own=other)
+
+
+class RefreshReference(Hook):
+    """Every so many steps the reference becomes what the policy is (ref_model_update_steps)."""
+
+    def __init__(self, theirs: Built, policy: Built, every: int, output: Path) -> None:
+        self.theirs, self.policy, self.every, self.output = theirs, policy, every, output
+
+    def on_start(self, trainer: Trainer) -> None:
+        """A resumed run has the reference of the run that was stopped, where a checkpoint still holds it."""
+        step = trainer.state.step
+        last = step - step % self.every
+        if not last:
+            return  # the model the run began with, which it is
+        saved = self.output / f"checkpoint-{last}"
+        if last < step and all(self.policy.world.gather(saved.is_dir())):
+            self.theirs.read_weights(saved)
+            say(f"reference the policy of step {last}, from {saved.name}")
+            return
+        self._copy()
+        if last < step:
+            warn(
+                f"the reference was the policy of step {last}, and {saved.name} is gone: from here on it is the policy "
+                f"of step {step}, so this is not the run that was stopped. save_steps: {self.every} would keep it"
+            )
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step % self.every == 0:
+            self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for (_, mine), (_, other) in zip(self.policy.parameters(), self.theirs.parameters()):
+            local(other).copy_(local(mine))
+
+
+# --- computed once ---
+
+
+def keep(cfg: RunConfig, built: Built, data: TrainData, policy: Reference) -> None:
+    """Gives every pair of the data its reference, from the cache or computed now; the first pack is compared live."""
+    sources = [source for source in (*data.sources, *data.evaluation) if isinstance(source, PairSource)]
+    cache = Path(cfg.data.cache_dir or default_cache_dir()) / "reference"
+    for source in sources:
+        file = cache / f"{_key(cfg, built, source)}.npy"
+        found = built.world.broadcast(_read(file) if built.world.is_main else None)
+        if found is None or found.shape != (len(source.lengths), 2):
+            say(f"reference log-probabilities of {Path(source.path).name}: computed once, kept in {cache}")
+            found = _compute(cfg, built, data, source, policy)
+            if built.world.is_main:
+                _write(file, found)
+        source.reference = found
+    _compare(built, data, policy)
+
+
+def _read(file: Path) -> np.ndarray | None:
+    try:
+        found: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None  # none, or half of one: it is made again
+    return found
+
+
+def _write(file: Path, values: np.ndarray) -> None:
+    temporary = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npy")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.save(temporary, values)
+        temporary.replace(file)
+    except OSError as error:  # this run has them; the next one will have to compute them again
+        warn(f"the reference's log-probabilities could not be kept in {file.parent}: {error.strerror or error}")
+
+
+def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
+    """Of the data's tokens, the model's files and how it computes."""
+    files = sorted(built.folder.path.glob("*.safetensors"))
+    told = {
+        "data": source.folder.name,
+        "model": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+        "config": str(built.folder.config),
+        "scratch": None if cfg.model.continue_training else cfg.train.seed,
+        "dtype": str(built.dtype),
+    }
+    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _compute(cfg: RunConfig, built: Built, data: TrainData, source: PairSource, policy: Reference) -> np.ndarray:
+    """One pass in file order; each data rank has its share, and all get the whole."""
+    count = len(source.lengths)
+    order = SampleOrder([count], seed=0, shuffle=False, strategy="concat")
+    stream = PackStream(order, [source.lengths], data.stream.max_seq_len, greedy=False, epochs=1)
+    world = built.world
+    loader = BatchLoader(
+        stream,
+        [source],
+        1,
+        dp_rank=world.layout.data_rank(world.rank),
+        dp_size=world.layout.data_ranks,
+        collate=data.collate,
+        **data.padding(cfg),
+    )
+    table = np.zeros((count, 2), np.float32)
+    for batch in (batch for step in loader for batch in step):
+        values = policy.log_probs(batch)
+        members = [index for pack in batch.pack_indices for _, index in stream[pack]]
+        if batch.pairs is not None and batch.pairs.count:
+            table[members] = values.view(-1, 2).float().cpu().numpy()
+    total: np.ndarray = sum(world.gather(table)) / (world.size // world.layout.data_ranks)
+    return total.astype(np.float32)
+
+
+def _compare(built: Built, data: TrainData, policy: Reference) -> None:
+    """The kept numbers of the first pack against the model as it is: an error is another model's cache."""
+    batch = data.first_batch()
+    if batch.pairs is None or batch.pairs.reference is None:
+        return
+    live = policy.log_probs(batch).float().cpu()
+    apart = float((live - batch.pairs.reference).abs().max())
+    if apart > TOLERANCE[built.dtype]:
+        raise DataError(
+            f"kept reference log-probabilities differ from the model's by {apart:.3g}",
+            where="reference_logps: cached",
+            fix="the model changed under the same name: delete the folder `reference` in the cache, or use live",
+        )
+    say(f"reference kept log-probabilities equal the live ones to {apart:.1e}")

@@ -1,0 +1,77 @@
+"""Stage: what differs between SFT, DPO and pre-training; the base class is SFT's answer to every question.
+
+fit.py, build.py and doctor.py ask; sft.py, dpo.py and pretrain.py answer. One subclass and one line in
+recipes/__init__.py add a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from erniekit.config import RunConfig, need
+from erniekit.data.report import DataReport
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Batch
+from erniekit.losses.causal import causal_loss
+from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.ledger import Ledger
+from erniekit.parallel.mesh import World
+from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
+from erniekit.train.evaluate import evaluate
+from erniekit.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from erniekit.recipes.build import Built
+
+Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
+
+
+class Stage:
+    chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
+    perplexity = True  # the loss is a mean over tokens
+
+    def apart(self, cfg: RunConfig) -> bool:
+        """Whether documents that share a row must not see each other."""
+        return True
+
+    def tells(self, cfg: RunConfig) -> tuple[str, ...]:
+        """What its loss adds to the ledger."""
+        return ()
+
+    def open_data(self, cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
+        return open_data(cfg, tokenizer, output, world)
+
+    def held_out(
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+    ) -> tuple[list[DataReport], Iterator[Batch]]:
+        """What `erniekit eval` reads: a report of each source, and one pass over all of them."""
+        need(cfg, "eval_dataset_path")
+        sources = sources_for(cfg, "eval", tokenizer, bad_rows)
+        return [s.report for s in sources], eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0})
+
+    def loss(self, cfg: RunConfig, world: World, ledger: Ledger | None) -> Loss:
+        """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""
+
+        def loss(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+            return causal_loss(model, batch, hidden, cfg.memory.loss_subbatch_seqlen)
+
+        return loss
+
+    def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
+        """What must be known of a step's micro-batches before their forward pass; None: nothing. Asked while the model
+        still has the weights it starts from."""
+        return None
+
+    def hooks(self, cfg: RunConfig, built: Built, prepare: Prepare | None) -> list[Hook]:
+        return []
+
+    def evaluate(
+        self, cfg: RunConfig, engine: Engine, batches: Iterable[Batch], prepare: Prepare | None = None
+    ) -> dict[str, float]:
+        """prepare: what `before_step` gave."""
+        return evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")

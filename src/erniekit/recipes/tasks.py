@@ -1,0 +1,254 @@
+"""`erniekit eval DIR --tasks hellaswag,arc_easy`: public benchmarks through lm-evaluation-harness, an extra of its own.
+
+Called by recipes/run.py. Scorer asks our model what the harness asks, and is to tell the numbers that the harness's
+own Hugging Face backend tells of the same folder; the harness itself is imported only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.api_load import load as load_folder
+from erniekit.config import RunConfig, need
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.errors import ConfigError
+from erniekit.log import paint, say
+from erniekit.recipes.build import settle
+from erniekit.recipes.evaluate import has_result
+from erniekit.recipes.experts import ignore_bias
+from erniekit.registry import nearest
+from erniekit.result import RunResult
+from erniekit.track.results import write_results
+
+# Names of the same thing in task files; of several the first counts.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_DEFAULT_LENGTH = 256
+
+
+class _StopWord(Exception):
+    """Said: the rest of the answer is not needed."""
+
+
+class Scorer:
+    """What a benchmark needs of a language model, in text. No template; a first token only where the folder's own
+    tokenizer always puts one (Llama's <s>)."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, max_length: int, batch_size: int = 1) -> None:
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.max_length, self.batch_size = max_length, batch_size
+        bos = tokenizer.bos_id
+        self._prefix = tokenizer.eos_id if bos is None else bos  # what an answer to nothing follows
+        # ERNIE's <|begin_of_sentence|> belongs to its chat template, so it opens no plain text.
+        self._opening = [bos] if bos is not None and tokenizer.begin_id == bos else []
+        self._generator: Any = None
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """(log-probability of the second text after the first, whether it is what greedy decoding would say)."""
+        return self._score([self._encoded(context, answer) for context, answer in pairs])
+
+    def score_whole(self, texts: Sequence[str]) -> list[float]:
+        """Log-probability of every token of a text, however long, each told once."""
+        return [sum(score for score, _ in self._score(self._windows(text))) for text in texts]
+
+    def generate(
+        self, context: str, until: Sequence[str], max_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+    ) -> str:
+        """Up to the first of `until`; greedy at temperature 0."""
+        from erniekit.serve.generate import Generator, Sampling
+
+        if max_tokens >= self.max_length:
+            raise ConfigError(
+                f"the task wants answers of up to {max_tokens} tokens, and question and answer have {self.max_length}",
+                where="max_seq_len",
+                fix=f"max_seq_len={2 * max_tokens} or more, within the model's own positions",
+            )
+        if self._generator is None:
+            self._generator = Generator(self.model, self.tokenizer)
+        prompt = self._opening + self.tokenizer.encode_text(context)
+        sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, max_model_len=self.max_length)
+        stops, text = [stop for stop in until if stop], ""
+
+        def hear(piece: str) -> None:
+            nonlocal text
+            text += piece
+            if any(stop in text for stop in stops):
+                raise _StopWord
+
+        with suppress(_StopWord):
+            self._generator.answer(prompt[-(self.max_length - max_tokens) :] or [self._prefix], sampling, hear)
+        for stop in stops:
+            text = text.split(stop, 1)[0]
+        return text
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """(before, told): whole windows follow the last token of the one before, and the last one, which tells fewer
+        tokens, sees as many more. A tokenizer's own first token is told too: the harness counts it."""
+        ids = self._opening + self.tokenizer.encode_text(text)
+        out = []
+        for start in range(0, len(ids), self.max_length):
+            told = ids[start : start + self.max_length]
+            first = start + len(told) - self.max_length - 1
+            out.append((ids[first:start] if start else [self._prefix], told))
+        return out
+
+    def _encoded(self, context: str, answer: str) -> tuple[list[int], list[int]]:
+        """Blanks at the seam belong to the answer: that is where tokenizers put them."""
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, answer = context[:-blanks], context[-blanks:] + answer
+        if not context:
+            return [self._prefix], self.tokenizer.encode_text(answer)
+        before, both = self.tokenizer.encode_text(context), self.tokenizer.encode_text(context + answer)
+        return self._opening + before, both[len(before) :]
+
+    @torch.no_grad()
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        out: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        asked = [k for k, (_, answer) in enumerate(pairs) if answer]
+        order = sorted(asked, key=lambda k: -len(pairs[k][0]) - len(pairs[k][1]))  # like lengths together
+        device = next(self.model.parameters()).device
+        for at in range(0, len(order), self.batch_size):
+            chosen = order[at : at + self.batch_size]
+            # The last token is only asked for; what is too long loses its beginning.
+            rows = [((pairs[k][0] + pairs[k][1])[-(self.max_length + 1) :], len(pairs[k][1])) for k in chosen]
+            longest = max(len(ids) for ids, _ in rows) - 1
+            tokens = torch.tensor([ids[:-1] + [0] * (longest + 1 - len(ids)) for ids, _ in rows], device=device)
+            logits = self.model(tokens)  # padding comes after, so nobody sees it
+            for k, row, (ids, count) in zip(chosen, logits, rows):
+                count = min(count, len(ids) - 1)
+                told = row[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(-1)
+                answer = torch.tensor(ids[-count:], device=device)
+                greedy = bool((told.argmax(-1) == answer).all())
+                out[k] = (float(told.gather(1, answer[:, None]).sum()), greedy)
+        return out
+
+
+def run_tasks(cfg: RunConfig) -> RunResult:
+    """Of what a run in output_dir trained, or of model_name_or_path where there is nothing yet."""
+    harness = import_harness()
+    manager = harness.tasks.TaskManager()
+    names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
+    output = Path(cfg.train.output_dir or "output")
+    cfg, device, dtype = settle(cfg)
+    trained = has_result(output)
+    if not trained:
+        need(cfg, "model_name_or_path")
+    source = output if trained else Path(str(cfg.model.model_name_or_path))
+    model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
+    ignore_bias(cfg, model)
+    say(f"model    {source}")
+    config: Any = model.config
+    length = min(cfg.data.max_seq_len, config.max_positions)
+    scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size)
+    limit = cfg.train.max_evaluate_steps
+    try:
+        told = harness.simple_evaluate(
+            model=language_model(harness, scorer),
+            tasks=names,
+            task_manager=manager,
+            limit=limit if limit > 0 else None,
+            random_seed=cfg.train.seed,
+            numpy_random_seed=cfg.train.seed,
+            torch_random_seed=cfg.train.seed,
+        )
+    except OSError as error:  # what `datasets` raises for files and for the network
+        raise ConfigError(
+            f"the data of a task could not be read: {error}",
+            where="eval_tasks",
+            fix="run it once where the hub can be reached; its files are then kept under HF_HOME",
+        ) from error
+    metrics = dict(flat(told["results"]))
+    output.mkdir(parents=True, exist_ok=True)
+    write_results(output, evaluation=metrics)
+    for name, value in metrics.items():
+        say(f"task     {name:<40} {value:.4f}")
+    say(f"{paint('done', 'green', 'bold')}     {output / 'eval_results.json'}")
+    return RunResult(output, metrics)
+
+
+def flat(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """{"hellaswag": {"acc,none": 0.5}} -> ("hellaswag/acc", 0.5); a name without a comma (sample_len) is no metric."""
+    for task, values in results.items():
+        for name, value in values.items():
+            metric, comma, kind = name.partition(",")
+            if comma and isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield f"{task}/{metric}" + (f",{kind}" if kind != "none" else ""), float(value)
+
+
+def known_tasks(manager: Any, names: Sequence[str]) -> list[str]:
+    """Tasks, groups, patterns (mmlu_*) and task files of one's own, as the harness takes them."""
+    out: list[str] = []
+    for name in names:
+        found = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not found:
+            near = nearest(name, list(manager.all_tasks))
+            raise ConfigError(
+                f"lm-evaluation-harness has no task {name!r}",
+                where="eval_tasks",
+                fix=(f"did you mean {near[0]}? " if near else "") + "a task's .yaml file works, too",
+            )
+        out += found
+    return out
+
+
+def import_harness() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.api.model
+        import lm_eval.tasks
+    except ImportError as error:
+        raise ConfigError(
+            f"tasks are evaluated with lm-evaluation-harness, which is not installed ({error})",
+            where="eval_tasks",
+            fix='pip install "erniekit[tasks]"',
+        ) from None
+    return lm_eval
+
+
+def language_model(harness: Any, scorer: Scorer) -> Any:
+    """The harness's own interface around a Scorer."""
+
+    class ErnieKitLM(harness.api.model.LM):
+        def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return scorer.score([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            return scorer.score_whole([request.args[0] for request in requests])
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            return [self._generate(*request.args) for request in requests]
+
+        def _generate(self, context: str, settings: dict[str, Any]) -> str:
+            return scorer.generate(context, **generation(settings))
+
+    return ErnieKitLM()
+
+
+def generation(settings: dict[str, Any]) -> dict[str, Any]:
+    """A task's generation_kwargs as arguments of Scorer.generate."""
+    asked = {name: value for name, value in settings.items() if value is not None}
+    lengths = [int(asked.pop(name)) for name in _LENGTHS if name in asked]
+    until = asked.pop("until", [])
+    temperature, sampled = float(asked.pop("temperature", 0.0)), asked.pop("do_sample", True)
+    top_p = float(asked.pop("top_p", 1.0))
+    if asked.get("num_beams") == 1:
+        del asked["num_beams"]
+    if asked:
+        raise ConfigError(
+            "a task asks for generation settings that are not known here: "
+            + ", ".join(f"{name}={value}" for name, value in asked.items()),
+            where="eval_tasks",
+            fix="erniekit export writes a folder that `lm_eval --model hf` reads; or leave this task out",
+        )
+    return {
+        "until": [until] if isinstance(until, str) else list(until),
+        "max_tokens": lengths[0] if lengths else _DEFAULT_LENGTH,
+        "temperature": temperature if sampled else 0.0,
+        "top_p": top_p,
+    }

@@ -1,0 +1,251 @@
+"""The OpenAI routes over an engine: `make_app` gives the ASGI application. Called by server.py and by tests.
+
+A request becomes jobs (asked.py), jobs become text (answer.py), text becomes OpenAI's objects (shapes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from erniekit import __version__
+from erniekit.log import warn
+from erniekit.serve.answer import Answering, Part
+from erniekit.serve.asked import Asked, Defaults, Served, ask_chat, ask_completion
+from erniekit.serve.engines.base import Engine
+from erniekit.serve.gate import Gate, Receive, Scope, Send, read_json, reply
+from erniekit.serve.metrics import TYPE, Metrics
+from erniekit.serve.problem import Problem, as_json
+from erniekit.serve.schema import ChatRequest, CompletionRequest, Wishes
+from erniekit.serve.shapes import Shape
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Settings:
+    defaults: Defaults
+    timeout: float = 600.0  # seconds an answer may take, its time in the queue included
+    key: str | None = None
+    created: int = 0
+
+
+class Api:
+    """models: by name, the default one first."""
+
+    def __init__(self, engine: Engine, models: Mapping[str, Served], settings: Settings) -> None:
+        self.engine, self.models, self.settings = engine, models, settings
+        self.metrics = Metrics()
+
+    # --- routes
+
+    async def chat(self, request: Request) -> Response:
+        """An answer to a conversation."""
+        asked = await read_json(request, ChatRequest)
+        return await self._answer(request, asked, ask_chat)
+
+    async def completions(self, request: Request) -> Response:
+        """How texts go on."""
+        asked = await read_json(request, CompletionRequest)
+        return await self._answer(request, asked, ask_completion)
+
+    async def list_models(self) -> Response:
+        """The models that can be asked for by name."""
+        return _json({"object": "list", "data": [self._card(served) for served in self.models.values()]})
+
+    async def one_model(self, model: str) -> Response:
+        """One of them."""
+        return _json(self._card(self._served(model)))
+
+    async def health(self) -> Response:
+        """200 while the engine answers."""
+        load = self.engine.load()
+        state = {"status": "ok" if load.healthy else "failing", "running": load.running, "waiting": load.waiting}
+        return _json(state, 200 if load.healthy else 503)
+
+    async def prometheus(self) -> Response:
+        """What is counted, for Prometheus."""
+        return Response(self.metrics.text(self.engine.load()), media_type=TYPE)
+
+    # --- the way of an answer
+
+    async def _answer(self, request: Request, wishes: Wishes, prepare: Any) -> Response:
+        served = self._served(wishes.model)
+        asked: Asked = await asyncio.to_thread(prepare, wishes, served, self.settings.defaults)
+        answering = Answering(asked, self.engine, self.settings.timeout, not wishes.stream)
+        shape = Shape(answering, asked.jobs[0].choosing.logprobs is not None)
+        self.metrics.prompt_tokens += asked.prompt_tokens
+        if wishes.stream:
+            usage = wishes.stream_options is not None and wishes.stream_options.include_usage
+            return EventStream(self, answering, self._events(answering, shape, usage))
+        parts = await unless_gone(request.receive, _collect(answering))
+        self._count(answering)
+        if parts is None:
+            self.metrics.disconnects += 1
+            return Response(status_code=499)  # nobody reads it
+        return _json(shape.whole(parts))
+
+    async def _events(self, answering: Answering, shape: Shape, usage: bool) -> AsyncIterator[bytes]:
+        """Ends in [DONE] or in an error, whatever happens."""
+        try:
+            async for part in answering.parts():
+                for chunk in shape.chunks(part):
+                    yield _event({**chunk, "usage": None} if usage else chunk)
+            if usage:
+                yield _event(shape.usage_chunk())
+            yield DONE
+        except Problem as problem:
+            yield _event(problem.body())
+        except Exception as error:
+            warn(f"a stream failed: {type(error).__name__}: {error}")
+            yield _event(Problem(500, "the server failed on this request").body())
+
+    def _count(self, answering: Answering) -> None:
+        self.metrics.generated_tokens += answering.said
+        self.metrics.duration.add(time.monotonic() - answering.began)
+        if answering.first is not None:
+            self.metrics.first_token.add(answering.first - answering.began)
+
+    def _served(self, name: str) -> Served:
+        if name in self.models:
+            return self.models[name]
+        if name == "default":
+            return next(iter(self.models.values()))
+        raise Problem(
+            404, f"there is no model {name!r} here: /v1/models lists them"[:400], param="model", code="model_not_found"
+        )
+
+    def _card(self, served: Served) -> dict[str, Any]:
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": self.settings.created,
+            "owned_by": "erniekit",
+            "root": served.folder,
+            "parent": served.parent,
+            "max_model_len": served.longest,
+        }
+
+
+class EventStream(Response):
+    """Server-sent events that stop being made as soon as nobody listens, also while the first is waited for."""
+
+    def __init__(self, api: Api, answering: Answering, events: AsyncIterator[bytes]) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self.api, self.answering, self.events = api, answering, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def pump() -> bool:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self.events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return True
+
+        try:
+            if await unless_gone(receive, pump()) is None:
+                self.api.metrics.disconnects += 1
+        finally:
+            self.api.engine.cancel(self.answering.stream)
+            self.api._count(self.answering)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
+    """The result of `work`, or None when the client left first; then the work is cancelled."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else None
+    finally:
+        for task in (doing, watching):
+            task.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+async def _collect(answering: Answering) -> list[Part]:
+    return [part async for part in answering.parts()]
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(as_json(value), status, media_type="application/json")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + as_json(value) + b"\n\n"
+
+
+def make_app(engine: Engine, models: Mapping[str, Served], settings: Settings) -> Gate:
+    """The application; `gate.draining = True` turns new questions away while old ones are answered."""
+    api = Api(engine, models, settings)
+    app = FastAPI(title="erniekit", version=__version__, docs_url=None, redoc_url=None)
+    for path, method, route, body in (
+        ("/v1/chat/completions", "POST", api.chat, ChatRequest),
+        ("/v1/completions", "POST", api.completions, CompletionRequest),
+        ("/v1/models", "GET", api.list_models, None),
+        ("/v1/models/{model:path}", "GET", api.one_model, None),
+        ("/health", "GET", api.health, None),
+        ("/metrics", "GET", api.prometheus, None),
+    ):
+        app.add_api_route(
+            path, route, methods=[method], response_class=Response, openapi_extra=_body_of(body), summary=route.__doc__
+        )
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_fault)
+    _name_schemas(app)
+    paths = frozenset(route.path for route in app.routes if "{" not in route.path)  # type: ignore[attr-defined]
+    return Gate(app, settings.key, api.metrics, paths)
+
+
+async def _on_problem(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, Problem)
+    return reply(problem)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return reply(Problem(500, "the server failed on this request"))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, in our shape."""
+    assert isinstance(error, HTTPException)
+    words = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    return reply(Problem(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers))
+
+
+def _body_of(kind: type[Wishes] | None) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _name_schemas(app: FastAPI) -> None:
+    """The bodies are read by hand, so their schemas are put into the OpenAPI page by hand."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        page = plain()
+        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        for kind in (ChatRequest, CompletionRequest):
+            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[kind.__name__] = schema
+        return page
+
+    app.openapi = openapi  # type: ignore[method-assign]

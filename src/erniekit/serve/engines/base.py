@@ -1,0 +1,116 @@
+"""What a request is to an engine and what comes back of it. Between serve/api.py and the engine that answers.
+
+An engine knows token ids only: text, stop words and OpenAI's shapes are the business of serve/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How the next token is chosen."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 always takes the likeliest token
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its score)
+    seed: int | None = None
+    logprobs: int | None = None  # None: not asked for; else so many of the likeliest beside the chosen one
+    ignore_stop: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_p == 0
+
+    @property
+    def plain(self) -> bool:
+        """Scores are taken as the model gives them."""
+        return (
+            not self.bias
+            and not self.min_tokens
+            and self.repetition_penalty == 1
+            and not self.frequency_penalty
+            and not self.presence_penalty
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: tuple[int, ...]
+    model: str
+    choosing: Choosing
+    stop_ids: frozenset[int]
+    vocab: int  # ids the tokenizer can spell; the model may have padding behind them
+
+
+@dataclass(frozen=True)
+class Token:
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    reason: str  # stop: the model ended it; length: a limit did; error: it failed, and `message` may be shown
+    message: str = ""
+
+
+Event = Token | Done
+
+
+class QueueFull(Exception):
+    """Too many requests wait; later there will be room."""
+
+
+class Stream:
+    """The events of one request's jobs, each with its job's number; every job ends in a Done.
+
+    Made in the event loop, and filled by the engine through it.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = tuple(jobs)
+        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        left = len(self.jobs)
+        while left:
+            number, event = await self.events.get()
+            left -= isinstance(event, Done)
+            yield number, event
+
+
+@dataclass
+class Load:
+    """What an engine is doing, for /health and /metrics."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_used: float = 0.0  # share of the blocks
+    steps: int = 0
+    evicted: int = 0  # sequences put back for want of blocks
+    healthy: bool = True
+    reason: str = ""
+
+
+class Engine(Protocol):
+    def submit(self, *jobs: Job) -> Stream:
+        """In the event loop. The jobs take one place in the queue together. Raises QueueFull."""
+
+    def cancel(self, stream: Stream, number: int | None = None) -> None:
+        """Stop one job or all before the next step and free their places; no more events come. Harmless when done."""
+
+    def load(self) -> Load: ...
+
+    def stop(self, message: str) -> None:
+        """End everything that runs with an error event, then the engine."""

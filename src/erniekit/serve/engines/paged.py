@@ -1,0 +1,161 @@
+"""The keys and values of all running sequences in one pool of blocks, and attention that reads them there.
+
+Used by embedded.py, which plans a step; `PagedAttention` takes the place of a layer's InnerAttention.
+T tokens of the step, S slots, N heads, D head_dim, R rows that decode, M longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.attention import Attention, Context, InnerAttention
+
+
+class PagedCache:
+    """Blocks of `size` slots. A slot holds one position's key and value in every layer."""
+
+    def __init__(
+        self, config: DecoderConfig, blocks: int, size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (blocks * size, config.num_kv_heads, config.head_dim)
+        self.blocks, self.size = blocks, size
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.free = list(range(blocks - 1, -1, -1))
+
+    def blocks_for(self, length: int) -> int:
+        return -(-length // self.size)
+
+    def grow(self, table: list[int], length: int) -> bool:
+        """Blocks for `length` positions put into `table`; False, and nothing taken, when there are too few."""
+        missing = self.blocks_for(length) - len(table)
+        if missing > len(self.free):
+            return False
+        table += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def release(self, table: list[int]) -> None:
+        self.free += reversed(table)
+        table.clear()
+
+    @property
+    def used(self) -> float:
+        return 1 - len(self.free) / self.blocks
+
+
+def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int:
+    return 2 * config.num_layers * size * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, stop) of one sequence that this step computes; `table` are its blocks."""
+
+    ids: Sequence[int]
+    start: int
+    stop: int
+    table: Sequence[int]
+
+    @property
+    def decodes(self) -> bool:
+        return self.stop - self.start == 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything a forward pass over some pieces needs, laid out once for all layers. Decoding rows come first."""
+
+    tokens: torch.Tensor  # [1, T]
+    positions: torch.Tensor  # [1, T]
+    write: torch.Tensor  # [T]: the slot of each token
+    rows: int  # R
+    read: torch.Tensor  # [R * M]: slots of each decoding row, rubbish behind its end
+    seen: torch.Tensor  # bool [R, 1, 1, M]: False behind the end
+    chunks: tuple[tuple[int, int, torch.Tensor], ...]  # (first token, one past the last, slots of all so far)
+    last: torch.Tensor  # [pieces]: the last token of each
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], size: int, device: torch.device | str) -> Step:
+        """`pieces` must have those that decode in front."""
+        rows = sum(p.decodes for p in pieces)
+        assert all(p.decodes for p in pieces[:rows])
+        tokens = [id for p in pieces for id in p.ids[p.start : p.stop]]
+        positions = [n for p in pieces for n in range(p.start, p.stop)]
+        write = [p.table[n // size] * size + n % size for p in pieces for n in range(p.start, p.stop)]
+        offsets = torch.arange(size)
+        deepest = max((len(p.table) for p in pieces[:rows]), default=0)
+        longest = max((p.stop for p in pieces[:rows]), default=0)
+        tables = torch.tensor([[*p.table, *[0] * (deepest - len(p.table))] for p in pieces[:rows]], dtype=torch.long)
+        read = (tables.view(rows, deepest, 1) * size + offsets).view(rows, deepest * size)[:, :longest]
+        lengths = torch.tensor([p.stop for p in pieces[:rows]], dtype=torch.long)
+        seen = torch.arange(longest) < lengths[:, None]
+        chunks, at, last = [], 0, []
+        for piece in pieces:
+            end = at + piece.stop - piece.start
+            if not piece.decodes:
+                slots = torch.tensor(piece.table, dtype=torch.long)[:, None] * size + offsets
+                chunks.append((at, end, slots.flatten()[: piece.stop].to(device)))
+            at = end
+            last.append(end - 1)
+        return cls(
+            torch.tensor([tokens], device=device),
+            torch.tensor([positions], device=device),
+            torch.tensor(write, device=device),
+            rows,
+            read.flatten().to(device),
+            seen[:, None, None].to(device),
+            tuple(chunks),
+            torch.tensor(last, device=device),
+        )
+
+
+class PagedAttention(InnerAttention):
+    """Stores the step's keys and values, then lets each token see its own sequence in the pool."""
+
+    def __init__(self, cache: PagedCache, layer: int) -> None:
+        super().__init__()
+        self.cache, self.layer = cache, layer
+        self.step: Step | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context) -> torch.Tensor:
+        """q [1, T, N, D], k and v [1, T, Nkv, D] -> [1, T, N, D]."""
+        assert self.step is not None
+        step, keys, values = self.step, self.cache.keys[self.layer], self.cache.values[self.layer]
+        keys.index_copy_(0, step.write, k[0].to(keys.dtype))
+        values.index_copy_(0, step.write, v[0].to(values.dtype))
+        out = torch.empty_like(q[0])
+        if step.rows:
+            rows = q[0, : step.rows, :, None]  # [R, N, 1, D]
+            # index_select: several times quicker than keys[read] on a CPU. [R * M, Nkv, D] -> [R, Nkv, M, D]
+            near, far = (
+                t.index_select(0, step.read).view(step.rows, -1, *t.shape[1:]).transpose(1, 2) for t in (keys, values)
+            )
+            out[: step.rows] = F.scaled_dot_product_attention(rows, near, far, step.seen, enable_gqa=True)[:, :, 0]
+        for first, end, slots in step.chunks:
+            out[first:end] = _ends_aligned(q[0, first:end], keys[slots], values[slots])
+        return out[None]
+
+
+def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal, q [n, N, D] being the last n places of k and v [m, Nkv, D]."""
+    n, m = q.shape[0], k.shape[0]
+    seen = None if n == m else torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def install(model: nn.Module, cache: PagedCache) -> list[PagedAttention]:
+    """Every layer of `model` reads and writes `cache`; models that share weights may share it."""
+    placed = []
+    for layer, block in enumerate(model.layers):  # type: ignore[arg-type]
+        assert isinstance(block.attn, Attention)
+        placed.append(PagedAttention(cache, layer))
+        block.attn.inner = placed[-1]
+    return placed

@@ -1,0 +1,168 @@
+"""What every request passes before a route sees it: the key, the size, the JSON; and what no client may ever see.
+
+Used by api.py. Pure ASGI, so that streams pass through unbuffered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from erniekit.log import warn
+from erniekit.serve.metrics import Metrics
+from erniekit.serve.problem import Problem, as_json
+
+BODY_BYTES = 8 * 2**20
+BODY_S = 60.0  # for a whole body to arrive
+DEPTH = 64
+OPEN = ("/health",)  # without a key: for load balancers
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Gate:
+    """Outermost: checks the key, counts answers, and turns whatever escapes into an error without a trace."""
+
+    def __init__(self, app: Any, key: str | None, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app, self.key, self.metrics, self.paths = app, key, metrics, paths
+        self.draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = 0
+
+        async def counting(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = message["status"]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self.app(scope, receive, counting)
+        except Problem as problem:
+            await reply(problem)(scope, receive, counting)
+        except Exception as error:
+            warn(f"{scope['method']} {scope['path']!r}: {type(error).__name__}: {error}")
+            if started == 500:
+                return  # told by the handler inside, which raises it again for us to note
+            if started:
+                raise  # the connection is cut: half an answer must not look whole
+            await reply(Problem(500, "the server failed on this request"))(scope, receive, counting)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests[path, started or 499] += 1
+
+    def _check(self, scope: Scope) -> None:
+        if self.key is not None and scope["path"] not in OPEN:
+            given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+            scheme, _, token = given.partition(b" ")
+            right = hmac.compare_digest(token.strip(), self.key.encode())
+            if scheme.lower() != b"bearer" or not right:
+                raise Problem(
+                    401,
+                    "an API key is needed: Authorization: Bearer KEY"
+                    if not given
+                    else "this API key is not the server's",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        if self.draining and scope["method"] == "POST":
+            raise Problem(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
+
+
+def reply(problem: Problem) -> Response:
+    return Response(as_json(problem.body()), problem.status, problem.headers, "application/json")
+
+
+async def read_json(request: Request, kind: type[Model]) -> Model:
+    """The body as `kind`; a Problem for anything else that may come."""
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != "application/json":
+        raise Problem(415, "the body must be JSON: Content-Type: application/json")
+    try:
+        body = await asyncio.wait_for(_body(request), BODY_S)
+    except asyncio.TimeoutError:
+        raise Problem(408, "the body did not arrive in time") from None
+    except ClientDisconnect:
+        raise Problem(400, "the body broke off") from None
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError:
+        raise Problem(400, "the body is not UTF-8") from None
+    except RecursionError:
+        raise Problem(400, f"the body is nested deeper than {DEPTH}") from None
+    except ValueError as error:
+        raise Problem(400, f"the body is not JSON: {error}"[:200]) from None
+    if b"\\ud" in body.lower() and not _spells(value):
+        raise Problem(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
+    if _deeper(value, DEPTH):
+        raise Problem(400, f"the body is nested deeper than {DEPTH}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _unfit(error) from None
+
+
+async def _body(request: Request) -> bytes:
+    told = request.headers.get("content-length", "")
+    if told.isascii() and told.isdigit() and int(told[:20]) > BODY_BYTES:
+        raise _too_large()
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > BODY_BYTES:
+            raise _too_large()
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large() -> Problem:
+    # The rest of the body is not read: the connection cannot be used again.
+    return Problem(413, f"the body is larger than {BODY_BYTES} bytes", headers={"Connection": "close"})
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number")
+
+
+def _spells(value: Any) -> bool:
+    """Whether all its text can be encoded: JSON may escape halves of surrogate pairs, and no tokenizer takes them."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False).encode())
+    except (UnicodeEncodeError, RecursionError):
+        return False
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, (dict, list))
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _unfit(error: ValidationError) -> Problem:
+    """The first thing wrong, by its place: the others often follow from it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(word) for word in first["loc"])[:200]
+    return Problem(422, f"{place}: {first['msg']}"[:400] if place else first["msg"], param=place or None)

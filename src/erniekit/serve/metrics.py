@@ -1,0 +1,58 @@
+"""What the server counts, in Prometheus' text form. Filled by api.py and gate.py, read at /metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from erniekit.serve.engines.base import Load
+
+BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.sum += seconds
+        self.counts[next((k for k, edge in enumerate(BUCKETS) if seconds <= edge), len(BUCKETS))] += 1
+
+    def lines(self, name: str, about: str) -> list[str]:
+        out = [f"# HELP {name} {about}", f"# TYPE {name} histogram"]
+        total = 0
+        for edge, count in zip((*map(str, BUCKETS), "+Inf"), self.counts):
+            total += count
+            out.append(f'{name}_bucket{{le="{edge}"}} {total}')
+        return [*out, f"{name}_sum {self.sum:.6f}", f"{name}_count {total}"]
+
+
+class Metrics:
+    """All in the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # (path, status)
+        self.prompt_tokens = self.generated_tokens = 0
+        self.disconnects = 0
+        self.first_token, self.duration = Histogram(), Histogram()
+
+    def text(self, load: Load) -> str:
+        out = ["# HELP erniekit_requests_total Requests answered.", "# TYPE erniekit_requests_total counter"]
+        for (path, status), count in sorted(self.requests.items()):
+            out.append(f'erniekit_requests_total{{path="{path}",status="{status}"}} {count}')
+        for name, kind, about, value in (
+            ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
+            ("generated_tokens_total", "counter", "Tokens of answers.", self.generated_tokens),
+            ("disconnects_total", "counter", "Clients gone before their answer ended.", self.disconnects),
+            ("engine_steps_total", "counter", "Steps of the engine.", load.steps),
+            ("evictions_total", "counter", "Sequences put back for want of cache.", load.evicted),
+            ("requests_running", "gauge", "Sequences being computed.", load.running),
+            ("requests_waiting", "gauge", "Sequences in the queue.", load.waiting),
+            ("cache_used_ratio", "gauge", "Share of the cache's blocks in use.", round(load.cache_used, 6)),
+            ("healthy", "gauge", "1 while the engine answers.", int(load.healthy)),
+        ):
+            out += [f"# HELP erniekit_{name} {about}", f"# TYPE erniekit_{name} {kind}", f"erniekit_{name} {value}"]
+        out += self.first_token.lines("erniekit_first_token_seconds", "From a request to its first token.")
+        out += self.duration.lines("erniekit_request_seconds", "From a request to the end of its answer.")
+        return "\n".join(out) + "\n"

@@ -1,0 +1,69 @@
+"""From tokens to text as they come: whole characters only, stop words noticed before they are shown.
+
+Used by generate.py (chat) and answer.py (the server).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from erniekit.data.tokenizer import Tokenizer
+
+
+class Spelling:
+    """The text of ids that arrive one by one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's spelling
+        # may depend on the one before it (spaces, bytes of one character), never on far ones.
+        self._start = self._done = 0
+
+    def add(self, id: int) -> str:
+        """What this id adds; empty while the first bytes of a character wait for the rest."""
+        self.ids.append(id)
+        return self._new(whole=True)
+
+    def rest(self) -> str:
+        """What still waits, at the end."""
+        return self._new(whole=False)
+
+    def _new(self, whole: bool) -> str:
+        before = self.tokenizer.decode(self.ids[self._start : self._done])
+        now = self.tokenizer.decode(self.ids[self._start :])
+        if whole and now.endswith("\ufffd"):
+            return ""
+        self._start, self._done = self._done, len(self.ids)
+        return now[len(before) :]
+
+
+class StopWords:
+    """Text with what might be the start of a stop word held back until it is decided."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(word for word in words if word)
+        self.hit: str | None = None
+        self._held = ""
+
+    def add(self, text: str, last: bool = False) -> str:
+        """What may be shown now; nothing comes after a hit."""
+        if self.hit is not None:
+            return ""
+        self._held += text
+        found = [(at, word) for word in self.words if (at := self._held.find(word)) >= 0]
+        if found:
+            at, self.hit = min(found)
+            return self._held[:at]
+        keep = 0 if last else tail(self._held, self.words)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+
+def tail(text: str, words: Sequence[str]) -> int:
+    """How many of the last characters may yet become one of `words`."""
+    longest = max(map(len, words), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(word.startswith(text[-n:]) for word in words):
+            return n
+    return 0

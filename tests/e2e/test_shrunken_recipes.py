@@ -1,0 +1,207 @@
+"""Every shipped recipe trains: its structure and kind of layout as they are, its model and its numbers tiny."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from erniekit.checkpoint.model_writer import write_model
+from erniekit.cli.main import main
+from erniekit.config import later, load
+from erniekit.demo.tiny import make_tokenizer
+from erniekit.models import MODELS
+from erniekit.models.init import init_weights
+from ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 2
+COMMON = dict(
+    vocab_size=1280, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=1024,
+)  # fmt: skip
+EXPERTS = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32)
+# What tells the models apart stays: shared experts, dense first layers, tied embeddings, a layer for further tokens.
+TINY: dict[str, dict[str, Any]] = {
+    "0.3B": dict(model_type="ernie4_5", head_dim=16, tie_word_embeddings=True),
+    "21B-A3B": dict(
+        EXPERTS, model_type="ernie4_5_moe", moe_num_shared_experts=2, moe_layer_start_index=1,
+        num_nextn_predict_layers=1, tie_word_embeddings=True,
+    ),
+    "300B-A47B": dict(
+        EXPERTS, model_type="ernie4_5_moe", moe_layer_start_index=3, num_nextn_predict_layers=1,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def recipes() -> list[Path]:
+    """Those that this version trains."""
+    found = [*(ROOT / "examples/configs").rglob("run_*.yaml"), *(ROOT / "examples/pre-training").rglob("*.yaml")]
+    trained = [path for path in sorted(found) if path.stem not in ("run_chat", "run_eval", "run_export")]
+    return [path for path in trained if not any(item.stops for item in later(load([str(path)])))]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT / "examples").with_suffix(""))
+
+
+ALL = {name_of(path): path for path in recipes()}
+IN_EVERY_COMMIT = (
+    "configs/ERNIE-4.5-21B-A3B/sft/run_sft_lora_32k",
+    "configs/ERNIE-4.5-300B-A47B/dpo/run_dpo_lora_8k",
+    "pre-training/yamls/ERNIE-4p5-300B-A47B/ci_ce/pretrain_8_gpus_ci",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny models in Paddle layout, as the recipes' models are; `tokenizer` is theirs alone."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, kind in TINY.items():
+        raw = {**COMMON, **kind}
+        spec = MODELS.get(raw["model_type"])
+        config = spec.read_config(raw, "hf", not raw["tie_word_embeddings"], name)
+        model = spec.build(config)
+        init_weights(model, 0, 0.1)
+        (folder / name).mkdir()
+        write_model(folder / name, config, model.state_dict().__getitem__, layout="paddle")
+        make_tokenizer(folder / name)
+    (folder / "tokenizer").mkdir()
+    make_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(models: Path) -> Path:
+    words = ["--model_name_or_path", str(models / "tokenizer"), "--output", str(models / "corpus"), "--num_proc", "1"]
+    assert main(["data", "index", str(ROOT / "examples/data/pretrain.jsonl"), *words]) == 0
+    return models / "corpus"
+
+
+def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
+    """The degrees halved in turn, the largest first, until they fit; what was spread stays spread."""
+    while math.prod(degrees.values()) > most:
+        largest = max(degrees, key=lambda name: degrees[name])
+        assert degrees[largest] > 2, f"{degrees} do not fit {most} ranks"
+        degrees[largest] = max(2, degrees[largest] // 2)
+    return degrees
+
+
+def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, list[str]]:
+    """How many ranks, and what is typed after `erniekit train`."""
+    cfg = load([str(path)])
+    pp, tp, sd = "pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree"
+    degrees = smaller({name: 2 if cfg[name] < 1 else cfg[name] for name in (pp, tp, sd)}, most)
+    micro = max(2, degrees[pp])
+    keys: dict[str, Any] = {
+        **degrees,
+        "gradient_accumulation_steps": micro,
+        "max_steps": STEPS,
+        "warmup_steps": 1,
+        "max_evaluate_steps": 2,
+        "per_device_eval_batch_size": 1,
+        "compute_type": "fp32",
+        "device": "cpu",
+        "report_to": "none",
+        "output_dir": output,
+        "cache_dir": models / "cache",
+        "dataset_num_proc": 1,
+        "dataloader_num_workers": 1,
+        "prefetch_factor": 1,
+        "no_recompute_layers": "[0]" if cfg.memory.no_recompute_layers else "[]",
+    }
+    if cfg.parallel.expert_parallel_degree > 1:
+        keys["expert_parallel_degree"] = degrees[sd]
+    if cfg.parallel.pp_seg_method:  # as there: the last stage, which has the head, is not the largest
+        keys["pp_seg_method"] = {2: "[0,4,9]", 3: "[0,3,6,9]", 4: "[0,3,5,7,9]"}[degrees[pp]]
+    if cfg.train.stage == "PT":
+        keys |= _pre_training(cfg, models, degrees[sd] * micro * cfg.train.batch_size)
+    else:
+        keys["max_seq_len"] = 1024 if "/fc/" in str(path) else 256
+        keys["model_name_or_path"] = models / path.relative_to(ROOT / "examples/configs").parts[0].removeprefix(
+            "ERNIE-4.5-"
+        )
+    return math.prod(degrees.values()), [str(path), *(f"{name}={value}" for name, value in keys.items())]
+
+
+def _pre_training(cfg: Any, models: Path, global_batch: int) -> dict[str, Any]:
+    """These start from a config.json and nothing else: the shipped one, made small by the recipe's own means."""
+    small = {f"model_config.{name}": value for name, value in COMMON.items()}
+    if "llama" not in str(cfg.model.model_name_or_path):
+        small |= {f"model_config.{name}": value for name, value in EXPERTS.items()}
+    weights = (cfg.data.input_dir or "").split()[::2] if " " in (cfg.data.input_dir or "") else []
+    blend = " ".join(f"{weight} {models / 'corpus'}" for weight in weights) or str(models / "corpus")
+    return {
+        **small,
+        "tokenizer_name": models / "tokenizer",
+        "input_dir": blend,
+        "max_seq_length": 64,
+        "global_batch_size": global_batch,
+    }
+
+
+def train(folder: str, words: list[str]) -> int:
+    """In a rank: the command itself, where the recipe's paths start from."""
+    os.chdir(folder)
+    return main(["train", *words])
+
+
+def check(ranks: Ranks, path: Path, models: Path, output: Path, most: int) -> None:
+    count, words = shrunken(path, models, output, most)
+    assert set(ranks.run(count, train, str(ROOT), words)) == {0}
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == STEPS
+    assert all(math.isfinite(loss) for loss in losses)
+    assert (output / f"checkpoint-{STEPS}").is_dir()
+
+
+@pytest.mark.parametrize("name", IN_EVERY_COMMIT)
+def test_a_shrunken_recipe_trains(ranks, models, corpus, tmp_path, name):
+    check(ranks, ALL[name], models, tmp_path / "out", most=4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_every_shrunken_recipe_trains(ranks, models, corpus, tmp_path, name):
+    check(ranks, ALL[name], models, tmp_path / "out", most=8)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.full
+def test_the_four_machines_script_trains_llama_on_one(models, corpus, tmp_path):
+    """As typed: the launcher starts four ranks; then the evaluation and the final model."""
+    _, words = shrunken(ALL["pre-training/llama/pretrain-llama_13b"], models, tmp_path / "out", most=4)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "NNODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    script = ROOT / "examples/pre-training/llama/run_node4.sh"
+    started = ["bash", str(script), *words[1:], "nproc_per_node=4", f"log_dir={tmp_path / 'log'}"]
+    subprocess.run(started, cwd=tmp_path, env={**env, "OMP_NUM_THREADS": "1"}, check=True, timeout=300)
+    assert "eval_loss" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_the_list_holds_every_kind_of_recipe():
+    kinds = {tuple(name.split("/")[:3]) for name in ALL}
+    for model in ("ERNIE-4.5-0.3B", "ERNIE-4.5-21B-A3B", "ERNIE-4.5-300B-A47B"):
+        assert {("configs", model, kind) for kind in ("sft", "dpo")} <= kinds
+    assert ("configs", "ERNIE-4.5-21B-A3B", "fc") in kinds
+    assert {name for name in ALL if "pre-training" in name} == {
+        name_of(path) for path in (ROOT / "examples/pre-training").rglob("*.yaml")
+    }
+    assert set(IN_EVERY_COMMIT) <= ALL.keys()

@@ -1,0 +1,187 @@
+"""Clients that leave, crowds, and a server that is ended while it speaks: rows S3, S4 and S6."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from faults.results import fault
+from serving import Live, Program, tiny_folder, until
+
+pytestmark = pytest.mark.xdist_group("server")
+
+SEED = int(os.environ.get("FAULT_SEED", "20261115"))
+STEP_S = 0.004  # a step of the slowed engine takes at least this
+
+
+@pytest.fixture(scope="module")
+def folder(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(paddle, tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    """A server whose model is as slow as a larger one: clients can then be faster."""
+    server = Live(folder, "max_model_len=256", "block_size=8", "max_num_seqs=4", "max_queue=16", "temperature=0")
+    (model,) = server.engine.models.values()
+    model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(STEP_S))
+    yield server
+    server.close()
+
+
+def leave(url: str, luck: random.Random, streams: bool) -> str:
+    """Ask for a long answer and hang up; when, by luck: in the queue, at the first token, or later."""
+    body = {"prompt": "a story", "max_tokens": 200, "ignore_eos": True, "stream": streams}
+    after = luck.choice([0, 0, 1, 3, 10])
+    if not streams:
+        try:
+            httpx.post(url + "/v1/completions", json=body, timeout=luck.uniform(0.02, 0.3))
+        except httpx.TimeoutException:
+            return "waited for the whole"
+        return "too late"
+    with httpx.Client(timeout=30) as http, http.stream("POST", url + "/v1/completions", json=body) as answer:
+        if answer.status_code == 429:
+            return "turned away"
+        for k, _ in enumerate(answer.iter_lines()):
+            if k >= after:
+                return "in mid-stream"
+    return "too late"
+
+
+@pytest.mark.parametrize("count", [32, pytest.param(200, marks=pytest.mark.full)])
+def test_a_client_that_leaves_frees_its_place_at_once(live: Live, count: int):
+    right = live.chat("hello").json()["choices"][0]["message"]
+    luck = random.Random(SEED)
+    with fault("S3", f"{count} clients leave at a random moment, 8 at a time") as row:
+        row.count = count
+        with ThreadPoolExecutor(8) as pool:
+            seeds = [random.Random(luck.random()) for _ in range(count)]
+            left = Counter(pool.map(lambda k: leave(live.url, seeds[k], k % 4 != 0), range(count)))
+        began = time.monotonic()
+        assert live.idle(10), (SEED, live.engine.load())
+        free = time.monotonic() - began
+        row.hits = left["in mid-stream"] + left["waited for the whole"]
+        row.note = f"all free {free:.2f} s after the last left"
+        assert free < 2
+        assert row.hits > count * 0.7, left
+        steps = live.engine.load().steps
+        time.sleep(0.2)
+        assert live.engine.load().steps == steps, "it went on speaking to nobody"
+        assert live.chat("hello").json()["choices"][0]["message"] == right
+
+
+@pytest.mark.parametrize("count", [96, pytest.param(400, marks=pytest.mark.full)])
+def test_a_crowd_gets_right_answers_or_is_told_to_come_back(live: Live, count: int):
+    prompts = [f"question {k % 8}" for k in range(count)]
+    alone = {prompt: live.chat(prompt).json()["choices"][0]["message"]["content"] for prompt in sorted(set(prompts))}
+    gate = threading.Barrier(64)
+
+    def ask(k: int) -> httpx.Response:
+        if k < 64:
+            gate.wait()
+        return live.chat(prompts[k])
+
+    with fault("S4", f"{count} requests of 64 clients at once, a queue of 16, 4 at a time") as row:
+        with ThreadPoolExecutor(64) as pool:
+            answers = list(pool.map(ask, range(count)))
+        seen = Counter(answer.status_code for answer in answers)
+        row.count, row.hits = count, seen[429]
+        row.note = f"{seen[200]} answered, {seen[429]} told to come back"
+        assert set(seen) == {200, 429}
+        assert seen[200] >= 20, "the places and the queue at least"
+        assert seen[429] > 0
+        for prompt, answer in zip(prompts, answers):
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) > 0
+                assert answer.json()["error"]["code"] == "queue_full"
+            else:
+                assert answer.json()["choices"][0]["message"]["content"] == alone[prompt]
+        assert live.idle()
+
+
+def listen(url: str, lines: list[str], begun: threading.Event, length: int = 500) -> None:
+    body = {"prompt": "a story", "max_tokens": length, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    lines.append(line)
+                    begun.set()
+    except httpx.HTTPError as error:
+        lines.append(f"cut: {type(error).__name__}")
+
+
+def test_a_server_asked_to_leave_ends_its_streams_in_words_and_one_killed_frees_its_port(folder: Path):
+    words = ("max_model_len=512", "max_num_seqs=2", "drain_timeout=0.1")
+    with fault("S6", "SIGTERM, then kill -9, in mid-stream of two clients while six wait; on one port") as row:
+        port = 0
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            server = Program(folder, f"port={port}", *words)
+            try:
+                url = server.ready()
+                port = int(url.rpartition(":")[2])
+                heard: list[list[str]] = [[] for _ in range(8)]
+                begun = threading.Event()
+                readers = [threading.Thread(target=listen, args=(url, lines, begun)) for lines in heard]
+                for reader in readers:
+                    reader.start()
+                assert begun.wait(30)
+                row.count += 1
+                began = time.monotonic()
+                code = server.end(number)
+                took = time.monotonic() - began
+                for reader in readers:
+                    reader.join(30)
+                    assert not reader.is_alive(), "its client hangs"
+                ends = [lines[-1] for lines in heard]
+                if number == signal.SIGTERM:
+                    assert code == 0, server.text
+                    broken = [end for end in ends if end != "data: [DONE]"]
+                    assert all("the server is stopping" in end for end in broken if not end.startswith("cut: ")), broken
+                    assert sum(end.startswith("cut: ") for end in ends) <= ends.count("cut: ConnectError")
+                    assert took < 15
+                else:
+                    assert code == -signal.SIGKILL
+                    broken = [end for end in ends if end.startswith("cut: ")]
+                assert broken, "nobody was disturbed"
+                row.hits += 1
+                assert "Traceback" not in server.text
+            finally:
+                server.close()
+        row.note = f"told so within {took:.1f} s; the port taken again at once"
+
+
+@pytest.mark.full
+def test_a_short_answer_is_finished_after_sigterm_and_new_ones_are_turned_away(folder: Path):
+    server = Program(folder, "port=0", "max_model_len=512", "drain_timeout=60")
+    try:
+        url = server.ready()
+        lines: list[str] = []
+        begun = threading.Event()
+        reader = threading.Thread(target=listen, args=(url, lines, begun))
+        reader.start()
+        assert begun.wait(30)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: not _answers(url), 10)
+        reader.join(60)
+        assert lines[-1] == "data: [DONE]"
+        assert server.process.wait(30) == 0
+    finally:
+        server.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,109 @@
+"""Heartbeats of launchers through a real store, and what a silent network does to a socket."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from erniekit.cli import launch_pulse
+from erniekit.cli.launch_pulse import Machine, Pulse, newest_checkpoint, notice_silence
+
+
+@pytest.fixture
+def pulse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Pulse]]:
+    """pulse(number, launcher): one of two machines, announced; each has a connection of its own."""
+    monkeypatch.setattr(launch_pulse, "PULSE_S", 0.05)
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    made: list[Pulse] = []
+
+    def make(number: int, launcher: str) -> Pulse:
+        own = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+        made.append(Pulse(own, number, 2, launcher))
+        made[-1].announce(0)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    time.sleep(0.1)  # no thread may be inside a store that is taken down
+
+
+def within(seconds: float, what: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not what() and time.monotonic() < until:
+        time.sleep(0.01)
+    return what()
+
+
+def test_a_launcher_that_stops_beating_is_silent_and_one_that_beats_is_not(pulse: Callable) -> None:
+    one, two = pulse(0, "a"), pulse(1, "b")
+    one.start()
+    two.start()
+    time.sleep(0.5)
+    assert one.silent(0.4) == []
+    assert two.silent(0.4) == []
+    two.close()
+    assert within(10, lambda: one.silent(0.4) == [1])
+    assert one.replaced() == []
+
+
+def test_a_launcher_whose_ranks_have_finished_may_be_silent(pulse: Callable) -> None:
+    one, two = pulse(0, "a"), pulse(1, "b")
+    one.start()
+    two.start()
+    two.done()
+    time.sleep(0.3)
+    two.close()
+    time.sleep(0.5)
+    assert one.silent(0.2) == []
+
+
+def test_another_launcher_under_the_same_number_is_noticed(pulse: Callable) -> None:
+    one, _ = pulse(0, "a"), pulse(1, "b")
+    one.start()
+    pulse(1, "c")
+    assert within(10, lambda: one.replaced() == [1])
+
+
+def test_one_that_hears_nothing_at_all_blames_nobody(pulse: Callable) -> None:
+    """Its own connection is the one that is gone: the agent says so."""
+    one, _ = pulse(0, "a"), pulse(1, "b")
+    one.start()
+    one.close()
+    time.sleep(0.3)
+    assert one.silent(0.2) == []
+
+
+def test_connections_to_the_meeting_point_get_a_time_limit_and_others_do_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as meeting, socket.create_server(("127.0.0.1", 0)) as other:
+        ours, theirs = (socket.create_connection(s.getsockname()) for s in (meeting, other))
+        with ours, theirs:
+            notice_silence(meeting.getsockname()[1])
+            kept = [s.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for s in (ours, theirs)]
+            limits = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in (ours, theirs)]
+            idle = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+            every, count = (ours.getsockopt(socket.IPPROTO_TCP, o) for o in (socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
+    assert kept == [1, 0]
+    assert limits == [launch_pulse.LOST_S * 1000, 0]
+    assert idle + every * count == launch_pulse.LOST_S
+
+
+def test_a_machine_is_named_by_number_host_address_and_ranks() -> None:
+    machine = Machine(1, 2, "box", "10.0.0.2", (8, 9, 10))
+    assert str(machine) == "machine 1 of 2, box (10.0.0.2), ranks 8 to 10"
+    assert str(Machine(0, 1, "box", "::1", (0,))) == "machine 0 of 1, box (::1), rank 0"
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_the_newest_checkpoint_is_the_highest_step_that_is_whole(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "none") == ""
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12.aside-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "MANIFEST.json").touch()
+    (tmp_path / "checkpoint-11" / "MANIFEST.json").unlink()
+    assert newest_checkpoint(tmp_path) == "checkpoint-10"

@@ -1,0 +1,59 @@
+"""What follows from `stage: DPO` and its loss before anything is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from erniekit.config import load
+from erniekit.config.later import later
+from erniekit.errors import ConfigError
+
+
+def note(cfg, key):
+    return next((n for n in cfg.notes if n.key == key), None)
+
+
+def test_attention_dropout_of_a_preference_recipe_is_off_and_says_why():
+    cfg = load(["stage=DPO", "attention_probs_dropout_prob=0.1", "dropout_warmup_steps=100"])
+    assert cfg.model.attention_probs_dropout_prob == 0
+    assert cfg.model.dropout_warmup_steps == 0
+    assert "one network" in note(cfg, "attention_probs_dropout_prob").reason
+    assert later(cfg) == []
+
+
+def test_every_preference_recipe_asks_for_dropout_and_only_quantised_ones_are_stopped(root):
+    recipes = sorted((root / "examples" / "configs").glob("*/dpo/*.yaml"))
+    assert len(recipes) == 20
+    for recipe in recipes:
+        cfg = load([str(recipe)])
+        assert note(cfg, "attention_probs_dropout_prob").old == 0.1
+        assert {item.key for item in later(cfg) if item.stops} == (
+            {"compute_type"} if "wint8" in recipe.name else set()
+        )
+
+
+def test_other_dropout_of_a_preference_recipe_is_refused():
+    (item,) = later(load(["stage=DPO", "hidden_dropout_prob=0.1"]))
+    assert item.stops
+
+
+@pytest.mark.parametrize("words", [["loss_type=simpo"], ["reference_free=True"], ["fine_tuning=LoRA"]])
+def test_a_reference_that_is_no_second_model_is_not_updated(words):
+    cfg = load(["stage=DPO", "fine_tuning=Full", "ref_model_update_steps=10", *words])
+    assert cfg.dpo.ref_model_update_steps == -1
+    assert note(cfg, "ref_model_update_steps").reason
+
+
+def test_a_second_model_is_updated_as_asked():
+    assert load(["stage=DPO", "fine_tuning=Full", "ref_model_update_steps=10"]).dpo.ref_model_update_steps == 10
+
+
+def test_kept_log_probabilities_of_a_reference_that_changes_are_refused():
+    with pytest.raises(ConfigError, match="cached keeps one reference"):
+        load(["stage=DPO", "fine_tuning=Full", "ref_model_update_steps=10", "reference_logps=cached"])
+
+
+def test_a_benchmark_neither_evaluates_nor_saves_on_the_way():
+    words = ["stage=DPO", "dpo_benchmark=True", "eval_dataset_path=a.jsonl", "evaluation_strategy=epoch"]
+    cfg = load([*words, "save_strategy=steps"])
+    assert (cfg.train.evaluation_strategy, cfg.train.do_eval, cfg.checkpoint.save_strategy) == ("no", False, "no")

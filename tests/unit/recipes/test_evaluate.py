@@ -1,0 +1,77 @@
+"""`erniekit eval`: what is evaluated, against what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import erniekit
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.data.collate import collate
+from erniekit.data.tokenizer import load_tokenizer
+from erniekit.data.tokens import open_source
+from erniekit.data.types import Pack
+from erniekit.errors import ConfigError
+from erniekit.losses.causal import causal_loss
+from erniekit.recipes.evaluate import in_words
+
+KEYS: dict[str, Any] = dict(max_seq_len=160, compute_type="fp32", device="cpu")
+
+
+@pytest.fixture
+def model(paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with experts, and its tokenizer."""
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for source in ("moe_new", "tokenizer"):
+        for file in (paddle / source).iterdir():
+            shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def test_a_model_with_experts_has_the_loss_of_its_rows_one_by_one(model: Path, tmp_path: Path) -> None:
+    rows = [{"src": [f"Count to {n}."], "tgt": [" ".join(map(str, range(n)))]} for n in (3, 8, 5)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    out = tmp_path / "out"
+    metrics = erniekit.run("eval", model_name_or_path=model, eval_dataset_path=data, output_dir=out, **KEYS).metrics
+    source = open_source(data, None, load_tokenizer(model), max_seq_len=160, cache_dir=tmp_path / "other")
+    batches = [collate([Pack((source.sample(i),))]) for i in range(3)]
+    built = ModelFolder(model).build().eval()
+    total = sum(float(causal_loss(built, batch).detach()) for batch in batches)
+    assert metrics["eval_tokens"] == sum(batch.num_label_tokens for batch in batches)
+    assert metrics["eval_loss"] == pytest.approx(total / metrics["eval_tokens"], abs=1e-5)
+    assert metrics["eval_ppl"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert json.loads((out / "eval_results.json").read_text())["eval_loss"] == metrics["eval_loss"]
+
+
+def test_pairs_are_compared_with_a_model_that_must_be_named(model: Path, tmp_path: Path) -> None:
+    pair = {"src": ["Name a bird."], "tgt": [], "response": [["A swallow."], ["A trout."]], "sort": [1, 0]}
+    keys = dict(KEYS, stage="DPO", eval_dataset_path=write(tmp_path / "pairs.jsonl", [pair]))
+    with pytest.raises(ConfigError, match="model_name_or_path"):
+        erniekit.run("eval", output_dir=model, **keys)  # a result without what it was trained from
+    itself = erniekit.run("eval", output_dir=model, model_name_or_path=model, **keys).metrics
+    assert itself["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert itself["eval_rewards/margins"] == 0
+    free = erniekit.run("eval", output_dir=model, reference_free=True, **keys).metrics
+    assert free["eval_rewards/margins"] == pytest.approx(
+        0.1 * (free["eval_logps/chosen"] - free["eval_logps/rejected"])
+    )
+
+
+def test_the_last_line_says_what_the_stage_is_about() -> None:
+    pairs = {"eval_loss": 0.5, "eval_pairs": 40.0, "eval_rewards/accuracies": 0.75, "eval_rewards/margins": 0.25}
+    assert in_words(pairs) == "eval_loss 0.5000, 75.0% of 40 pairs preferred right, reward margin 0.25"
+    assert in_words({"eval_loss": 0.5, "eval_ppl": 1.65, "eval_tokens": 1200.0}).endswith(
+        "eval_ppl 1.65 on 1,200 tokens"
+    )

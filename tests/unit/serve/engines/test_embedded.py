@@ -1,0 +1,287 @@
+"""The embedded engine says what the model alone would say, whoever else is speaking, and outlives its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from erniekit.api_load import Found, find_model
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.demo.tiny import make_tiny_model
+from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter_files import write_adapter
+from erniekit.lora.inject import inject, lora_state
+from erniekit.lora.merge import fold
+from erniekit.lora.settings import LoRASettings
+from erniekit.serve.engines.base import Choosing, Done, Job, QueueFull, Token
+from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.paged import PagedCache
+from erniekit.serve.generate import Generator, Sampling
+from erniekit.serve.shelf import adapted
+
+FAMILIES = ["ernie4_5", "llama", "ernie4_5_moe"]
+LENGTH = 64
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def found(request, tmp_path_factory) -> Found:
+    return find_model(make_tiny_model(tmp_path_factory.mktemp(request.param), family=request.param))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Found:
+    return find_model(make_tiny_model(tmp_path_factory.mktemp("small")))
+
+
+def engine_of(models: dict[str, torch.nn.Module], blocks: int = 64, size: int = 4, **limits: int) -> EmbeddedEngine:
+    model = next(iter(models.values()))
+    cache = PagedCache(model.config, blocks, size, torch.float32, "cpu")
+    return EmbeddedEngine(models, cache, Limits(**{"sequences": 4, "tokens": 16, "length": LENGTH, **limits}))
+
+
+@pytest.fixture
+def engine(small: Found) -> Iterator[EmbeddedEngine]:
+    made = engine_of({"m": small.build()})
+    yield made
+    made.stop()
+
+
+def job(prompt, model="m", stop=(), **wishes) -> Job:
+    return Job(tuple(prompt), model, Choosing(**{"max_tokens": 12, "temperature": 0, **wishes}), frozenset(stop), 1280)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    luck = random.Random(seed)
+    return [[luck.randrange(5, 1000) for _ in range(luck.randrange(1, 45))] for _ in range(count)]
+
+
+async def listen(engine: EmbeddedEngine, *jobs: Job) -> list[list[int]]:
+    said: list[list[int]] = [[] for _ in jobs]
+    async for number, event in engine.submit(*jobs):
+        if isinstance(event, Token):
+            said[number].append(event.id)
+        else:
+            assert event.reason in ("stop", "length"), event
+    return said
+
+
+def answers(engine: EmbeddedEngine, jobs: list[Job], together: bool = True) -> list[list[int]]:
+    async def go() -> list[list[int]]:
+        if together:
+            return [said for (said,) in await asyncio.gather(*(listen(engine, one) for one in jobs))]
+        return [(await listen(engine, one))[0] for one in jobs]
+
+    return asyncio.run(asyncio.wait_for(go(), 120))
+
+
+@torch.no_grad()
+def alone(model: torch.nn.Module, prompt: list[int], count: int = 12) -> list[int]:
+    """Greedy with no cache at all: the whole text through the model for every token."""
+    ids = list(prompt)
+    while len(ids) < min(len(prompt) + count, LENGTH):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_every_family_says_together_what_it_says_without_a_cache(found: Found):
+    asked = prompts(8)
+    engine = engine_of({"m": found.build()})
+    try:
+        assert answers(engine, [job(p) for p in asked]) == [alone(found.build(), p) for p in asked]
+        assert engine.load().cache_used == 0
+    finally:
+        engine.stop()
+
+
+def test_it_says_what_transformers_says(small: Found, engine: EmbeddedEngine):
+    theirs = Generator(small.build(), small.tokenizer())
+    for prompt in prompts(3, seed=1):
+        (said,) = answers(engine, [job(prompt, stop=theirs.stop_ids)])
+        assert said == theirs.answer(prompt, Sampling(max_new_tokens=12, temperature=0, max_model_len=LENGTH)).ids
+
+
+def test_a_cache_too_small_for_all_puts_some_back_and_changes_no_answer(small: Found):
+    asked = prompts(10, seed=2)
+    engine = engine_of({"m": small.build()}, blocks=18)
+    try:
+        assert answers(engine, [job(p) for p in asked]) == [alone(small.build(), p) for p in asked]
+        assert engine.load().evicted > 0, "there was room for all"
+        assert engine.load().cache_used == 0
+    finally:
+        engine.stop()
+
+
+def test_adapters_of_one_base_answer_side_by_side_as_each_merged(found: Found, tmp_path: Path):
+    names = ["a", "b"]
+    folders = {name: make_adapter(found.weights, tmp_path / name, seed) for seed, name in enumerate(names)}
+    base = found.build()
+    trees = {name: adapted(base, Found(found.weights, folder)) for name, folder in folders.items()}
+    shared = {t.data_ptr() for t in base.state_dict().values()}
+    assert shared <= {t.data_ptr() for t in trees["a"].state_dict().values()}, "the base was copied"
+    engine = engine_of({"base": base, **trees})
+    try:
+        asked = [job(p, name) for p in prompts(2, seed=3) for name in ("base", *names)]
+        said = answers(engine, asked)
+    finally:
+        engine.stop()
+    merged = {"base": found.build()} | {n: fold(Found(found.weights, f).build()) for n, f in folders.items()}
+    assert said == [alone(merged[one.model], list(one.prompt)) for one in asked]
+    assert len({tuple(s) for s in said[:3]}) == 3, "the adapters change nothing"
+
+
+def make_adapter(weights: ModelFolder, folder: Path, seed: int) -> Path:
+    """Adapters on every projection, large enough to change what is said."""
+    model = weights.build()
+    settings = LoRASettings(4, 8.0)
+    inject(model, settings, seed)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, value in lora_state(model).items():
+            if name.endswith(".B"):
+                value.normal_(std=0.3)
+    write_adapter(folder, adapter_of(model, settings, base=str(weights.path)), model)
+    return folder
+
+
+def test_a_seed_says_the_same_in_any_company(engine: EmbeddedEngine):
+    mine = job([7, 8, 9], temperature=1.3, top_p=0.9, seed=5)
+    others = [job(p, temperature=1.0, seed=k) for k, p in enumerate(prompts(6, seed=4))]
+    first = answers(engine, [mine])[0]
+    assert answers(engine, [*others[:3], mine, *others[3:]])[3] == first
+    assert answers(engine, [job([7, 8, 9], temperature=1.3, top_p=0.9, seed=6)])[0] != first
+
+
+def test_a_cancelled_request_frees_its_blocks_and_says_no_more(engine: EmbeddedEngine):
+    async def go() -> int:
+        stream = engine.submit(job([3] * 10, max_tokens=50))
+        other = asyncio.ensure_future(listen(engine, job([4, 5])))
+        await stream.events.get()
+        engine.cancel(stream)
+        await other
+        await asyncio.sleep(0.05)
+        heard = stream.events.qsize()
+        await asyncio.sleep(0.1)
+        assert stream.events.qsize() == heard
+        engine.cancel(stream)  # twice does no harm
+        return heard
+
+    assert asyncio.run(go()) < 49
+    assert (engine.load().running, engine.load().cache_used) == (0, 0)
+
+
+def test_one_of_several_answers_can_be_cancelled_and_the_others_go_on(engine: EmbeddedEngine):
+    async def go() -> list[list[int]]:
+        stream = engine.submit(*[job([9, 9], max_tokens=40)] * 3)
+        said: list[list[int]] = [[], [], []]
+        left = {0, 1, 2}
+        while left:
+            number, event = await asyncio.wait_for(stream.events.get(), 30)
+            if isinstance(event, Done):
+                left.discard(number)
+            else:
+                said[number].append(event.id)
+            if number == 1 and 1 in left:
+                engine.cancel(stream, 1)
+                left.discard(1)
+        return said
+
+    said = asyncio.run(go())
+    assert [len(s) for s in said] == [40, len(said[1]), 40]
+    assert len(said[1]) < 40
+
+
+def test_a_request_that_breaks_a_step_fails_alone(small: Found, capsys):
+    """Token 666 raises in the embedding; who shares the step with it notices nothing."""
+    model = small.build()
+
+    def poison(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        if (args[0] == 666).any():
+            raise RuntimeError("poisoned")
+
+    model.embed.register_forward_pre_hook(poison)
+    engine = engine_of({"m": model})
+    try:
+
+        async def go() -> tuple[list[int], Done]:
+            good = asyncio.ensure_future(listen(engine, job([3, 4])))
+            bad = engine.submit(job([5, 666]))
+            events = [event async for _, event in bad]
+            return (await good)[0], events[-1]
+
+        said, end = asyncio.run(go())
+        assert said == alone(small.build(), [3, 4])
+        assert end.reason == "error"
+        assert "poisoned" not in end.message, "that is for the log"
+        assert "poisoned" in capsys.readouterr().err
+        assert engine.load().healthy
+        assert engine.load().cache_used == 0
+    finally:
+        engine.stop()
+
+
+def test_an_engine_that_fails_at_everything_calls_itself_ill_and_recovers(small: Found):
+    model = small.build()
+    broken = model.embed.register_forward_pre_hook(lambda *_: 1 / 0)
+    engine = engine_of({"m": model})
+    try:
+
+        async def ends() -> list[str]:
+            return [event.reason async for _, event in engine.submit(job([3])) if isinstance(event, Done)]
+
+        for _ in range(3):
+            assert asyncio.run(ends()) == ["error"]
+        assert not engine.load().healthy
+        broken.remove()
+        assert asyncio.run(ends()) == ["length"]
+        assert engine.load().healthy
+    finally:
+        engine.stop()
+
+
+def test_a_model_that_gives_no_numbers_is_an_error_not_a_token(small: Found):
+    model = small.build()
+    model.norm.register_forward_hook(lambda module, args, out: out * float("nan"))
+    engine = engine_of({"m": model})
+    try:
+
+        async def go() -> list[object]:
+            return [event async for _, event in engine.submit(job([3]))]
+
+        (end,) = asyncio.run(go())
+        assert (type(end), end.reason) == (Done, "error")
+    finally:
+        engine.stop()
+
+
+def test_a_full_queue_is_told_at_once_and_a_stopped_engine_ends_every_stream(small: Found):
+    engine = engine_of({"m": small.build()}, sequences=1, queue=2)
+
+    async def go() -> None:
+        streams = [engine.submit(job([3], max_tokens=60))]
+        while len(streams) < 6:
+            try:
+                streams.append(engine.submit(job([3], max_tokens=60)))
+            except QueueFull:
+                break
+        assert len(streams) < 6, "one runs and two wait, and those before may have ended meanwhile"
+        await asyncio.to_thread(engine.stop, "closing")
+        for stream in streams:
+            end = [event async for _, event in stream][-1]
+            assert end in (Done("error", "closing"), Done("length"))
+        late = [event async for _, event in engine.submit(job([3]))]
+        assert late == [Done("error", "closing")]
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+    assert not engine.load().healthy
+
+
+def test_an_answer_ends_at_a_stop_token_and_at_the_end_of_the_context(small: Found, engine: EmbeddedEngine):
+    said = alone(small.build(), [3, 4, 5], 10)
+    assert answers(engine, [job([3, 4, 5], stop=[said[4]])])[0] == said[: said.index(said[4])]
+    assert answers(engine, [job([3, 4, 5], stop=[said[0]], ignore_stop=True, max_tokens=5)])[0] == said[:5]
+    assert len(answers(engine, [job([3] * 60, max_tokens=1000)])[0]) == LENGTH - 60

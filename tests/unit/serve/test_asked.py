@@ -1,0 +1,93 @@
+"""From a request to jobs: what the template sees, how long an answer may be, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from erniekit.data.tokenizer import load_tokenizer
+from erniekit.serve.asked import Defaults, Served, ask_chat, ask_completion
+from erniekit.serve.problem import Problem
+from erniekit.serve.schema import ChatRequest, CompletionRequest
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{% endif %}{{ style }}"
+
+
+@pytest.fixture(scope="module")
+def served(paddle: Path) -> Served:
+    tokenizer = load_tokenizer(paddle / "tokenizer")
+    return Served("tiny", tokenizer, frozenset({tokenizer.eos_id}), 100, tokenizer.vocab_size + 4)
+
+
+@pytest.fixture
+def templated(served: Served) -> Served:
+    tokenizer = load_tokenizer(served.tokenizer.folder)
+    tokenizer.chat_template = TEMPLATE
+    return replace(served, tokenizer=tokenizer)
+
+
+def chat(served: Served, defaults: Defaults = Defaults(), **fields):  # noqa: B008 - frozen
+    request = ChatRequest(messages=[{"role": "user", "content": "hi"}], **fields)
+    asked = ask_chat(request, served, defaults)
+    return asked, served.tokenizer.decode(asked.jobs[0].prompt, skip_special=False)
+
+
+def test_thinking_and_other_variables_reach_the_template(templated: Served):
+    assert chat(templated)[1] == "hi"
+    asked, text = chat(templated, enable_thinking=True)
+    assert (text, asked.thinks) == ("hi<think>", True)
+    assert chat(templated, Defaults(enable_thinking=True))[1] == "hi<think>"
+    assert chat(templated, Defaults(enable_thinking=True), enable_thinking=False)[1] == "hi"
+    kwargs = {"enable_thinking": True, "style": "!"}
+    assert chat(templated, chat_template_kwargs=kwargs)[1] == "hi<think>!"
+
+
+def test_a_variable_cannot_smuggle_in_a_control_token(templated: Served):
+    asked, _ = chat(templated, chat_template_kwargs={"style": templated.tokenizer.end_token})
+    assert templated.tokenizer.end_id not in asked.jobs[0].prompt
+    asked, _ = chat(templated, chat_template_kwargs={"messages": [], "add_generation_prompt": False})
+    assert asked.jobs[0].prompt == chat(templated)[0].jobs[0].prompt
+
+
+def test_the_servers_keys_fill_in_what_a_request_leaves_open(served: Served):
+    defaults = Defaults(max_tokens=7, temperature=0.3, top_p=0.4, frequency_penalty=0.1, min_tokens=2)
+    wish = chat(served, defaults, top_p=1)[0].jobs[0].choosing
+    assert (wish.max_tokens, wish.temperature, wish.top_p) == (7, 0.3, 1)
+    assert (wish.frequency_penalty, wish.min_tokens) == (0.1, 2)
+    assert chat(served, defaults, max_completion_tokens=9, max_tokens=3)[0].jobs[0].choosing.max_tokens == 9
+    assert chat(served, Defaults(max_tokens=5000))[0].jobs[0].choosing.max_tokens < 100, "no more than there is room"
+
+
+def test_answers_of_one_seed_have_seeds_of_their_own(served: Served):
+    jobs = chat(served, n=3, seed=10)[0].jobs
+    assert [job.choosing.seed for job in jobs] == [10, 11, 12]
+    assert [job.choosing.seed for job in chat(served, n=2)[0].jobs] == [None, None]
+
+
+def test_prompts_are_counted_once_however_many_answers_they_get(served: Served):
+    one = ask_completion(CompletionRequest(prompt=["a b c", [5, 6]], n=4), served, Defaults())
+    assert len(one.jobs) == 8
+    assert one.prompt_tokens == len(served.tokenizer.encode_text("a b c")) + 2
+
+
+def test_an_empty_text_still_begins_somewhere(served: Served):
+    asked = ask_completion(CompletionRequest(prompt=""), served, Defaults())
+    assert len(asked.jobs[0].prompt) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"logit_bias": {"1e3": 1}}, "logit_bias"),
+        ({"logit_bias": {"³": 1}}, "logit_bias"),
+        ({"max_tokens": 99}, "messages"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(served: Served, fields, param):
+    with pytest.raises(Problem) as problem:
+        chat(served, **fields)
+    assert (problem.value.status, problem.value.param) == (400, param)
