@@ -122,6 +122,7 @@ def digests(output: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [2048, pytest.param(8192, marks=pytest.mark.full)])
 def test_an_async_save_stalls_training_for_under_5_percent_of_a_blocking_ones_time(
     width: int, ranks: Ranks, tmp_path: Path

@@ -136,6 +136,7 @@ def test_a_hang_up_ends_nothing_under_nohup(tmp_path: Path) -> None:
     assert process.wait() == 75
 
 
+@pytest.mark.full
 def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callable, tmp_path: Path) -> None:
     code, out, err = ranks("add_ranks", tmp_path, 6, 1, max_restarts=1)
     assert code == 0, err
@@ -244,6 +245,7 @@ def test_numbered_machines_share_a_users_error_and_do_not_restart(tmp_path: Path
     assert time.monotonic() - began < LEFT_S
 
 
+@pytest.mark.full
 def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
     common = two(max_restarts=1)
     machines = [machine(tmp_path, common, node, False, "crash_once", tmp_path) for node in (0, 1)]

@@ -45,6 +45,7 @@ def steps(folder: Path) -> list[int]:
     return [r["global_step"] for r in records if "loss" in r]
 
 
+@pytest.mark.full
 def test_a_killed_trainer_is_started_again_and_resumes_by_itself(words: dict[str, object], tmp_path: Path) -> None:
     words |= dict(max_steps=40, save_steps=10, fine_tuning="Full", compute_type="fp32")
     args = [f"{name}={value}" for name, value in words.items()]

@@ -106,6 +106,7 @@ def join(hosts: list[Host], node: int, logs: Path, numbered: bool, *words: objec
     return hosts[node].run(logs, lambda: start(mine, [sys.executable, WORKER, *map(str, words)]))
 
 
+@pytest.mark.full
 def test_ranks_on_two_hosts_reach_each_other(hosts: list[Host], tmp_path: Path) -> None:
     """Both hosts have the same name, which leads nowhere: only MASTER_ADDR does. Numbered on arrival."""
     launchers = job(hosts, tmp_path, False, "add_ranks", tmp_path)

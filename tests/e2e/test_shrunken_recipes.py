@@ -57,7 +57,6 @@ def name_of(path: Path) -> str:
 
 ALL = {name_of(path): path for path in recipes()}
 IN_EVERY_COMMIT = (
-    "configs/ERNIE-4.5-21B-A3B/sft/run_sft_lora_32k",
     "configs/ERNIE-4.5-300B-A47B/dpo/run_dpo_lora_8k",
     "pre-training/yamls/ERNIE-4p5-300B-A47B/ci_ce/pretrain_8_gpus_ci",
 )

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,15 @@ def run(command: str) -> None:
         assert main(shlex.split(command, comments=True)[1:]) == 0, command
 
 
-@pytest.mark.parametrize("page", with_kind("bash"))
+# Their commands train for a while; `make test-full` runs them.
+LONG = ("dpo.md", "pretraining.md")
+
+
+def often(pages: list[Any]) -> list[Any]:
+    return [pytest.param(*p.values, id=p.id, marks=pytest.mark.full) if p.id in LONG else p for p in pages]
+
+
+@pytest.mark.parametrize("page", often(with_kind("bash")))
 def test_every_command_of_a_page_runs(page, newcomer):
     for fence in fences(page):
         if fence.kind == "bash":
