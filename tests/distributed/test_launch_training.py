@@ -68,6 +68,7 @@ def test_a_killed_trainer_is_started_again_and_resumes_by_itself(words: dict[str
     )
 
 
+@pytest.mark.full
 def test_the_script_runs_under_torchrun_and_launches_nothing_itself(
     words: dict[str, object], tmp_path: Path, root: Path
 ) -> None:
