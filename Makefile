@@ -2,13 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo test test-full lint types clean
+.PHONY: demo bench test test-full lint types clean
 
-demo: $(READY)
+demo: $(RUNS)
 	$(BIN)/erniekit demo
+
+# Training speed next to other trainers (docs/performance.md); ARGS="--only A1 --peers hf" for a part of it.
+bench: $(READY)
+	$(BIN)/erniekit bench $(ARGS)
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"
@@ -26,10 +32,14 @@ types: $(READY)
 	$(BIN)/mypy
 
 # torch first and pinned: whatever else is installed then finds it in place and pulls no other build.
-$(READY): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e ".[serve]"
+	touch $@
+
+$(READY): $(RUNS)
+	$(PIP) -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,15 +18,7 @@ import uvicorn
 from erniekit.config import load
 from erniekit.serve.server import bind, make_gate
 from erniekit.serve.shelf import fill, offers
-
-
-def tiny_folder(paddle: Path, target: Path, family: str = "dense_old") -> Path:
-    """A recorded tiny model with its tokenizer."""
-    target.mkdir(parents=True, exist_ok=True)
-    for source in (family, "tokenizer"):
-        for file in (paddle / source).iterdir():
-            shutil.copyfile(file, target / file.name)
-    return target
+from recorded import tiny_folder as tiny_folder  # for those that serve it
 
 
 class Live:

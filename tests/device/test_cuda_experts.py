@@ -1,15 +1,28 @@
-"""LoRA on routed experts on an NVIDIA card: right in 16 bit, for any rank, and without ever waiting for the device."""
+"""The expert block on an NVIDIA card: right in 16 bit, for any rank, and without ever waiting for the device.
+
+`python tests/device/test_cuda_experts.py [kernels zipf blocks router sweep long]` checks, then prints times
+(expert_timings.py); without words kernels, blocks and router.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels import expert_mlp as block
+from erniekit.kernels.expert_mlp import Update, expert_mlp
+from erniekit.kernels.moe_permute import by_expert
 from erniekit.lora.layers import LoRAExperts, Pair
 from erniekit.models.layers.experts import ExpertLinear
+from erniekit.models.layers.moe import LocalExchange
+from erniekit.models.layers.router import Routing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -47,3 +60,193 @@ def test_updates_of_experts_in_16_bit_are_fp32s_to_rounding_and_nothing_waits_fo
     for mine, theirs in zip((got, *got_grads), (want, *want_grads)):
         # bf16 keeps 8 bits, and a few roundings follow one another
         assert (mine.float().cpu() - theirs).norm() <= 0.02 * theirs.norm()
+
+
+def by_definition(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, updates: list
+) -> torch.Tensor:
+    """Expert by expert in the inputs' dtype, updates put into the weights."""
+    gate, up, of_down = ((u.scale * u.B @ u.A) if u else None for u in updates)
+    y = torch.zeros_like(x)
+    for e in range(gate_up.shape[0]):
+        chosen = (ids == e).nonzero()
+        a, b = gate_up[e].chunk(2)
+        a, b = (a if gate is None else a + gate[e]), (b if up is None else b + up[e])
+        last = down[e] if of_down is None else down[e] + of_down[e]
+        mine = x[chosen[:, 0]]
+        answer = (F.silu(mine @ a.t()) * (mine @ b.t())) @ last.t()
+        y = y.index_add(0, chosen[:, 0], answer * weights[chosen[:, 0], chosen[:, 1], None])
+    return y
+
+
+def case(tokens: int, experts: int, hidden: int, width: int, ranks: tuple[int, int, int], trained: bool) -> tuple:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def made(*shape: int, std: float, grad: bool = True) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda", generator=generator) * std).bfloat16().requires_grad_(grad)
+
+    scores = torch.rand(tokens, experts, device="cuda", generator=generator) + torch.arange(experts, device="cuda") / 70
+    scores[:, 3] = -1  # nobody's choice
+    weights, ids = scores.softmax(-1).topk(6)
+    x, w = made(tokens, hidden, std=1.0), (weights * 6).bfloat16().requires_grad_()
+    base = (
+        made(experts, 2 * width, hidden, std=0.03, grad=trained),
+        made(experts, hidden, width, std=0.03, grad=trained),
+    )
+    shapes = ((hidden, width), (hidden, width), (width, hidden))
+    updates = [
+        Update(made(experts, r, i, std=0.03), made(experts, o, r, std=0.1), 2.0) if r else None
+        for r, (i, o) in zip(ranks, shapes)
+    ]
+    return x, ids, w, *base, updates
+
+
+CASES = {
+    "rank 32": (2048, 64, 2560, 1536, (32, 32, 32), False),
+    "odd ranks": (301, 9, 136, 72, (3, 17, 5), False),
+    "up alone": (130, 9, 128, 64, (0, 8, 0), False),
+    "trained, no LoRA": (517, 12, 512, 256, (0, 0, 0), True),
+    "one token": (1, 8, 64, 64, (8, 8, 8), False),
+}
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_the_block_and_all_its_gradients_are_fp32s_to_rounding(name: str, tail: bool) -> None:
+    block_errors(name, tail)
+
+
+def block_errors(name: str, tail: bool) -> dict[str, float]:
+    x, ids, w, gate_up, down, updates = case(*CASES[name])
+    leaves = {"x": x, "weights": w, "gate_up": gate_up, "down": down}
+    for part, update in zip(("gate", "up", "down"), updates):
+        if update:
+            leaves |= {f"{part} A": update.A, f"{part} B": update.B}
+    asked = {key: t for key, t in leaves.items() if t.requires_grad}
+    upstream = torch.randn_like(x)
+    block._found["cuda"] = block.cuda_steps(tail)
+    try:
+        y = expert_mlp(x, by_expert(ids, gate_up.shape[0]), w, gate_up, down, *updates)
+        got = [y, *torch.autograd.grad(y, list(asked.values()), upstream)]
+    finally:
+        block._found.pop("cuda")
+    exact = {key: t.detach().float().requires_grad_(t.requires_grad) for key, t in leaves.items()}
+    ups = [
+        Update(exact[f"{part} A"], exact[f"{part} B"], u.scale) if u else None
+        for part, u in zip(("gate", "up", "down"), updates)
+    ]
+    want_y = by_definition(exact["x"], ids, exact["weights"], exact["gate_up"], exact["down"], ups)
+    want = [want_y, *torch.autograd.grad(want_y, [exact[key] for key in asked], upstream.float())]
+    errors = {}
+    for key, mine, right in zip(("y", *asked), got, want):
+        right = right.detach()
+        errors[key] = float((mine.detach().float() - right).norm() / right.norm().clamp(min=1e-20))
+    # bf16 keeps 8 bits (0.0017 for one rounding); gradients pass four roundings, weights' ones cancel in part
+    assert all(error < 0.02 for error in errors.values()), errors
+    return errors
+
+
+def test_the_block_compiles_whole_and_nothing_waits_for_the_device() -> None:
+    x, ids, w, gate_up, down, updates = case(512, 16, 256, 128, (8, 8, 8), False)
+
+    def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+        three = [Update(a, b, 2.0) for a, b in zip(factors[::2], factors[1::2])]
+        return x + expert_mlp(x, by_expert(ids, 16), w, gate_up, down, *three)
+
+    factors = [t for u in updates for t in u[:2]]
+    compiled, upstream = torch.compile(run, fullgraph=True), torch.randn_like(x)
+    results = []
+    for call in (run, compiled):
+        torch.autograd.grad(call(x, ids, w, *factors), [x, w, *factors], upstream)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = call(x, ids, w, *factors)
+            results.append([y, *torch.autograd.grad(y, [x, w, *factors], upstream)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(*results):
+        assert (a - b).norm() <= 0.01 * b.norm()  # x + y is rounded once more in one of them
+
+
+def test_the_layer_takes_the_block_and_answers_as_without_it() -> None:
+    from erniekit.models.layers import experts as layers
+
+    held = layers.Experts(8, 128, 64)
+    for param in held.parameters():
+        nn.init.normal_(param, std=0.1).requires_grad_(False)
+    pairs = {name: Pair(((name, 64),), 4, 2.0, held.gate_up.weight, experts=8) for name in ("gate_proj", "up_proj")}
+    for pair in pairs.values():
+        nn.init.normal_(pair.A, std=0.1), nn.init.normal_(pair.B, std=0.1)
+    held.gate_up = LoRAExperts(held.gate_up, held.gate_up.parts, pairs)  # type: ignore[assignment]
+    held = held.to("cuda", torch.bfloat16)
+    x, scores = torch.randn(70, 128, device="cuda").bfloat16(), torch.rand(70, 8, device="cuda").softmax(-1)
+    weights, ids = scores.topk(3)
+    seen, own = [], layers.expert_mlp
+    answers = []
+    for active in (True, False):
+        held.gate_up.active = active
+        for fits in (layers.fits, lambda *_: False):
+            usual, layers.fits = layers.fits, fits
+            layers.expert_mlp = lambda *args: seen.append(1) or own(*args)
+            try:
+                routing = Routing(scores, scores, ids, weights.bfloat16())
+                answers.append(LocalExchange()(x, routing, held, 8).float())
+            finally:
+                layers.fits, layers.expert_mlp = usual, own
+    assert len(seen) == 2
+    for got, want in (answers[:2], answers[2:]):
+        assert (got - want).norm() <= 0.01 * want.norm()  # both are rounded to 8 bits three times
+    assert (answers[0] - answers[2]).norm() > 0.05 * answers[0].norm()
+
+
+def test_router_logits_of_16_bit_tokens_have_fp32s_precision() -> None:
+    from erniekit.kernels.router_logits import router_logits
+
+    torch.manual_seed(0)
+    x = torch.randn(1000, 2560, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(64, 2560, device="cuda") * 0.02).requires_grad_()
+    upstream = torch.randn(1000, 64, device="cuda")
+    got = router_logits(x, weight)
+    got = [got, *torch.autograd.grad(got, (x, weight), upstream)]
+    a, b = (t.detach().double().requires_grad_() for t in (x, weight))
+    want = a @ b.t()
+    want = [want, *torch.autograd.grad(want, (a, b), upstream.double())]
+    bounds = (5e-6, 2.5e-3, 5e-6)  # fp32 sums of 2560 products; x's gradient is rounded to bf16 once; fp32 sums
+    errors = [float((p.double() - q).detach().norm() / q.detach().norm()) for p, q in zip(got, want)]
+    assert all(error <= bound for error, bound in zip(errors, bounds)), errors
+
+
+def main(words: list[str]) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import expert_timings
+
+    began, wrong = time.perf_counter(), 0
+
+    def attempt(name: str, call) -> None:  # type: ignore[no-untyped-def]
+        nonlocal wrong
+        try:
+            told = call()
+            print(f"ok   {name} {({k: round(v, 4) for k, v in told.items()}) if told else ''}", flush=True)
+        except Exception as error:
+            wrong += 1
+            print(f"FAIL {name}: {type(error).__name__}: {str(error).strip()[:400]}", flush=True)
+
+    for name in CASES:
+        for tail in (False, True):
+            label = f"block, {name}, tail {'in product' if tail else 'added'}"
+            attempt(label, lambda n=name, t=tail: block_errors(n, t))
+    attempt("compiled whole, no wait", test_the_block_compiles_whole_and_nothing_waits_for_the_device)
+    attempt("in the layer", test_the_layer_takes_the_block_and_answers_as_without_it)
+    attempt("router logits", test_router_logits_of_16_bit_tokens_have_fp32s_precision)
+    for part in words or ["kernels", "blocks", "router"]:
+        torch.cuda.empty_cache()
+        try:
+            expert_timings.PARTS[part]()
+        except Exception as error:
+            print(f"FAIL {part}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
+    print(f"{wrong} checks wrong, {time.perf_counter() - began:.0f} s", flush=True)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

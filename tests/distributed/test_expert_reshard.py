@@ -5,7 +5,6 @@ Each arrow is two real runs of `erniekit train` on gloo ranks with the recorded 
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from distributed.test_reshard import curve, files, run, size
 from ranks import Ranks
+from recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -46,14 +46,8 @@ def named(*names: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def place(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    model = folder / "model"
-    model.mkdir()
-    for source in ("moe_old", "tokenizer"):
-        for file in (paddle / source).iterdir():
-            shutil.copyfile(file, model / file.name)
-    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-    good = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
+    tiny_folder(paddle, folder / "model", "moe_old")
+    whole_rows(paddle, folder / "rows.jsonl")
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -19,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import forked
 
+from recorded import tiny_folder, whole_rows
+
 ENDED = "checkpoint-10"  # a checkpoint that is there long before the end
 
 
@@ -28,14 +29,9 @@ def words(paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
-    model = tmp_path / "model"
-    for source in ("dense_old", "tokenizer"):
-        shutil.copytree(paddle / source, model, dirs_exist_ok=True)
-    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-    rows = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    model, rows = tiny_folder(paddle, tmp_path / "model"), whole_rows(paddle, tmp_path / "rows.jsonl")
     return dict(
-        model_name_or_path=model, train_dataset_path=tmp_path / "rows.jsonl", output_dir=tmp_path / "out",
+        model_name_or_path=model, train_dataset_path=rows, output_dir=tmp_path / "out",
         max_seq_len=96, learning_rate=1e-3, report_to="none", device="cpu", doctor="off", max_restarts=1,
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import copytree
 
 import psutil
 import pytest
@@ -24,6 +23,8 @@ from erniekit.train.watchdog import EXIT_CODE
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import Launcher, alive, forked
+
+from recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("two_ranks")  # they share the run that nobody disturbs
 
@@ -85,11 +86,8 @@ class Runs:
 def runs(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """A tiny recorded model, its rows and a recipe."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    for source in ("dense_old", "tokenizer"):
-        copytree(paddle / source, folder / "model", dirs_exist_ok=True)
-    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-    rows = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    tiny_folder(paddle, folder / "model")
+    whole_rows(paddle, folder / "rows.jsonl")
     keys = dict(
         model_name_or_path="model", train_dataset_path="rows.jsonl", fine_tuning="Full", compute_type="fp32",
         max_seq_len=96, learning_rate=1e-3, max_steps=STEPS, save_steps=EVERY, save_total_limit=100, report_to="none",

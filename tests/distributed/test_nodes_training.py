@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launchers import Launcher, alive, forked
 from test_nodes import Host, ip
 
+from recorded import tiny_folder, whole_rows
+
 pytestmark = pytest.mark.xdist_group("nodes")  # in turn: each has four processes or more
 
 STEPS, EVERY = 24, 3  # of a run; between its saves
@@ -84,11 +86,8 @@ class Machine:
         return self.host.address
 
     def set_up(self, paddle: Path) -> Machine:
-        for source in ("dense_old", "tokenizer"):
-            shutil.copytree(paddle / source, self.disk / "model", dirs_exist_ok=True)
-        recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-        rows = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-        (self.disk / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        tiny_folder(paddle, self.disk / "model")
+        whole_rows(paddle, self.disk / "rows.jsonl")
         return self
 
     def train(self, words: dict[str, object]) -> Launcher:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from recorded import tiny_folder, whole_rows
+
 
 @pytest.fixture(scope="session")
 def tiny_model(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded dense ERNIE (144 k weights) with its tokenizer, Paddle layout."""
-    folder = tmp_path_factory.mktemp("model")
-    for source in ("dense_old", "tokenizer"):
-        for file in (paddle / source).iterdir():
-            shutil.copyfile(file, folder / file.name)
-    return folder
+    return tiny_folder(paddle, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def rows(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded rows that are whole: 16 samples of 10 to 79 tokens at max_seq_len 96."""
-    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    good = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
-    return path
+    return whole_rows(paddle, tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import erniekit
 from erniekit.errors import DataError
 from erniekit.losses.dpo import LOSS_TYPES
 from ranks import Ranks
+from recorded import tiny_folder, whole_pairs
 
 LN2 = math.log(2)
 KINDS = [("Full", "live"), ("Full", "cached"), ("LoRA", "live"), ("LoRA", "cached")]
@@ -25,11 +26,7 @@ KINDS = [("Full", "live"), ("Full", "cached"), ("LoRA", "live"), ("LoRA", "cache
 @pytest.fixture(scope="module")
 def pairs(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded pairs that are whole."""
-    recorded = json.loads((paddle / "data_dpo.json").read_text())["rows"]
-    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    good = [r["row"] for r in recorded if "input_ids" in (r.get("result") or {})]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
-    return path
+    return whole_pairs(paddle, tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
 @pytest.fixture
@@ -71,7 +68,14 @@ def test_the_checks_before_training_do_not_change_a_preference_run(
     assert weights(tmp_path / "on") == weights(tmp_path / "off")
 
 
-@pytest.mark.parametrize(("tuning", "reference"), KINDS)
+@pytest.mark.parametrize(
+    ("tuning", "reference"),
+    [
+        ("Full", "cached"),
+        ("LoRA", "live"),
+        *(pytest.param(*p, marks=pytest.mark.full) for p in (("Full", "live"), ("LoRA", "cached"))),
+    ],
+)
 def test_a_preference_run_resumes_bit_for_bit(
     tuning: str, reference: str, prefer: Callable, weights: Callable, tmp_path: Path
 ) -> None:
@@ -96,18 +100,10 @@ def change_weights(model: Path) -> None:
         assert file.stat().st_size == before.st_size
 
 
-def hugging_face_copy(paddle: Path, folder: Path, name: str = "dense_new") -> Path:
-    folder.mkdir()
-    for source in (name, "tokenizer"):
-        for file in (paddle / source).iterdir():
-            shutil.copyfile(file, folder / file.name)
-    return folder
-
-
 def test_kept_references_of_another_model_under_the_same_name_are_refused(
     prefer: Callable, paddle: Path, tmp_path: Path
 ) -> None:
-    model = hugging_face_copy(paddle, tmp_path / "model")
+    model = tiny_folder(paddle, tmp_path / "model", "dense_new")
     keys = dict(model_name_or_path=model, reference_logps="cached", max_steps=1)
     prefer(tmp_path / "first", **keys)
     change_weights(model)
@@ -230,7 +226,7 @@ def test_a_negative_accumulation_is_chosen_by_the_size_of_the_data(prefer: Calla
 
 @pytest.mark.parametrize("tuning", ["Full", "LoRA"])
 def test_a_model_with_experts_learns_a_preference(tuning: str, prefer: Callable, paddle: Path, tmp_path: Path) -> None:
-    model = hugging_face_copy(paddle, tmp_path / "model", "moe_new")
+    model = tiny_folder(paddle, tmp_path / "model", "moe_new")
     prefer(tmp_path / "run", model_name_or_path=model, fine_tuning=tuning, moe_aux_loss_lambda=0.01)
     losses = logged(tmp_path / "run")
     assert losses[0] == pytest.approx(LN2, abs=1e-6)

@@ -1,6 +1,6 @@
 """A file of 1,000,000 rows: flat memory, tokenised once, and a first batch at once from then on.
 
-Every commit reads 80,000 of them; `make test-full` all.
+Every commit reads 20,000 of them; `make test-full` all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(*args):
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module", params=[80_000, pytest.param(1_000_000, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[20_000, pytest.param(1_000_000, marks=pytest.mark.full)])
 def rows(request):
     return request.param
 

@@ -42,9 +42,17 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return arrange
 
 
-@pytest.mark.parametrize("tuning", ["Full", "LoRA"])
+@pytest.mark.parametrize(
+    ("tuning", "stops"),
+    [
+        ("Full", (1, 4)),
+        ("LoRA", (2,)),
+        pytest.param("Full", (2, 3, 5), marks=pytest.mark.full),
+        pytest.param("LoRA", (1, 3, 4, 5), marks=pytest.mark.full),
+    ],
+)
 def test_a_run_stopped_after_any_step_ends_bit_identical(
-    tuning: str, train: Callable, stop_at: Callable, weights: Callable, tmp_path: Path
+    tuning: str, stops: tuple[int, ...], train: Callable, stop_at: Callable, weights: Callable, tmp_path: Path
 ) -> None:
     whole = tmp_path / "whole"
     train(whole, fine_tuning=tuning, doctor="off")
@@ -52,7 +60,7 @@ def test_a_run_stopped_after_any_step_ends_bit_identical(
     assert any(name.startswith("optimizer") for name in want)
     with fault("R1", f"SIGTERM after every step, {tuning}, packing, accumulation 3, 2 loader threads") as row:
         row.differing = 0
-        for step in range(1, STEPS):
+        for step in stops:
             stop_at(step)
             row.count += 1
             with pytest.raises(Preempted):
@@ -87,6 +95,7 @@ def test_bf16_with_masters_resumes_bit_identical(
     assert got == want
 
 
+@pytest.mark.full  # the demo, at every commit, kills and resumes, too
 def test_a_process_killed_with_kill_9_goes_on_where_its_last_checkpoint_was(
     tiny_model: Path, rows: Path, weights: Callable, tmp_path: Path
 ) -> None:
@@ -117,7 +126,13 @@ def test_a_process_killed_with_kill_9_goes_on_where_its_last_checkpoint_was(
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("key", "value"), [("learning_rate", 5e-4), ("seed", 7), ("gradient_accumulation_steps", 2)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", 5e-4),
+        *(pytest.param(*p, marks=pytest.mark.full) for p in (("seed", 7), ("gradient_accumulation_steps", 2))),
+    ],
+)
 def test_resuming_with_another_setting_is_refused_by_name(
     key: str, value: object, train: Callable, tmp_path: Path
 ) -> None:

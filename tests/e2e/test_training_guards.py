@@ -135,7 +135,9 @@ def test_two_trainers_cannot_share_a_folder(train: Callable, tmp_path: Path) -> 
         lock.release()
 
 
-@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+@pytest.mark.parametrize(
+    "granularity", ["full", *(pytest.param(g, marks=pytest.mark.full) for g in ("full_attn", "core_attn"))]
+)
 def test_recompute_changes_memory_not_numbers(
     granularity: str, train: Callable, weights: Callable, tmp_path: Path
 ) -> None:

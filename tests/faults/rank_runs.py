@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.errors import CheckpointError
 from faults.results import Row
+from recorded import tiny_folder, whole_rows
 
 SERVER = Path(__file__).with_name("rank_server.py")
 TIMEOUT = 90.0  # seconds for a run that takes two on an idle machine
@@ -88,11 +88,8 @@ class RankServer:
 
     def __init__(self, folder: Path, paddle: Path) -> None:
         self.folder = folder
-        for source in ("dense_old", "tokenizer"):
-            shutil.copytree(paddle / source, folder / "model", dirs_exist_ok=True)
-        recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-        good = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in good))
+        tiny_folder(paddle, folder / "model")
+        whole_rows(paddle, folder / "rows.jsonl")
         self._started: dict[int, Started] = {}
         self._log = (folder / "server.log").open("w")
         (folder / "tmp").mkdir()  # for the crash reports of the ranks whose peer died

@@ -42,6 +42,9 @@ ROWS = {  # reliability rows and what a passing one promises
     "S4": "more clients than there is room for",
     "S5": "wrong keys and open addresses",
     "S6": "the server killed or asked to leave in mid-stream",
+    "W1": "commands, flags and foreign paths typed into the web page",
+    "W2": "requests to the web page from elsewhere",
+    "P1": "files made to run a program or to eat memory",
 }
 # The workers of one run under xdist share its name; a run without xdist makes one for itself.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.environ.setdefault("ERNIEKIT_FAULT_RUN", uuid.uuid4().hex)

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 LENGTH, STEPS, GLOBAL = 32, 10, 4  # tokens a row, updates, packs a step
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
 ODD_HEADS = dict(SHAPE, num_heads=5, num_kv_heads=1, intermediate_size=44, vocab_size=67)
+THREE_HEADS = dict(ODD_HEADS, num_heads=3)  # over four ranks: one has none
 TWENTY_FOUR = dict(SHAPE, num_heads=20, num_kv_heads=4, num_layers=2)
 
 
@@ -178,7 +179,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # More of the same kind as others in the list: run by `make test-full`.
 HEAVY = (
     "dp4", "tp4", "pp4", "cp4", "sharding stage 1", "sharding stage 2", "pp2 cut by hand", "sharding 2 x dp 2",
-    "sharding 2 x cp2", "pp2 x sharding 2", "tp2 x pp2 x dp2",
+    "sharding 2 x cp2", "pp2 x sharding 2", "tp2 x pp2 x dp2", "tp2 x cp2", "pp2 x dp2",
 )  # fmt: skip
 
 
@@ -198,10 +199,11 @@ def test_llama_with_an_untied_head_is_the_same_in_layout(name: str, ranks: Ranks
     check(ranks, LAYOUTS[name], family="llama")
 
 
-LORA = ("dp2", "tp2", "tp2 with sequence parallel", "pp2", "sharding stage 1", "sharding stage 3", "cp2", "tp2 x pp2")
+LORA = ("tp2 with sequence parallel", "pp2", "sharding stage 3", "cp2")
+LORA_TOO = ("dp2", "tp2", "sharding stage 1", "tp2 x pp2", "pp2 x dp2")
 
 
-@pytest.mark.parametrize("name", named(*LORA, "pp2 x dp2"))
+@pytest.mark.parametrize("name", [*LORA, *(pytest.param(n, marks=pytest.mark.full) for n in LORA_TOO)])
 def test_lora_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name], lora=True)
 
@@ -209,10 +211,11 @@ def test_lora_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("axes", "shape"),
     [
-        (dict(tp=8), ODD_HEADS),
+        (dict(tp=4), THREE_HEADS),
+        pytest.param(dict(tp=3), ODD_HEADS, marks=pytest.mark.full),
         pytest.param(dict(tp=8), TWENTY_FOUR, marks=pytest.mark.full),
         pytest.param(dict(tp=4, fsdp=2), ODD_HEADS, marks=pytest.mark.full),
-        pytest.param(dict(tp=3), ODD_HEADS, marks=pytest.mark.full),
+        pytest.param(dict(tp=8), ODD_HEADS, marks=pytest.mark.full),
     ],
 )
 def test_heads_need_not_divide(axes: dict[str, Any], shape: dict[str, int], ranks: Ranks) -> None:

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.models.names import Entry, hf_decoder_names
-from erniekit.optim.adamw import AdamW
-from erniekit.optim.groups import make_groups
+from erniekit.models.names import hf_decoder_names
+from recorded_training import full_curve, gradients, mean_loss, norms
 
 LOGITS = {"atol": 1e-4, "rtol": 0.0}
 LOSS = 1e-4
@@ -31,25 +29,6 @@ def dense(paddle: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def llama(paddle: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     return json.loads((paddle / "llama.json").read_text()), load_file(paddle / "llama.safetensors")
-
-
-def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean over supervised tokens, through the head the trainer uses. Labels come shifted."""
-    return model(ids, labels=labels) / (labels != -100).sum()
-
-
-def norms(entries: list[Entry], tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Norms of our fused tensors under another world's names; the second copy of a tied head has no gradient there."""
-    return {
-        name: float(part.double().norm())
-        for entry in entries
-        if not entry.copy_of
-        for name, part in zip(entry.theirs, entry.write(tensors[entry.ours]))
-    }
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("layout", ["dense_old", "dense_new"])
@@ -87,7 +66,7 @@ def test_dense_loss_and_gradient_norms_equal_paddles_under_every_name(paddle, de
     record, numbers = dense
     folder = ModelFolder(paddle / layout)
     model = folder.build()
-    loss = loss_of(model, numbers["input_ids"], numbers["labels_shifted"])
+    loss = mean_loss(model, numbers["input_ids"], numbers["labels_shifted"])
     loss.backward()
     assert float(loss) == pytest.approx(record["ce_loss"], abs=LOSS)
     grads = gradients(model)
@@ -102,7 +81,7 @@ def test_dense_gradients_equal_paddles_element_by_element(paddle, dense):
     _, numbers = dense
     folder = ModelFolder(paddle / "dense_old")
     model = folder.build()
-    loss_of(model, numbers["input_ids"], numbers["labels_shifted"]).backward()
+    mean_loss(model, numbers["input_ids"], numbers["labels_shifted"]).backward()
     grads = gradients(model)
     ours = {e.theirs[0]: e.write(grads[e.ours])[0] for e in folder.entries() if not e.copy_of}
     stored = {key.removeprefix("grad."): value for key, value in numbers.items() if key.startswith("grad.")}
@@ -115,7 +94,7 @@ def test_llama_loss_and_gradient_norms_equal_paddles(paddle, llama):
     record, numbers = llama
     folder = ModelFolder(paddle / "llama_fused")
     model = folder.build()
-    loss = loss_of(model, numbers["input_ids"], numbers["labels_shifted"])
+    loss = mean_loss(model, numbers["input_ids"], numbers["labels_shifted"])
     loss.backward()
     assert float(loss) == pytest.approx(record["ce_loss"], abs=LOSS)
     ours = norms(folder.entries(), gradients(model))
@@ -128,18 +107,7 @@ def test_twenty_full_steps_follow_paddles_curve(paddle, dense):
     folder = ModelFolder(paddle / "dense_old")
     model = folder.build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    groups = make_groups(model.named_parameters(), 3, run["weight_decay"])
-    optimiser = AdamW(groups, (run["beta1"], run["beta2"]), run["epsilon"])
-    losses, grad_norms = [], []
-    for step in range(run["steps"]):
-        k = step % 4
-        loss = loss_of(model, numbers[f"train_ids.{k}"], numbers[f"train_labels_shifted.{k}"])
-        loss.backward()
-        norm = optimiser.gradient_norm()
-        optimiser.clip(norm, run["max_grad_norm"])
-        optimiser.step(run["learning_rate"])
-        optimiser.zero_grad()
-        losses.append(float(loss)), grad_norms.append(float(norm))
+    losses, grad_norms = full_curve(model, run, numbers)
     assert losses == pytest.approx(run["loss"], abs=LOSS)
     assert grad_norms == pytest.approx(run["grad_norm_before_clip"], rel=NORM)
     moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}

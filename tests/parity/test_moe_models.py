@@ -18,9 +18,7 @@ from erniekit.checkpoint.model_writer import write_model
 from erniekit.export.run import export
 from erniekit.models import MODELS
 from erniekit.models.layers.router import Router, Routing
-from erniekit.models.names import Entry
-from erniekit.optim.adamw import AdamW
-from erniekit.optim.groups import make_groups
+from recorded_training import full_curve, gradients, mean_loss, norms
 
 # fp32 sums in another order: these logits reach about 5, one ulp there is 5e-7, and a few dozen of them add up.
 TOLERANCE = 1e-5
@@ -158,20 +156,6 @@ def moe(paddle: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return json.loads((paddle / "moe.json").read_text()), load_file(paddle / "moe.safetensors")
 
 
-def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return model(ids, labels=labels) / (labels != -100).sum()
-
-
-def norms(entries: list[Entry], tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Norms of our fused tensors under another world's names; what was not trained is left out."""
-    return {
-        name: float(part.double().norm())
-        for entry in entries
-        if not entry.copy_of and tensors.get(entry.ours) is not None
-        for name, part in zip(entry.theirs, entry.write(tensors[entry.ours]))
-    }
-
-
 @pytest.mark.parametrize("layout", ["moe_old", "moe_new"])
 def test_logits_equal_paddles_from_both_layouts(paddle: Path, moe: tuple, layout: str) -> None:
     numbers, folder = moe[1], ModelFolder(paddle / layout)
@@ -212,10 +196,10 @@ def test_loss_and_gradient_norms_equal_paddles_under_every_name(paddle: Path, mo
     record, numbers = moe
     folder = ModelFolder(paddle / layout)
     model = folder.build()
-    loss = loss_of(model, numbers["input_ids"], numbers["labels_shifted"])
+    loss = mean_loss(model, numbers["input_ids"], numbers["labels_shifted"])
     loss.backward()
     assert loss.item() == pytest.approx(record["ce_loss"], abs=PADDLE_LOSS)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = gradients(model)
     total = torch.stack([g.double().norm() for g in grads.values()]).norm()
     assert float(total) == pytest.approx(record["grad_norm_total"], rel=NORM)
     for world, key in (("paddle", "grad_norms_fused_names"), ("hf", "grad_norms_hf_names")):
@@ -225,12 +209,10 @@ def test_loss_and_gradient_norms_equal_paddles_under_every_name(paddle: Path, mo
 def test_gradients_equal_paddles_element_by_element(paddle: Path, moe: tuple) -> None:
     numbers, folder = moe[1], ModelFolder(paddle / "moe_old")
     model = folder.build()
-    loss_of(model, numbers["input_ids"], numbers["labels_shifted"]).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    ours = {
-        e.theirs[0]: e.write(grads[e.ours])[0] for e in folder.entries() if not e.copy_of and len(e.theirs) == 1
-        and grads[e.ours] is not None
-    }  # fmt: skip
+    mean_loss(model, numbers["input_ids"], numbers["labels_shifted"]).backward()
+    grads = gradients(model)
+    single = [e for e in folder.entries() if not e.copy_of and len(e.theirs) == 1 and e.ours in grads]
+    ours = {e.theirs[0]: e.write(grads[e.ours])[0] for e in single}
     stored = {key.removeprefix("grad."): value for key, value in numbers.items() if key.startswith("grad.")}
     assert len(stored) == 13
     for name, expected in stored.items():
@@ -243,19 +225,7 @@ def test_twenty_full_steps_follow_paddles_curve(paddle: Path, moe: tuple) -> Non
     run, folder = record["full_finetune"], ModelFolder(paddle / "moe_old")
     model = folder.build()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = make_groups(trained, 4, run["weight_decay"])
-    optimiser = AdamW(groups, (run["beta1"], run["beta2"]), run["epsilon"])
-    losses, grad_norms = [], []
-    for step in range(run["steps"]):
-        k = step % 4
-        loss = loss_of(model, numbers[f"train_ids.{k}"], numbers[f"train_labels_shifted.{k}"])
-        loss.backward()
-        norm = optimiser.gradient_norm()
-        optimiser.clip(norm, run["max_grad_norm"])
-        optimiser.step(run["learning_rate"])
-        optimiser.zero_grad()
-        losses.append(float(loss)), grad_norms.append(float(norm))
+    losses, grad_norms = full_curve(model, run, numbers)
     assert losses == pytest.approx(run["loss"], abs=PADDLE_LOSS)
     assert grad_norms == pytest.approx(run["grad_norm_before_clip"], rel=NORM)
     moved = {name: p.detach() - before[name] for name, p in model.named_parameters()}

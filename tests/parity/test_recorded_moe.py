@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ from erniekit.models.layers.padding import EvenPadding
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.engine import Engine, Share
-from erniekit.parallel.mesh import World
 from erniekit.train.step import TrainStep
+from recorded import recorded_run, train_from_rows
+from recorded_training import on_one_rank, plain_batch, recorded_step
 
 RUN = 1e-4  # fp32 on another BLAS: the fixtures' own cross-check of this run differs by 1e-6
 CURVE = 5e-4  # without accumulation 20 steps at a high rate amplify it; their cross-check: 6e-5
 TERM = 1e-5
+NAME = "sft_full_moe"
 
 
 def weights_of(lambdas: dict[str, Any]) -> Weights:
@@ -35,11 +35,10 @@ def weights_of(lambdas: dict[str, Any]) -> Weights:
 
 def erniekits(model: Any, weights: Weights, even_padding: bool = True) -> Any:
     """Router losses as recorded: a mean over all positions of a micro-batch, each micro-batch counted whole."""
-    share = Share()
-    share.value = 1.0
+    share = torch.ones(())
     for layer in model.layers:
         if layer.sparse:
-            layer.mlp.balance = Balance(layer.mlp.layer, weights, share, whole_batch=True)
+            layer.mlp.balance = Balance(weights, share, whole_batch=True)
         if even_padding:
             layer.attn.inner = EvenPadding(layer.attn.inner)
     model.records = []
@@ -56,21 +55,10 @@ def tensors(paddle: Path) -> dict[str, torch.Tensor]:
     return load_file(str(paddle / "moe.safetensors"))
 
 
-def rows(ids: torch.Tensor, labels: torch.Tensor) -> Batch:
-    B, L = ids.shape
-    bounds = torch.arange(0, B * L + 1, L, dtype=torch.int32)
-    places = torch.arange(L).expand(B, L)
-    return Batch(ids.long(), labels.long(), places, bounds, L, int((labels != IGNORE).sum()), packed=False)
-
-
-def on_one_rank(model: torch.nn.Module) -> Engine:
-    return Engine([(0, model)], World(), torch.device("cpu"), causal_loss)
-
-
 def test_each_layers_router_losses_and_loads_are_the_recorded_ones(paddle: Path, numbers: Any, tensors: Any) -> None:
     recorded = numbers["with_router_losses"]
     model = erniekits(ModelFolder(paddle / "moe_old").build(), weights_of(recorded["lambdas"]))
-    batch = rows(tensors["input_ids"], tensors["labels_shifted"])
+    batch = plain_batch(tensors["input_ids"], tensors["labels_shifted"])
     loss = causal_loss(model, batch) / batch.num_label_tokens
     assert float(loss.detach()) == pytest.approx(recorded["reported_loss"], abs=TERM), "router losses are never told"
     (record,) = model.records
@@ -85,7 +73,7 @@ def test_gradients_with_router_losses_are_the_recorded_ones(paddle: Path, number
     recorded = numbers["with_router_losses"]
     folder = ModelFolder(paddle / "moe_old")
     model = erniekits(folder.build(), weights_of(recorded["lambdas"]))
-    batch = rows(tensors["input_ids"], tensors["labels_shifted"])
+    batch = plain_batch(tensors["input_ids"], tensors["labels_shifted"])
     (causal_loss(model, batch) / batch.num_label_tokens).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = torch.stack([g.norm() for g in grads.values()]).norm()
@@ -108,7 +96,7 @@ def test_recorded_20_step_curve_with_router_losses_is_reproduced(paddle: Path, n
     schedule = Schedule("constant", how["learning_rate"], how["steps"])
     step = TrainStep(on_one_rank(model), optimizer, schedule, how["max_grad_norm"])
     results = [
-        step([rows(tensors[f"train_ids.{k % 4}"], tensors[f"train_labels_shifted.{k % 4}"])], k + 1)
+        step([plain_batch(tensors[f"train_ids.{k % 4}"], tensors[f"train_labels_shifted.{k % 4}"])], k + 1)
         for k in range(how["steps"])
     ]
     assert [r.loss for r in results] == pytest.approx(recorded["curve"]["loss"], abs=CURVE)
@@ -138,71 +126,33 @@ def micro_batch(recorded: dict[str, Any]) -> Batch:
     )
 
 
-def recorded_run(paddle: Path) -> dict[str, Any]:
-    return json.loads((paddle / "e2e.json").read_text())["runs"]["sft_full_moe"]
-
-
 def losses_of(paddle: Path, even_padding: bool) -> list[float]:
-    run = recorded_run(paddle)
+    run = recorded_run(paddle, NAME)
     hyper, micro = run["hyper_parameters"], [micro_batch(b) for b in run["micro_batches"]]
     model = erniekits(ModelFolder(paddle / run["model"]).build(), weights_of(hyper), even_padding)
-    groups = make_groups(model.named_parameters(), 4, hyper["weight_decay"])
-    optimizer = AdamW(groups, (hyper["adam_beta1"], hyper["adam_beta2"]), hyper["adam_epsilon"])
-    schedule = Schedule(
-        hyper["lr_scheduler_type"],
-        hyper["learning_rate"],
-        hyper["max_steps"],
-        hyper["warmup_steps"],
-        hyper["min_lr"],
-        compat=True,
-    )
-    step = TrainStep(on_one_rank(model), optimizer, schedule, hyper["max_grad_norm"], compat=True)
+    step = recorded_step(model, hyper)
     assert hyper["gradient_accumulation_steps"] == 2
     return [step(micro[i : i + 2], i // 2 + 1).loss for i in range(0, len(micro), 2)]
 
 
 def test_the_recorded_run_is_reproduced_from_its_micro_batches(paddle: Path) -> None:
-    assert losses_of(paddle, even_padding=True) == pytest.approx(recorded_run(paddle)["loss"], abs=RUN)
+    assert losses_of(paddle, even_padding=True) == pytest.approx(recorded_run(paddle, NAME)["loss"], abs=RUN)
 
 
 def test_only_with_padding_that_attends_evenly(paddle: Path) -> None:
     """ERNIEKit's router losses read padding, whose state comes from the whole row: left out, the run comes out else."""
-    assert losses_of(paddle, even_padding=False) != pytest.approx(recorded_run(paddle)["loss"], abs=10 * RUN)
+    assert losses_of(paddle, even_padding=False) != pytest.approx(recorded_run(paddle, NAME)["loss"], abs=10 * RUN)
 
 
 def test_the_whole_recorded_run_comes_out_of_erniekit_train_with_compat(
     paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the recorded batches but the recorded rows: reader, template, shuffling, packing, trainer, all of it."""
-    import erniekit
-
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
-    run = recorded_run(paddle)
-    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
-    model.mkdir()
-    for source in (run["model"], "tokenizer"):
-        for file in (paddle / source).iterdir():
-            shutil.copyfile(file, model / file.name)
-    recorded = json.loads((paddle / "data_sft.json").read_text())
-    data.write_text("".join(json.dumps(r["row"], ensure_ascii=False) + "\n" for r in recorded["sft_rows"]))
-    erniekit.run(
-        "train",
-        model_name_or_path=model,
-        train_dataset_path=data,
-        output_dir=tmp_path / "out",
-        max_seq_len=recorded["max_seq_len"],
-        compute_type="fp32",
-        compat="erniekit",
-        max_bad_fraction=1,
-        report_to="none",
-        device="cpu",
-        fine_tuning="Full",
-        **run["hyper_parameters"],
-    )
-    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["loss"] for r in logged] == pytest.approx(run["loss"], abs=RUN)
+    logged = train_from_rows(paddle, NAME, tmp_path, max_bad_fraction=1)
+    assert [r["loss"] for r in logged] == pytest.approx(recorded_run(paddle, NAME)["loss"], abs=RUN)
     assert all(r["router_aux"] > 0 and r["router_z"] > 0 and r["router_ortho"] > 0 for r in logged)
-    before, after = (ModelFolder(folder).build().state_dict() for folder in (model, tmp_path / "out"))
+    before, after = (ModelFolder(folder).build().state_dict() for folder in (tmp_path / "model", tmp_path / "out"))
     biases = [name for name in before if name.endswith("router.bias")]
     assert biases
     assert all(torch.equal(before[name], after[name]) for name in biases), "ERNIEKit moves it in pre-training only"

@@ -68,7 +68,9 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
     results = []
     for k in range(1, STEPS + 1):
         mine = packs(k)[layout.data_rank(rank) :: layout.data_ranks]
-        results.append(step([collate([pack], pad_to=LENGTH, ahead=1) for pack in mine], k))
+        launched = step.launch([collate([pack], pad_to=LENGTH, ahead=1) for pack in mine], k)
+        balance.launched(None, launched)  # type: ignore[arg-type]
+        results.append(launched.result())
         balance.after_step(None, results[-1])  # type: ignore[arg-type]
     pieces = {
         name: [(box.global_slices, local(param.detach())[box.local_slices].clone()) for box in boxes]

@@ -17,7 +17,7 @@ ALLOWED = {
     "models": {"kernels", "parallel"},
     "data": set(),
     "losses": {"data", "kernels"},
-    "optim": set(),
+    "optim": {"kernels"},
     "lora": {"models", "kernels", "checkpoint"},
     "checkpoint": {"models", "parallel", "devices", "data"},
     "track": set(),
@@ -29,6 +29,8 @@ ALLOWED = {
         "export", "serve", "demo", "api_load", "kernels", "result",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
+    "webui": {"config", "track"},
+    "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
     "cli": {"config", "recipes", "export", "serve", "data"},
 }  # fmt: skip
 OPEN = {"errors", "log", "registry", "__version__"}

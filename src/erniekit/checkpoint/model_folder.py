@@ -17,6 +17,7 @@ from torch import nn
 
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
+from erniekit.log import warn_once
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.names import Entry
@@ -42,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", where=str(path.parent), fix="check the folder") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not JSON: {error}", where=str(path)) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} is not a JSON object", where=str(path))
@@ -59,6 +60,8 @@ class ModelFolder:
     def __init__(self, path: Path, weights: bool = True, changes: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.config_json = {**read_json(path / "config.json"), **(changes or {})}
+        if self.config_json.get("auto_map"):
+            warn_once(f"{path / 'config.json'} names code of its own (auto_map): it is not run, erniekit's own is used")
         self.spec: ModelSpec = find(self.config_json, str(path / "config.json"))
         self.files = tensor_files(path) if weights else {}
         self.layout = self._layout()
@@ -175,6 +178,13 @@ def tensor_files(path: Path) -> dict[str, Path]:
         weights = read_json(index).get("weight_map")
         if not isinstance(weights, dict) or not weights:
             raise CheckpointError(f"{index.name} has no weight_map", where=str(path), fix="download it again")
+        outside = next(
+            (str(f) for f in weights.values() if Path(str(f)).is_absolute() or ".." in Path(str(f)).parts), None
+        )
+        if outside is not None:
+            raise CheckpointError(
+                f"the index names a file outside the folder: {outside}", where=str(index), fix="download it again"
+            )
         files = {name: path / str(file) for name, file in weights.items()}
         gone = sorted({f.name for f in files.values() if not f.is_file()})
         if gone:

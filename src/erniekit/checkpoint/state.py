@@ -87,7 +87,7 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         known = {f.name for f in fields(TrainState)}
         return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{FILE} cannot be read: {error}", where=str(folder), fix="resume from another checkpoint"
         ) from None

@@ -5,6 +5,7 @@ Called by serve/generate.py and tests. transformers is imported here on use; tra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,13 +28,15 @@ def to_transformers(model: nn.Module, config: DecoderConfig) -> PreTrainedModel:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # Layers that predict further tokens serve training alone: generation does not run them, nor has transformers any.
+    config = replace(config, mtp_layers=0)
     spec = MODELS.get(config.family)
     state = model.state_dict()
     embed = state["embed.weight"]
     theirs = AutoConfig.for_model(**spec.write_config(config, "hf", DTYPE_NAMES[embed.dtype]))
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(theirs, dtype=embed.dtype)
-    entries = spec.names(config, "hf")
+    entries = spec.names(config, "hf" if config.moe is None else "hf_fused")  # as it holds experts in memory
     tensors = {name: part for e in entries for name, part in zip(e.theirs, e.write(state[e.ours]))}
     missing, unexpected = twin.load_state_dict(tensors, strict=False, assign=True)
     left = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]

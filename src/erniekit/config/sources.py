@@ -19,6 +19,8 @@ from erniekit.errors import ConfigError
 SECTIONED = ("env", "model_args", "trainer_args")  # of the pre-training YAML
 YAML, JSON = (".yaml", ".yml"), (".json",)
 
+OWN_FILES = ("eval_tasks",)  # their first word may be a .yaml of their own: after `--tasks` it is a task, not a recipe
+
 # What a bare word means after these commands.
 POSITIONAL = {
     "chat": "model_name_or_path",
@@ -163,9 +165,10 @@ def _take(words: list[str], at: int, name: str) -> tuple[Any, int]:
             return follows, at + 1
         return True, at
     if k is None or k.is_list:  # a list, or a key without effect: all words up to the next flag, key or recipe
+        own = k is not None and k.name in OWN_FILES
         end = at
         while end < len(words) and not (words[end].startswith("--") or _is_assignment(words[end])):
-            if words[end].endswith(YAML):
+            if words[end].endswith(YAML) and not (own and end == at):
                 break
             end += 1
         if end > at or k is None:

@@ -82,7 +82,7 @@ def with_future(batch: Batch, ahead: int) -> Batch:
         next_labels.append(torch.where(trained, labels[there], IGNORE))
     shape = (*batch.input_ids.shape, ahead)
     future = Future(torch.stack(next_ids, -1).view(shape), torch.stack(next_labels, -1).view(shape))
-    return replace(batch, future=future)
+    return replace(batch, future=future).counted()
 
 
 def one_document(ids: torch.Tensor, length: int) -> Batch:

@@ -261,7 +261,7 @@ def _read_json(path: Path, files: list[Path]) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON: {error}", where=str(path), fix="download the file again") from error
     files.append(path)
     return value if isinstance(value, dict) else {}

@@ -73,6 +73,7 @@ class Future(NamedTuple):
 
     ids: torch.Tensor  # int64 [B, L, depth]
     labels: torch.Tensor  # int64 [B, L, depth], IGNORE past a document's end or where the position is not trained
+    trained: tuple[int, ...] = ()  # labels of each depth that are trained, once they are counted
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class More(NamedTuple):
     real: torch.Tensor | None = None
     shared: SharedKeys | None = None
     future: Future | None = None
+    trained: int | None = None  # labels that are; without it the head must ask the device
 
 
 @dataclass
@@ -118,7 +120,14 @@ class Batch:
         return self.num_label_tokens if self.pairs is None else self.pairs.count
 
     def more(self) -> More:
-        return More(self.real, self.shared, self.future)
+        return More(self.real, self.shared, self.future, self.num_label_tokens)
+
+    def counted(self) -> Batch:
+        """With the numbers of trained labels as these are now; in host memory."""
+        future = self.future
+        if future is not None:
+            future = future._replace(trained=tuple(int((x != IGNORE).sum()) for x in future.labels.unbind(-1)))
+        return replace(self, num_label_tokens=int((self.labels != IGNORE).sum()), future=future)
 
     def documents(self) -> torch.Tensor | None:
         """cu_seqlens for the model; None when plain causal rows say the same: padding comes last, nobody sees it."""
@@ -129,6 +138,9 @@ class Batch:
             return self
         moved = {k: _to(getattr(self, k), device) for k in TENSORS}
         return replace(self, **moved)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for k in TENSORS for tensor in _inside(getattr(self, k))]
 
 
 TENSORS = ("input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future")
@@ -141,5 +153,16 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, (SharedKeys, Pairs)):
         return type(value)(**{name: _to(item, device) for name, item in vars(value).items()})
     if isinstance(value, tuple):
-        return type(value)(*(_to(item, device) for item in value))
-    return value.to(device, non_blocking=True)
+        items = [_to(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    # Only from pinned memory does a copy run beside the host and the card's other work.
+    pinned = value.pin_memory() if device.type == "cuda" and not value.is_cuda else value
+    return pinned.to(device, non_blocking=True)
+
+
+def _inside(value: Any) -> list[torch.Tensor]:
+    if hasattr(value, "record_stream"):
+        return [value]
+    if isinstance(value, (SharedKeys, Pairs)):
+        value = tuple(vars(value).values())
+    return [tensor for item in value for tensor in _inside(item)] if isinstance(value, tuple) else []

@@ -1,14 +1,30 @@
 """LM head + cross-entropy on trained tokens only, in chunks: the [tokens, vocab] logits are never whole in memory.
 
-Called by losses/causal.py. T tokens, H hidden, V vocab.
+Called by models/layers/head.py and parallel/vocab.py. T tokens, H hidden, V vocab.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-CHUNK = 2048  # rows of logits alive at once; 2048 x 103,424 fp32 = 0.8 GiB
+from erniekit.kernels.head_gradients import (
+    CHUNK,
+    HeadGradients,
+    Shard,
+    at_places,
+    formed_gradients,
+    graphless,
+    keep_formed,
+    logits_of,
+    spans,
+    trained_rows,
+)
+from erniekit.kernels.softmax import loss_and_gradient, norms_and_targets, softmax_gradient
+
+__all__ = ["CHUNK", "linear_cross_entropy", "reference"]
 
 
 def linear_cross_entropy(
@@ -18,20 +34,23 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     ignore: int = -100,
     chunk: int = CHUNK,
+    count: int | None = None,
+    scale: float | None = None,
+    shard: Shard | None = None,
 ) -> torch.Tensor:
-    """hidden [T, H], weight [V, H], labels [T] -> the SUM of token losses (fp32 scalar).
+    """hidden [T, H], weight [V, H], labels [T] -> the SUM of token losses (fp32 scalar), times scale.
 
-    Ignored tokens never reach the head; a head that needs no gradient gets none formed.
+    Ignored tokens never reach the head; a head that needs no gradient gets none formed. count: how many labels are
+    trained, so that nobody asks the device. scale: gradients are final once they are formed, which saves a pass over
+    the head's; the loss must then be what backward starts from, alone or as a term of a sum: its own gradient is 1.
+    shard: the weight is a part of a wider head's, and dx this part's.
     """
-    if not torch.is_grad_enabled():
-        # Inside a Function `needs_input_grad` does not know of no_grad: evaluation would form gradients for nothing.
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    kept = (labels != ignore).nonzero().squeeze(-1)
-    if kept.numel() == 0:
-        return hidden.float().sum() * 0.0  # keeps the graph, adds nothing
-    if kept.numel() != labels.numel():
-        hidden, labels = hidden.index_select(0, kept), labels.index_select(0, kept)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunk)
+    hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
+    places = trained_rows(labels, ignore, count)
+    if places is not None and not places.numel():
+        nothing = hidden[:0].float().sum()  # keeps the graph
+        return nothing if shard is None else nothing + weight[:0].float().sum()
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, places, chunk, scale, shard)
 
 
 def reference(
@@ -46,44 +65,41 @@ def reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are formed chunk by chunk in the forward pass, where the logits are at hand, and scaled in backward."""
+    """Gradients are formed chunk by chunk in the forward pass, where the logits are at hand."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk):  # type: ignore[no-untyped-def]
-        want_x, want_w, want_b = ctx.needs_input_grad[:3]
-        grad_x = torch.empty_like(hidden) if want_x else None
-        grad_w = torch.zeros_like(weight, dtype=torch.float32) if want_w else None
-        grad_b = torch.zeros_like(bias, dtype=torch.float32) if want_b else None
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        places: torch.Tensor | None,
+        chunk: int,
+        scale: float | None,
+        shard: Shard | None,
+    ) -> torch.Tensor:
+        x_all, y_all = at_places(hidden, labels, places, shard)
+        parts = spans(x_all.shape[0], chunk, hidden)
+        formed = HeadGradients(ctx.needs_input_grad, x_all.shape[0], weight, bias, len(parts))
         total = hidden.new_zeros((), dtype=torch.float32)
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            x, y = hidden[rows], labels[rows]
-            logits = F.linear(x, weight, bias).float()
-            total += F.cross_entropy(logits, y, reduction="sum")
-            if not (want_x or want_w or want_b):
-                continue
-            grad = logits.softmax(-1)
-            grad[torch.arange(y.shape[0], device=y.device), y] -= 1.0
-            low = grad.to(hidden.dtype)
-            if grad_x is not None:
-                grad_x[rows] = low @ weight
-            if grad_w is not None:
-                grad_w += (low.t() @ x).float()
-            if grad_b is not None:
-                grad_b += grad.sum(0)
-        ctx.save_for_backward(grad_x, grad_w, grad_b)
-        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
-        return total
+        for span in parts:
+            x, y = x_all[span], y_all[span]
+            logits, grad = logits_of(x, weight, bias), None
+            if shard is None:
+                loss, grad = loss_and_gradient(logits, y, scale, formed.wanted)
+            else:
+                norms, losses = shard.join(*norms_and_targets(logits, y)[:2])
+                loss = losses.sum()
+                if formed.wanted:
+                    grad = softmax_gradient(logits, y, norms, scale=scale)
+            total += loss
+            if grad is not None:
+                formed.add(span, grad, x)
+            del logits, grad  # before the next chunk needs the room
+        keep_formed(ctx, formed, hidden.shape[0], places, scale)
+        return total if scale is None else total * scale
 
     @staticmethod
-    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
-        grad_x, grad_w, grad_b = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            # 1 / tokens rounded to bf16 would scale every gradient below the head by up to 0.4 %.
-            None if grad_x is None else (grad_x.float() * grad_out).to(grad_x.dtype),
-            None if grad_w is None else (grad_w * grad_out).to(weight_dtype),
-            None if grad_b is None else (grad_b * grad_out).to(bias_dtype),
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*formed_gradients(ctx, grad_out), *(None,) * 5)

@@ -1,11 +1,58 @@
-"""SwiGLU on a fused projection whose first half is the gate. Called by models/layers."""
+"""SwiGLU on a fused projection whose first half is the gate. Called by models/layers. T rows, W width of one half."""
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.library import triton_op, wrap_triton
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """[..., 2 W] -> [..., W]."""
+    if not gate_up.is_cuda or gate_up.dtype not in (torch.bfloat16, torch.float16) or not HAS_TRITON:
+        return reference(gate_up)
+    flat = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
+    return _forward(flat).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def reference(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@triton_op("erniekit::swiglu", mutates_args={})
+def _forward(gate_up: torch.Tensor) -> torch.Tensor:
+    from erniekit.kernels.triton import swiglu as kernels
+
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    wrap_triton(kernels.forward)[kernels.grid(rows, width)](gate_up, out, width, BLOCK=kernels.BLOCK)
+    return out
+
+
+@triton_op("erniekit::swiglu_backward", mutates_args={})
+def _backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    from erniekit.kernels.triton import swiglu as kernels
+
+    rows, width = grad.shape
+    out = torch.empty_like(gate_up)
+    wrap_triton(kernels.backward)[kernels.grid(rows, width)](grad, gate_up, out, width, BLOCK=kernels.BLOCK)
+    return out
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    (gate_up,) = ctx.saved_tensors
+    return _backward(grad.contiguous(), gate_up)
+
+
+_forward.register_autograd(_gradient, setup_context=_keep)

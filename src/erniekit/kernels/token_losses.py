@@ -1,7 +1,7 @@
 """The loss of every single token, head fused in, in chunks: what preference losses add up per answer.
 
-Called by models/layers/head.py. T tokens, H hidden, V vocab. cross_entropy.py forms its gradients in forward, which
-needs one number for all tokens; here each token has its own upstream gradient, so backward computes logits again.
+Called by models/layers/head.py and parallel/vocab.py. T tokens, n trained ones, H hidden, V vocab. cross_entropy.py
+forms its gradients in forward, which needs one number for all tokens; here each token has its own upstream gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.cross_entropy import CHUNK
+from erniekit.kernels.head_gradients import (
+    CHUNK,
+    HeadGradients,
+    Shard,
+    at_places,
+    graphless,
+    keep_row_gradients,
+    logits_of,
+    row_gradients,
+    spans,
+    trained_rows,
+)
+from erniekit.kernels.softmax import norms_and_targets, softmax_gradient
 
 
 def linear_token_losses(
@@ -21,15 +33,18 @@ def linear_token_losses(
     bias: torch.Tensor | None = None,
     ignore: int = -100,
     chunk: int = CHUNK,
+    count: int | None = None,
+    shard: Shard | None = None,
 ) -> torch.Tensor:
     """hidden [T, H], weight [V, H], labels [T] -> negative log-likelihoods, fp32 [T], 0 where ignored.
 
-    Ignored tokens never reach the head; a head that needs no gradient gets none formed.
+    Ignored tokens never reach the head; a head that needs no gradient gets none formed. count: how many labels are
+    not ignored, so that nobody asks the device. shard: the weight is a part of a wider head's, and dx this part's.
     """
-    kept = (labels != ignore).nonzero().squeeze(-1)
-    rows, targets = hidden.index_select(0, kept), labels.index_select(0, kept)
-    losses = _LinearTokenLosses.apply(rows, weight, bias, targets, chunk)
-    return losses.new_zeros(labels.shape[0]).index_copy(0, kept, losses)
+    hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
+    places = trained_rows(labels, ignore, count)
+    losses = _LinearTokenLosses.apply(hidden, weight, bias, labels, places, chunk, shard)
+    return losses if places is None else losses.new_zeros(labels.shape[0]).index_copy(0, places, losses)
 
 
 def reference(
@@ -44,7 +59,8 @@ def reference(
 
 
 class _LinearTokenLosses(torch.autograd.Function):
-    """Of each chunk only the rows' logsumexp is kept."""
+    """[n]. A frozen head's rows get their gradients in forward and their upstream in backward; where the head trains,
+    its gradient needs both in one product, so only the rows' logsumexp is kept and backward computes logits again."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -53,42 +69,31 @@ class _LinearTokenLosses(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
+        places: torch.Tensor | None,
         chunk: int,
+        shard: Shard | None,
     ) -> torch.Tensor:
-        norms = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        x_all, y_all = at_places(hidden, labels, places, shard)
+        want_x, *want_head = ctx.needs_input_grad[:3]
+        parts = spans(x_all.shape[0], chunk, hidden)
+        by_row = HeadGradients((want_x and not any(want_head), False, False), x_all.shape[0], weight, None, len(parts))
+        norms = hidden.new_empty(x_all.shape[0], dtype=torch.float32)
         losses = torch.empty_like(norms)
-        for at in range(0, hidden.shape[0], chunk):
-            rows = slice(at, at + chunk)
-            logits = F.linear(hidden[rows], weight, bias).float()
-            norms[rows] = logits.logsumexp(-1)
-            losses[rows] = norms[rows] - logits.gather(1, labels[rows, None]).squeeze(1)
-        ctx.save_for_backward(hidden, weight, bias, labels, norms)
-        ctx.chunk = chunk
+        for span in parts:
+            x, y = x_all[span], y_all[span]
+            logits = logits_of(x, weight, bias)
+            if shard is None:
+                norms[span], picked, grad = norms_and_targets(logits, y, by_row.wanted)
+                torch.sub(norms[span], picked, out=losses[span])
+            else:
+                norms[span], losses[span] = shard.join(*norms_and_targets(logits, y)[:2])
+                grad = softmax_gradient(logits, y, norms[span]) if by_row.wanted else None
+            if grad is not None:
+                by_row.add(span, grad, x)
+            del logits, grad  # before the next chunk needs the room
+        keep_row_gradients(ctx, by_row, x_all, bias, y_all, norms, places, chunk, hidden.shape[0])
         return losses
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden, weight, bias, labels, norms = ctx.saved_tensors
-        want_x, want_w, want_b = ctx.needs_input_grad[:3]
-        grad_x = torch.empty_like(hidden) if want_x else None
-        grad_w = torch.zeros_like(weight, dtype=torch.float32) if want_w else None
-        grad_b = torch.zeros_like(bias, dtype=torch.float32) if want_b else None
-        for at in range(0, hidden.shape[0], ctx.chunk):
-            rows = slice(at, at + ctx.chunk)
-            x, upstream = hidden[rows], grad_out[rows, None].float()
-            grad = F.linear(x, weight, bias).float().sub_(norms[rows, None]).exp_().mul_(upstream)
-            grad.scatter_add_(1, labels[rows, None], -upstream)
-            low = grad.to(hidden.dtype)
-            if grad_x is not None:
-                grad_x[rows] = low @ weight
-            if grad_w is not None:
-                grad_w += (low.t() @ x).float()
-            if grad_b is not None:
-                grad_b += grad.sum(0)
-        return (
-            grad_x,
-            None if grad_w is None else grad_w.to(weight.dtype),
-            None if grad_b is None else grad_b.to(bias.dtype),
-            None,
-            None,
-        )
+        return (*row_gradients(ctx, grad_out), *(None,) * 4)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from erniekit.kernels.expert_mlp import Update
 from erniekit.kernels.grouped_gemm import grouped_linear
 from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.router import Router, Routing
@@ -116,6 +117,19 @@ class LoRALinear(LoRALayer):
 
 class LoRAExperts(LoRALayer):
     """All experts of a projection: the updates go through the same sorted rows and grouped products as the weights."""
+
+    def matrices(self) -> torch.Tensor:
+        """[E, out, in], frozen."""
+        return cast("ExpertLinear", self.base).matrices()
+
+    def updates(self) -> dict[str, Update]:
+        """By part; where parts share an A each has it."""
+        out = {}
+        for pair in self.pairs().values() if self.active else ():
+            A, B = pair.A.unflatten(0, (-1, pair.rank)), pair.B.unflatten(0, (-1, pair.rows))
+            for (part, _), b in zip(pair.parts, B.split([n for _, n in pair.parts], dim=1)):
+                out[part] = Update(A, b, pair.scale)
+        return out
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(rows, ends)

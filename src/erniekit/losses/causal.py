@@ -9,8 +9,15 @@ from erniekit.data.types import IGNORE, Batch
 from erniekit.kernels.cross_entropy import CHUNK
 
 
-def causal_loss(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None, chunk: int = CHUNK) -> torch.Tensor:
-    """The SUM of token losses (fp32): the caller divides by the tokens of the whole global batch.
+def causal_loss(
+    model: nn.Module,
+    batch: Batch,
+    hidden: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The SUM of token losses (fp32): the caller divides by the tokens of the whole global batch, or gives that as
+    `scale` before, which is quicker; backward must then start from this loss.
 
     hidden: what the stage before gave, in a pipeline. chunk: rows of logits alive at once (loss_subbatch_seqlen).
     """
@@ -23,4 +30,5 @@ def causal_loss(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = No
         ignore=IGNORE,
         chunk=chunk,
         more=batch.more(),
+        scale=scale,
     )

@@ -184,8 +184,9 @@ def dpo_loss(
     sum_over_cp: SumOverRanks | None = None,
     copies: int = 1,
     chunk: int = CHUNK,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """The SUM of the pairs' losses (fp32): the caller divides by the pairs of the whole global batch.
+    """The SUM of the pairs' losses (fp32), times scale: the pairs of the whole global batch divide it, before or after.
 
     sum_over_cp: adds up what the ranks that share a sequence have of each answer, forward only (the gradient of a sum
     is that of its parts). copies: how many those ranks are; each then holds the whole loss and tells its share of it.
@@ -206,6 +207,8 @@ def dpo_loss(
             for name, values in told.items():
                 ledger.add(name, values.sum() / each, batch.pairs.count / each)
     loss = (preferred + supervised).sum()
+    if scale is not None:
+        loss = loss * scale
     return loss if copies == 1 else loss - loss.detach() * (1 - 1 / copies)
 
 

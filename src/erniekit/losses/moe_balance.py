@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,6 @@ from torch import nn
 from erniekit.kernels.moe_permute import count
 
 TELLS = {"aux": "router_aux", "z": "router_z", "orthogonal": "router_ortho"}  # their names in the metrics
-
-
-class Share(Protocol):
-    """What the sum of a row's terms is multiplied by; set anew for every step."""
-
-    value: float
 
 
 @dataclass(frozen=True)
@@ -40,20 +34,21 @@ class _Attach(torch.autograd.Function):
     """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the one that is told."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, share: Share) -> torch.Tensor:
-        ctx.share = share
-        ctx.like = loss.new_ones(())
+    def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(share)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        return grad, ctx.like * ctx.share.value, None
+        (share,) = ctx.saved_tensors
+        return grad, share, None
 
 
 class Balance(nn.Module):
     """The collaborator of one MoE block. Terms are means over a row's real tokens, so that the gradient does not depend
     on how rows are spread over micro-batches and ranks.
 
+    share: fp32 [], what the sum of a row's terms is multiplied by; filled anew for every step.
     sum_over: sums over the ranks that hold other tokens of the same rows (backward: as it is), `parts` of them.
     piece: which of how many slices of a row this rank works on, under sequence parallelism.
     whole_batch: ERNIEKit's way, one mean over all positions of a micro-batch, padding too.
@@ -61,16 +56,15 @@ class Balance(nn.Module):
 
     def __init__(
         self,
-        layer: int,
         weights: Weights,
-        share: Share,
+        share: torch.Tensor,
         sum_over: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         parts: int = 1,
         piece: tuple[int, int] = (0, 1),
         whole_batch: bool = False,
     ) -> None:
         super().__init__()
-        self.layer, self.weights, self.share = layer, weights, share
+        self.weights, self.share = weights, share
         self.sum_over, self.parts, self.piece, self.whole_batch = sum_over, parts, piece, whole_batch
 
     def forward(self, y_BLH: torch.Tensor, routing: Any, router: Any, ctx: Any) -> torch.Tensor:
@@ -79,11 +73,11 @@ class Balance(nn.Module):
         real = self._real(ctx.real, y_BLH.shape[1])
         with torch.no_grad():
             chosen = routing.ids if real is None else torch.where(real.view(-1, 1), routing.ids, router.experts)
-            ctx.record["usage", self.layer] = count(chosen, router.experts)
+            ctx.record["usage"] = count(chosen, router.experts)
         terms = self._terms(routing, router, y_BLH.shape[0], real)
         loss = torch.zeros((), device=y_BLH.device)
         for term, (value, rows) in terms.items():
-            ctx.record[TELLS[term], self.layer] = (value.detach(), rows)
+            ctx.record[TELLS[term]] = (value.detach(), rows)
             shared = self.parts if term == "orthogonal" else 1  # every rank of a row has all of it
             loss = loss + value * (getattr(self.weights, term) / shared)
         return _Attach.apply(y_BLH, loss, self.share) if loss.requires_grad else y_BLH

@@ -1,23 +1,29 @@
 """AdamW with fp32 master weights and fp32 gradient accumulation whatever the parameters' dtype. For train/step.py.
 
-The update itself is torch's; this file keeps the fp32 copies, the moments, the names and the state's way to disk and
-back. offload.py says where copies and moments live between updates.
+The update itself is torch's, or on an NVIDIA card kernels/adamw.py's; this file keeps the fp32 copies, the moments, the
+names and the state's way to disk and back. offload.py says where copies and moments live between updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from erniekit.kernels.adamw import Fused, Rates, Slot, fits, norm_reference
 from erniekit.optim.groups import Group
 from erniekit.optim.offload import OnDevice
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Sum:
+    """A 16-bit parameter's gradient: of one micro-batch as autograd made it, of several their sum in fp32."""
+
+    grad: torch.Tensor | None = None
 
 
 class AdamW:
@@ -43,12 +49,13 @@ class AdamW:
                     self.masters[name] = self._summed[name] = param
                 else:
                     self._add_master(name, param)
+        self.fused = Fused() if fits(_own(param.detach()) for param in self.params.values()) else None
+        self._clip: torch.Tensor | None = None  # what the next fused update multiplies gradients by
 
     def _add_master(self, name: str, param: nn.Parameter) -> None:
         value = _own(param.detach())
-        master = self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
-        # A tensor in host memory cannot have a gradient on the device.
-        holder = self._summed[name] = master if master.device == value.device else SimpleNamespace(grad=None)
+        self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
+        holder = self._summed[name] = Sum()
         # Of the gradient alone: a hook that knew this object would keep both, and the parameter, alive for good.
         param.register_post_accumulate_grad_hook(lambda ready: _sum(ready, holder))
 
@@ -57,6 +64,15 @@ class AdamW:
         return self.low_precision or any(self.masters[n] is not p for n, p in self.params.items())
 
     def gradients(self) -> dict[str, torch.Tensor]:
+        """All in fp32: what other ranks' are added to."""
+        found = self._gathered()
+        for name, grad in found.items():
+            if grad.dtype != torch.float32:
+                found[name] = self._summed[name].grad = grad.float()
+        return found
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """As they are; those of a single micro-batch in 16 bit."""
         for name, param in self.params.items():
             # Zero-bubble pipelines add a weight's gradient by hand, past autograd's hooks.
             if self._summed[name] is not param and param.grad is not None:
@@ -64,26 +80,35 @@ class AdamW:
         return {n: holder.grad for n, holder in self._summed.items() if holder.grad is not None}
 
     def gradient_norm(self) -> torch.Tensor:
-        grads = list(self.gradients().values())
-        if not grads:
-            return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if self.fused is not None:
+            return self.fused.norm("all", [_own(grad) for grad in self._gathered().values()])
+        return norm_reference(list(self.gradients().values()))
 
     def clip(self, norm: torch.Tensor, limit: float) -> None:
         """Scale by limit / max(norm, limit): Paddle's rule, exact at the limit (no epsilon)."""
-        if limit > 0:
-            grads = [_own(g) for g in self.gradients().values()]
-            torch._foreach_mul_(grads, limit / norm.clamp(min=limit))
+        if limit <= 0:
+            return
+        factor = limit / norm.clamp(min=limit)
+        if self.fused is not None:
+            self._clip = factor  # a sweep over all gradients less
+        else:
+            torch._foreach_mul_([_own(g) for g in self.gradients().values()], factor)
 
-    def step(self, lr: float) -> None:
-        grads = self.gradients()
+    def step(self, lr: float, good: torch.Tensor | None = None) -> None:
+        """good: where `fused` is there, a number on the device that says by 0 that nothing may change."""
+        assert good is None or self.fused is not None
+        grads = self.gradients() if self.fused is None else self._gathered()
         for group in self.groups:
             names = [n for n in group.names if n in grads]
+            rates = Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay)
             for part in [[n] for n in names] if self.home.one_by_one else [names]:
-                self._update(part, [_own(grads[n]) for n in part], lr * group.lr_scale, group.weight_decay)
+                self._update(part, [_own(grads[n]) for n in part], rates, good)
+        self._clip = None
 
     @torch.no_grad()
-    def _update(self, names: Sequence[str], grads: list[torch.Tensor], lr: float, weight_decay: float) -> None:
+    def _update(
+        self, names: Sequence[str], grads: list[torch.Tensor], rates: Rates, good: torch.Tensor | None = None
+    ) -> None:
         """Elementwise, so it does not matter which parameters are updated in one call."""
         states = [self._state(n) for n in names]
         devices = [grad.device for grad in grads]
@@ -91,13 +116,20 @@ class AdamW:
         averages, squares = (
             [self.home.fetch(state[key], device) for state, device in zip(states, devices)] for key in MOMENTS
         )
-        adamw(
-            masters, grads, averages, squares, [], [s["step"] for s in states], fused=True, amsgrad=False, lr=lr,
-            beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps, maximize=False,
-        )  # fmt: skip
-        for name, state, master, *moments in zip(names, states, masters, averages, squares):
-            if self.masters[name] is not self.params[name]:
-                _own(self.params[name]).copy_(master)
+        weights = [None if self.masters[n] is self.params[n] else _own(self.params[n]) for n in names]
+        steps = [state["step"] for state in states]
+        if self.fused is not None:
+            slots = [Slot(*each) for each in zip(grads, masters, averages, squares, steps, weights)]
+            self.fused.update(names[0] if names else "", slots, rates, self._clip, good)
+        else:
+            adamw(
+                masters, grads, averages, squares, [], steps, fused=True, amsgrad=False, lr=rates.lr,
+                beta1=self.betas[0], beta2=self.betas[1], weight_decay=rates.weight_decay, eps=self.eps, maximize=False,
+            )  # fmt: skip
+        for name, state, master, weight, *moments in zip(names, states, masters, weights, averages, squares):
+            if weight is not None:
+                if self.fused is None:
+                    weight.copy_(master)
                 self.home.store(master, self.masters[name])
             for key, moment in zip(MOMENTS, moments):
                 self.home.store(moment, state[key])
@@ -116,6 +148,7 @@ class AdamW:
     def zero_grad(self) -> None:
         for name, holder in self._summed.items():
             self.params[name].grad = holder.grad = None
+        self._clip = None
 
     def refresh_masters(self) -> None:
         """After the parameters were loaded: the fp32 copies follow them."""
@@ -168,13 +201,15 @@ class AdamW:
         return missing
 
 
-def _sum(param: torch.Tensor, holder: Any) -> None:
-    """Moves a low-precision gradient into fp32, the moment autograd finishes it, and frees it."""
+def _sum(param: torch.Tensor, holder: Sum) -> None:
+    """Takes a 16-bit gradient the moment autograd finishes it; the second is the first to need fp32."""
     grad = _own(param.grad)  # type: ignore[arg-type]
     if holder.grad is None:
-        holder.grad = grad.float()
-    else:
+        holder.grad = grad
+    elif holder.grad.dtype == torch.float32:
         holder.grad.add_(grad)
+    else:
+        holder.grad = holder.grad.float().add_(grad)
     param.grad = None
 
 

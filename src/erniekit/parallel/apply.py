@@ -1,4 +1,4 @@
-"""The one order in which a model is spread: context -> tensor -> experts -> pipeline -> recompute -> compile -> fsdp.
+"""The one order in which a model is spread: context -> tensor -> experts -> pipeline -> compile -> recompute -> fsdp.
 
 Called by recipes/build.py with a model on the meta device, adapters already in it.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import ContextAttention
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
@@ -86,11 +87,14 @@ def parallelise(
     parts = cut(model, sharding, world)
     inputs = HostInputs() if options.offload_recompute_inputs else None
     for _, part in parts:
-        if options.recompute:
+        # What is computed again inside a layer is compiled with it; a whole layer is compiled, then computed again.
+        whole = options.recompute == "full"
+        if options.recompute and not whole:
             apply_recompute(part, options.recompute, options.no_recompute_layers, inputs)
         if options.compile:
-            for layer in part.layers:  # type: ignore[union-attr]
-                layer.compile()
+            compile_layers(part, one_graph=device.type == "cuda" and world.size == 1)
+        if whole:
+            apply_recompute(part, "full", options.no_recompute_layers, inputs)
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
     # torch wants shards that live on the host to be born there.

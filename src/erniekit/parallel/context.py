@@ -56,8 +56,8 @@ def split(batch: Any, rank: int, ranks: int) -> Any:
     if batch.pairs is not None:
         parts["pairs"] = replace(batch.pairs, segment=take(batch.pairs.segment, rank, ranks))
     if batch.future is not None:
-        parts["future"] = type(batch.future)(*(take(t, rank, ranks) for t in batch.future))
-    return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True)
+        parts["future"] = type(batch.future)(*(take(t, rank, ranks) for t in (batch.future.ids, batch.future.labels)))
+    return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True).counted()
 
 
 def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:

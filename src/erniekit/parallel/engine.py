@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from erniekit.parallel import context
+from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.ledger import Ledger
@@ -20,12 +21,6 @@ from erniekit.parallel.mesh import World
 from erniekit.parallel.pipeline import Pipeline
 
 Loss = Callable[..., torch.Tensor]  # (model, batch, hidden states or nothing) -> the sum of a batch's token losses
-
-
-class Share:
-    """One number, set once a step, that many layers read."""
-
-    value = 0.0
 
 
 class Engine:
@@ -47,12 +42,14 @@ class Engine:
         self.dtype, self.one_document = dtype, one_document
         layout = world.layout
         self.ledger: Ledger | None = None  # what a step tells beside its loss
-        self.router_share = Share()  # how much of a router loss each micro-batch's rows stand for
+        # How much of a router loss each micro-batch's rows stand for.
+        self.router_share = torch.ones((), device=device)
         self.usage: dict[int, torch.Tensor] = {}  # layer -> how often each expert was chosen in this rank's step
         self.loss_group = world.joined("pp", "dp", "fsdp", "cp")
         self.count_group = world.joined("dp", "fsdp")
         # Sequences are cut in cp x 2 chunks and those in tp slices.
         self.length_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
+        self._copies: torch.cuda.Stream | None = None  # beside the one that computes
 
     @property
     def model(self) -> nn.Module:
@@ -63,6 +60,22 @@ class Engine:
             part.train(on)
 
     # --- one step ---
+
+    def send(self, batches: Sequence[Any]) -> list[Any]:
+        """A step's micro-batches on their way to a card, while it is still at the step before. Elsewhere, and where a
+        sequence is cut first, they stay where they are."""
+        if self.device.type != "cuda" or self.world.layout.cp > 1:
+            return list(batches)
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies):
+            sent = [batch.to(self.device) for batch in batches]
+        here.wait_stream(self._copies)
+        for batch in sent:
+            for tensor in batch.tensors():
+                tensor.record_stream(here)  # or its memory is given to the next copy while it is still read
+        return sent
 
     def totals(self, *local: int) -> list[int]:
         """Counts of the whole step, over all ranks that read different packs."""
@@ -76,13 +89,18 @@ class Engine:
         """Gradients of sum(loss / share); returns this rank's part of that sum, detached: see `sum_losses`."""
         mine = [self._mine(batch) for batch in batches]
         rows = sum(batch.input_ids.shape[0] for batch in batches) * self.world.layout.data_ranks
-        self.router_share.value = self.averaged_over / max(1, rows)
+        self.router_share.fill_(self.averaged_over / max(1, rows))
         if self.pipeline is not None:
             total = self._pipelined(mine, shares)
         else:
             total = torch.zeros((), device=self.device)
             for k, (batch, share) in enumerate(zip(mine, shares)):
                 sync_gradients(self.parts, k == len(mine) - 1, self.world)
+                if self.device.type == "cuda":  # told before, the head forms its gradients once and for all
+                    loss = self.loss(self.model, batch, scale=self.averaged_over / share)
+                    loss.backward()
+                    total += loss.detach() / self.averaged_over
+                    continue
                 loss = self.loss(self.model, batch) / share
                 (loss * self.averaged_over).backward()
                 total += loss.detach()
@@ -184,6 +202,7 @@ class Engine:
         length = -(-count // self.length_multiple) * self.length_multiple
         was_training = self.model.training
         self.train(False)
-        out = self.answer(self.one_document(ids, length))
+        with eager():
+            out = self.answer(self.one_document(ids, length))
         self.train(was_training)
         return out[:, :count]

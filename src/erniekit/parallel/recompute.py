@@ -34,6 +34,8 @@ def apply_recompute(
             "selective": (layer.attn.inner, "forward"),
         }[granularity]
         setattr(owner, method, _again(getattr(owner, method), inputs))
+        if owner is layer.attn.inner:
+            owner.with_positions = False
         wrapped += 1
     return wrapped
 

@@ -176,7 +176,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         Options(
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
             no_recompute_layers=cfg.memory.no_recompute_layers,
-            compile=cfg.model.compile,
+            compile=bool(cfg.model.compile),
             schedule=cfg.parallel.pp_schedule,
             offload="offload" in cfg.parallel.sharding,
             offload_recompute_inputs=cfg.memory.offload_recompute_inputs,

@@ -24,9 +24,10 @@ from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, paint, say
 from erniekit.lora.inject import is_lora
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
-from erniekit.recipes import opening, stage_of
+from erniekit.recipes import opening, pace, stage_of
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.stage import Prepare, Stage
@@ -71,7 +72,8 @@ def before_training(
         lambda: disk(cfg, built, optimizer),
         lambda: vocabulary(built, tokenizer),
     ]
-    done = [check() for check in checks]
+    with eager():  # every check has a batch of its own shape
+        done = [check() for check in checks]
     passed = [c for c in done if c.ok]
     say(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
     failed = [c for c in done if not c.ok]
@@ -285,6 +287,7 @@ def doctor_command(args: list[str]) -> int:
     cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
     world = World(device_type=device.type)
+    cfg = pace.for_device(cfg, device, world, folder.config)
     opening.show_plan(cfg, folder, device, world)
     stage = stage_of(cfg)
     data = stage.open_data(cfg, tokenizer, output, world)

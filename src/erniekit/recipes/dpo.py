@@ -91,6 +91,9 @@ class Benchmark(Hook):
     def __init__(self, world: World) -> None:
         self.world, self.tokens, self.began = world, 0, 0.0
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if self.began:
             self.tokens += result.tokens

@@ -22,7 +22,7 @@ from erniekit.models.layers.moe import MoE
 from erniekit.models.layers.padding import EvenPadding
 from erniekit.models.layers.router import Router
 from erniekit.parallel.collectives import sum_from
-from erniekit.parallel.engine import Engine, Share
+from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.recompute import recompute_blocks
@@ -114,14 +114,13 @@ def put_in(cfg: RunConfig, engine: Engine) -> None:
     records: list[Any] = []
     for part in parts:
         part.records = records  # the engine reads one list
-    share: Share = engine.router_share
+    share = engine.router_share
     if compat:  # each micro-batch counts whole, however many a step has
-        share = Share()
-        share.value = engine.averaged_over / layout.data_ranks
+        share = torch.full_like(share, engine.averaged_over / layout.data_ranks)
     sum_over, rows_over = _sum_over_rows(engine.world)
     piece = (engine.world.at["tp"], layout.tp) if layout.sequence_parallel else (0, 1)
-    for layer, block in blocks(parts):
-        block.balance = Balance(layer, weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=compat)
+    for _, block in blocks(parts):
+        block.balance = Balance(weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=compat)
     if compat and weights_of(cfg).tells() and layout.cp == 1 and layout.tp == 1:
         for part in parts:
             for each in (layer for layer in part.layers if hasattr(layer, "attn")):

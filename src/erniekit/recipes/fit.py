@@ -18,7 +18,7 @@ from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import check_model, leave, open_world
-from erniekit.recipes import doctor, experts, finish, opening, resume
+from erniekit.recipes import doctor, experts, finish, opening, pace, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.stage import Prepare, Stage
@@ -55,6 +55,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
     folder, tokenizer = open_model(cfg)
     shape = folder.config
     world.layout = check_model(world.layout, shape.num_layers, shape.moe.experts if shape.moe else 0)
+    cfg = pace.for_device(cfg, device, world, shape)
     opening.show_plan(cfg, folder, device, world)
     record = RunRecord(output, command=list(command), version=opening.version())
     manager = checkpoints(cfg, output)

@@ -68,7 +68,7 @@ class Reference:
             return batch
         if self.kept and not pairs.count:  # a rank's filler: the others, whose pairs are known, run no model now
             return replace(batch, pairs=replace(pairs, reference=torch.zeros(0)))
-        return replace(batch, pairs=replace(pairs, reference=self.log_probs(batch).cpu()))
+        return replace(batch, pairs=replace(pairs, reference=self.log_probs(batch)))
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
         assert batch.pairs is not None
@@ -123,8 +123,11 @@ class RefreshReference(Hook):
                 f"of step {step}, so this is not the run that was stopped. save_steps: {self.every} would keep it"
             )
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return step % self.every == 0
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step % self.every == 0:
+        if self.waits_for(trainer, result.step):
             self._copy()
 
     @torch.no_grad()

@@ -57,8 +57,10 @@ class Stage:
     def loss(self, cfg: RunConfig, world: World, ledger: Ledger | None) -> Loss:
         """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""
 
-        def loss(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
-            return causal_loss(model, batch, hidden, cfg.memory.loss_subbatch_seqlen)
+        def loss(
+            model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None, scale: float | None = None
+        ) -> torch.Tensor:
+            return causal_loss(model, batch, hidden, cfg.memory.loss_subbatch_seqlen, scale)
 
         return loss
 

@@ -1,57 +1,211 @@
-"""`erniekit chat`: a conversation with a local model folder in the terminal, or one answer with --prompt.
+"""`erniekit chat`: a conversation in the terminal, or one answer with --prompt. Called by cli/main.py.
 
-Called by cli/main.py. The prompt is built by data/template.py, so it equals what training saw.
+It speaks to a server that runs, or opens a folder behind one of its own (chat_server.py); either way it is a client.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from erniekit.config import RunConfig, load, need, refuse_later
-from erniekit.errors import ConfigError, DataError, ErnieKitError
-
-if TYPE_CHECKING:
-    import torch
-
-    from erniekit.api_load import Found
-    from erniekit.serve.generate import Answer, Generator, Sampling
+from erniekit.config import RunConfig, load, refuse_later
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.log import colour_on, paint
+from erniekit.serve.chat_client import EVERYWHERE, Address, Answer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.server import read_key
+from erniekit.serve.speech import Delta
 
 WORDS = "exit leaves, clear starts anew, Ctrl-C stops an answer"
-
-
-@dataclass(frozen=True)
-class ChatSettings:
-    sampling: Sampling
-    system: str = ""
-    stream: bool = True
-    dtype: str | None = None  # as stored when not given
-    device: str | torch.device = "cpu"
-    base: str | None = None  # the model below an adapter, when the adapter's own word for it does not do
-    tokenizer: str | None = None
-    seed: int | None = None  # of the sampling
+# What a terminal would obey rather than show: all control characters but tab and newline.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def chat_command(args: list[str]) -> int:
-    """`erniekit chat DIR | RECIPE.yaml [key=value ...] [--system TEXT] [--prompt TEXT]`."""
-    rest, own = _own_flags(args)
+    """`erniekit chat [URL | DIR | RECIPE.yaml] [key=value ...] [--system TEXT] [--prompt TEXT]`."""
+    rest, own = own_flags(args)
     cfg = load(rest, "chat")
     refuse_later(cfg, "chat")
-    folder, base = choose_folder(cfg)
-    settings = settings_from(cfg, own.get("system", ""), base)
-    if "prompt" in own:
-        return ask(folder, settings, own["prompt"], sys.stdout)
-    return chat(folder, settings, sys.stdin, sys.stdout)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character this terminal cannot spell must not end the conversation
+            stream.reconfigure(errors="replace")
+    alone = "prompt" in own
+    with reach(cfg, sys.stderr if alone else sys.stdout, quiet=alone) as (client, about):
+        talk = Talk(client, wishes(cfg), own.get("system", ""))
+        if alone:
+            return ask(talk, own["prompt"], sys.stdout, sys.stderr)
+        return converse(talk, about, sys.stdin, sys.stdout)
 
 
-def chat(folder: str | Path, settings: ChatSettings, input_stream: TextIO, output: TextIO) -> int:
+# ---- whom to talk to
+
+
+@contextmanager
+def reach(cfg: RunConfig, output: TextIO, quiet: bool = False) -> Iterator[tuple[Client, str]]:
+    """A client and what it reaches, for as long as the block lasts."""
+    address, must = server_of(cfg)
+    if address is not None:
+        client = Client(address, read_key(cfg), cfg.serve.request_timeout)
+        try:
+            client.choose_model(cfg.serve.served_model_name)
+        except NoAnswer as error:
+            if must or error.status in (401, 403):
+                raise
+        else:
+            if quiet and not must:
+                print(f"asking {client.model} at {address.url}", file=output, flush=True)
+            yield client, f"{client.model} at {address.url}"
+            return
+    from erniekit.serve.chat_server import embedded
+    from erniekit.serve.folder import choose_folder
+
+    if not quiet:
+        print(f"loading {choose_folder(cfg)[0]}", file=output, flush=True)
+    with embedded(cfg) as opened:
+        yield opened
+
+
+def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
+    """(server to ask, whether it must be there). A recipe of a chat names both a port and a folder: the folder is
+    opened when nobody answers at the port."""
+    s, model = cfg.serve, cfg.model.model_name_or_path
+    if model and is_address(model):
+        return address_of(model), True
+    addressed = [name for name in ("host", "port") if cfg.given(name)]
+    named = [name for name in ("model_name_or_path", "lora_path", "output_dir") if cfg.given(name) and cfg[name]]
+    if named and not addressed:
+        return None, False
+    typed = [[name for name in names if not _in_file(cfg, name)] for names in (addressed, named)]
+    if all(typed):
+        raise ConfigError(
+            f"{typed[0][0]} names a server and {typed[1][0]} a folder",
+            where="command line",
+            fix="give one of the two: erniekit chat --port 8188, or erniekit chat DIR",
+        )
+    if typed[1]:
+        return None, False
+    must = not named or bool(typed[0])
+    if s.port == 0 and must:
+        raise ConfigError(
+            "port 0 is no server's address", where=cfg.origin("port"), fix="the port its `ready` line says"
+        )
+    return (Address(EVERYWHERE.get(s.host, s.host.strip("[]")), s.port) if s.port else None), must
+
+
+def _in_file(cfg: RunConfig, name: str) -> bool:
+    return cfg.origin(name).rpartition(":")[0] in cfg.files
+
+
+def wishes(cfg: RunConfig) -> dict[str, Any]:
+    """Every key of sampling in the words of the interface; the server's own values never step in."""
+    s = cfg.serve
+    out: dict[str, Any] = {
+        "max_tokens": s.max_new_tokens,
+        "min_tokens": s.min_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "frequency_penalty": s.frequency_penalty,
+        "presence_penalty": s.presence_penalty,
+        "repetition_penalty": s.repetition_penalty,
+        "stream": s.stream,
+    }
+    if cfg.given("seed"):
+        out["seed"] = cfg.train.seed
+    if cfg.given("enable_thinking"):
+        out["chat_template_kwargs"] = {"enable_thinking": s.enable_thinking}
+    if s.stream and s.stream_options:
+        out["stream_options"] = dict(s.stream_options)
+    return out
+
+
+# ---- the conversation
+
+
+@dataclass
+class Talk:
+    """A conversation so far. Thoughts are no part of it; what failed or was refused leaves no trace."""
+
+    client: Client
+    wishes: Mapping[str, Any]
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def say(self, text: str, screen: Screen) -> Answer:
+        """Ctrl-C hangs up, which stops the server, and keeps what was said."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        answer = Answer()
+        try:
+            with closing(self.client.answer(asked, self.wishes, answer)) as pieces:
+                for piece in pieces:
+                    screen.show(piece)
+        except KeyboardInterrupt:
+            answer.finish = "interrupt"
+        if answer.text or answer.finish != "interrupt":
+            # Half a character may come of a cut answer, and no server takes it back.
+            said = answer.text.encode("utf-8", "replace").decode()
+            self.messages = [*asked, {"role": "assistant", "content": said}]
+        return answer
+
+
+class Screen:
+    """An answer as it comes: its thoughts dimmed and under a heading, or on a stream of their own."""
+
+    def __init__(self, output: TextIO, thoughts: TextIO) -> None:
+        self.output, self.thoughts = output, thoughts
+        self.last = ""  # the kind shown last
+
+    def show(self, piece: Delta) -> None:
+        text, kind = piece.text.translate(_CONTROLS), piece.kind
+        if kind == "reasoning":
+            if self.last != kind:
+                self._put("thinking:\n", self.thoughts)
+            text = paint(text, "dim", on=colour_on(self.thoughts))
+        elif self.last == "reasoning":
+            self._put("\nanswer:\n" if self.thoughts is self.output else "\n", self.thoughts)
+        self.last = kind
+        self._put(text, self.thoughts if kind == "reasoning" else self.output)
+
+    def end(self, notes: str, output: TextIO) -> None:
+        """The end of the line, with what there is to say of the answer."""
+        blank = " " if notes and self.last and output is self.output else ""
+        self._put(f"{blank}{notes}\n", output)
+
+    @staticmethod
+    def _put(text: str, stream: TextIO) -> None:
+        print(text, end="", file=stream, flush=True)
+
+
+def notes_on(answer: Answer) -> str:
+    known = {None: "", "stop": "", "tool_calls": "", "length": "[cut at the length limit]", "interrupt": "[stopped]"}
+    notes = [known.get(answer.finish, f"[{answer.finish}]")]
+    if answer.usage:
+        asked, said = (answer.usage.get(name, "?") for name in ("prompt_tokens", "completion_tokens"))
+        notes.append(f"[{asked} tokens asked, {said} said]")
+    return " ".join(note for note in notes if note).translate(_CONTROLS)
+
+
+def ask(talk: Talk, prompt: str, output: TextIO, aside: TextIO) -> int:
+    """One answer, and nothing else on `output`: thoughts and notes go aside."""
+    screen = Screen(output, aside)
+    answer = talk.say(prompt, screen)
+    screen.end("", output)
+    notes = notes_on(answer)
+    if notes:
+        screen.end(notes, aside)
+    return 130 if answer.finish == "interrupt" else 0
+
+
+def converse(talk: Talk, about: str, input_stream: TextIO, output: TextIO) -> int:
     """Turns until `exit`, the end of the input, or Ctrl-C twice."""
-    print(f"loading {folder}", file=output, flush=True)
-    talk, opened = _open(folder, settings)
-    print(f"{opened}; {WORDS}", file=output, flush=True)
+    print(f"{about}; {WORDS}", file=output, flush=True)
     interrupts = 0
     while interrupts < 2:
         try:
@@ -70,70 +224,27 @@ def chat(folder: str | Path, settings: ChatSettings, input_stream: TextIO, outpu
     return 0
 
 
-def ask(folder: str | Path, settings: ChatSettings, prompt: str, output: TextIO) -> int:
-    """One answer, and nothing else on `output`."""
-    talk, _ = _open(folder, settings)
-    answer = talk.say(prompt, _writer(settings, output))
-    print("" if settings.stream else answer.text, file=output, flush=True)
-    return 130 if answer.stopped == "interrupt" else 0
-
-
-@dataclass
-class Talk:
-    """A conversation so far; what failed or was refused leaves no trace in it."""
-
-    generator: Generator
-    settings: ChatSettings
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.messages = [{"role": "system", "content": self.settings.system}] if self.settings.system else []
-
-    def say(self, text: str, on_text: Any) -> Answer:
-        from erniekit.data.template import TemplateRefused, prompt_ids
-
-        asked = [*self.messages, {"role": "user", "content": text}]
-        try:
-            ids = prompt_ids(asked, self.generator.tokenizer)
-        except TemplateRefused as refused:
-            raise DataError(
-                str(refused), where="chat template", fix="leave --system out, or start with clear"
-            ) from None
-        answer = self.generator.answer(ids, self.settings.sampling, on_text)
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        return answer
-
-
 def _turn(talk: Talk, text: str, output: TextIO) -> int:
     """One answer on the screen; 1 when it was interrupted. A refusal is said and the conversation goes on."""
+    screen = Screen(output, output)
     try:
         print("Assistant: ", end="", file=output, flush=True)
-        answer = talk.say(text, _writer(talk.settings, output))
+        answer = talk.say(text, screen)
     except ErnieKitError as error:
-        print("\n" + "\n".join(error.lines()), file=output, flush=True)
+        print("\n" + "\n".join(error.lines()).translate(_CONTROLS), file=output, flush=True)
         return 0
-    except KeyboardInterrupt:  # before the first token
+    except KeyboardInterrupt:  # before it was asked
         print("[stopped]", file=output, flush=True)
         return 1
-    tail = "" if talk.settings.stream else answer.text
-    note = {"stop": "", "length": " [cut at the length limit]", "interrupt": " [stopped]"}[answer.stopped]
-    print(tail + note, file=output, flush=True)
-    return int(answer.stopped == "interrupt")
-
-
-def _writer(settings: ChatSettings, output: TextIO) -> Any:
-    def write(piece: str) -> None:
-        print(piece, end="", file=output, flush=True)
-
-    return write if settings.stream else (lambda piece: None)
+    screen.end(notes_on(answer), output)
+    return int(answer.finish == "interrupt")
 
 
 def _read(input_stream: TextIO, output: TextIO) -> str | None:
     """One line; None at the end. A terminal gets line editing, a pipe is read as it is."""
     if input_stream is sys.stdin and sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 - input() then edits lines and remembers them
         try:
             return input("User: ")
         except EOFError:
@@ -146,79 +257,7 @@ def _read(input_stream: TextIO, output: TextIO) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _open(folder: str | Path, settings: ChatSettings) -> tuple[Talk, str]:
-    import torch
-
-    from erniekit.api_load import DTYPES, find_model
-    from erniekit.data.tokenizer import load_tokenizer
-    from erniekit.serve.generate import Generator
-
-    found = find_model(folder, settings.base)
-    tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else found.tokenizer()
-    model = found.build(DTYPES[settings.dtype] if settings.dtype else None, settings.device)
-    kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-    generator = Generator(model, tokenizer, stop_ids(found))
-    if settings.seed is not None:
-        torch.manual_seed(settings.seed)
-    return Talk(generator, settings), f"{found.describe()}, {kind} on {settings.device}"
-
-
-def stop_ids(found: Found) -> list[int]:
-    """Ends the model's own files name; a chat release may list more than its tokenizer's one eos."""
-    out: list[int] = []
-    side = found.weights.path / "generation_config.json"
-    try:
-        told = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"generation_config.json is not JSON: {error}", where=str(side)) from None
-    for source in (found.weights.config_json, told):
-        ends = source.get("eos_token_id") if isinstance(source, dict) else None
-        out += [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
-    return [id for id in out if id < found.weights.config.vocab_size]
-
-
-def choose_folder(cfg: RunConfig) -> tuple[str, str | None]:
-    """(folder to open, base below it). A recipe means what it trained, when there is something; a typed DIR itself."""
-    model = cfg.model.model_name_or_path
-    if cfg.lora.lora_path:
-        return cfg.lora.lora_path, model
-    if cfg.origin("model_name_or_path") != "command line" and cfg.given("output_dir"):
-        from erniekit.export.source import find_source
-
-        trained = find_source(Path(str(cfg.train.output_dir)).expanduser())
-        if trained is not None:
-            return str(trained.path), model if trained.is_adapter else None
-    need(cfg, "model_name_or_path")
-    return str(model), None
-
-
-def settings_from(cfg: RunConfig, system: str, base: str | None) -> ChatSettings:
-    from erniekit.devices import pick
-    from erniekit.serve.generate import Sampling
-
-    s, kind = cfg.serve, cfg.precision.compute_type
-    return ChatSettings(
-        Sampling(
-            s.max_new_tokens,
-            s.min_tokens,
-            s.temperature,
-            s.top_p,
-            s.repetition_penalty,
-            s.frequency_penalty,
-            s.presence_penalty,
-            s.max_model_len,
-        ),
-        system=system,
-        stream=s.stream,
-        dtype=kind if cfg.given("compute_type") and kind in ("bf16", "fp16", "fp32") else None,
-        device=pick(cfg.train.device, cfg.train.no_cuda).handle,
-        base=base,
-        tokenizer=cfg.model.tokenizer_name,
-        seed=cfg.train.seed if cfg.given("seed") else None,
-    )
-
-
-def _own_flags(args: list[str]) -> tuple[list[str], dict[str, str]]:
+def own_flags(args: list[str]) -> tuple[list[str], dict[str, str]]:
     """--prompt and --system belong to chat alone: they are no keys of a run."""
     rest: list[str] = []
     own: dict[str, str] = {}

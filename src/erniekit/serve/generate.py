@@ -1,4 +1,7 @@
-"""Text from a model in this process, piece by piece: transformers' generation loop on our weights. Used by chat.py."""
+"""Text from a model in this process, piece by piece: transformers' generation loop on our weights.
+
+Used by recipes/tasks.py, for the answers of evaluation tasks.
+"""
 
 from __future__ import annotations
 

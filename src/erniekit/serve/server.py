@@ -69,11 +69,11 @@ def choose_engine(cfg: RunConfig) -> str:
     return found
 
 
-def need_packages() -> None:
+def need_packages(command: str = "erniekit server") -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the server needs {' and '.join(missing)}", where="erniekit server", fix="pip install 'erniekit[serve]'"
+            f"the server needs {' and '.join(missing)}", where=command, fix="pip install 'erniekit[serve]'"
         )
 
 

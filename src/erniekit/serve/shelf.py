@@ -24,9 +24,9 @@ from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.models.config import DecoderConfig
 from erniekit.serve.asked import Served
-from erniekit.serve.chat import choose_folder, stop_ids
 from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
+from erniekit.serve.folder import choose_folder, stop_ids
 
 
 @dataclass(frozen=True)

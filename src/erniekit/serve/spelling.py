@@ -1,6 +1,6 @@
 """From tokens to text as they come: whole characters only, stop words noticed before they are shown.
 
-Used by generate.py (chat) and answer.py (the server).
+Used by generate.py (evaluation tasks) and answer.py (the server).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from erniekit.data.tokenizer import Tokenizer
 
 
 class Spelling:
-    """The text of ids that arrive one by one."""
+    """The text of ids that arrive one by one: the pieces add up to what the tokenizer makes of all of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
+        self._spelt: list[int] = []  # those of them that have a spelling: control tokens have none
         # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's spelling
         # may depend on the one before it (spaces, bytes of one character), never on far ones.
         self._start = self._done = 0
@@ -23,6 +24,9 @@ class Spelling:
     def add(self, id: int) -> str:
         """What this id adds; empty while the first bytes of a character wait for the rest."""
         self.ids.append(id)
+        if self.tokenizer.is_special(id):
+            return ""
+        self._spelt.append(id)
         return self._new(whole=True)
 
     def rest(self) -> str:
@@ -30,11 +34,15 @@ class Spelling:
         return self._new(whole=False)
 
     def _new(self, whole: bool) -> str:
-        before = self.tokenizer.decode(self.ids[self._start : self._done])
-        now = self.tokenizer.decode(self.ids[self._start :])
+        before = self.tokenizer.decode(self._spelt[self._start : self._done])
+        now = self.tokenizer.decode(self._spelt[self._start :])
         if whole and now.endswith("\ufffd"):
             return ""
-        self._start, self._done = self._done, len(self.ids)
+        if len(now) > len(before):
+            # A window must begin with text: many tokenizers drop a blank at the start of whatever they decode, and
+            # behind an id without a spelling that blank would be one between two words.
+            self._start = self._done
+        self._done = len(self._spelt)
         return now[len(before) :]
 
 

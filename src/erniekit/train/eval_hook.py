@@ -46,8 +46,11 @@ class EvalHook(Hook):
         self.last: dict[str, float] = {}
         self._last_step = -1
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return bool(self.every) and step % self.every == 0
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self.every and result.step % self.every == 0:
+        if self.waits_for(trainer, result.step):
             self._evaluate(trainer)
 
     def on_end(self, trainer: Trainer) -> None:

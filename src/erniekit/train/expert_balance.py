@@ -17,7 +17,7 @@ from erniekit.parallel.sharding import Box
 from erniekit.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from erniekit.train.step import StepResult
+    from erniekit.train.step import Launched, StepResult
     from erniekit.train.trainer import Trainer
 
 Pieces = tuple[torch.Tensor, tuple[Box, ...]]  # this rank's memory of a bias, and where in it which experts are
@@ -40,21 +40,29 @@ class ExpertBalance(Hook):
         layers. step 0: loads are only told."""
         self.engine, self.layers, self.group = engine, list(layers), group
         self.step, self.biases = step, dict(biases or {})
-        self.told = torch.zeros(len(self.layers), experts, dtype=torch.int64, device=engine.device)
+        self._none = torch.zeros(len(self.layers), experts, dtype=torch.int64, device=engine.device)
+        self.told: torch.Tensor | None = None  # loads since the last record
 
     def phase(self, name: str) -> None:
         if name == "restore":  # the step that led here does not count
             self.engine.usage.clear()
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def launched(self, trainer: Trainer, step: Launched) -> None:
         loads = self._loads()
-        self.told += loads
-        if self.step and result.applied:
-            self._move(loads)
+        step.bring("loads", loads)
+        if self.step:
+            self._move(loads, step.good)
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        loads = result.brought["loads"]
+        self.told = loads if self.told is None else self.told + loads
 
     def _loads(self) -> torch.Tensor:
         """int64 [layers, experts]: how often each was chosen in this step, by all ranks."""
-        loads = torch.zeros_like(self.told)
+        loads = torch.zeros_like(self._none)
         for row, layer in enumerate(self.layers):
             if layer in self.engine.usage:
                 loads[row] = self.engine.usage[layer]
@@ -64,9 +72,10 @@ class ExpertBalance(Hook):
         return loads
 
     @torch.no_grad()
-    def _move(self, loads: torch.Tensor) -> None:
+    def _move(self, loads: torch.Tensor, good: torch.Tensor) -> None:
+        """good: 0 where the update was skipped."""
         above = loads.sum(1, keepdim=True) - loads * loads.shape[1]  # the sign of mean - load, in whole numbers
-        moves = above.sign().float() * self.step
+        moves = above.sign().float() * self.step * good
         for row, layer in enumerate(self.layers):
             if layer in self.biases:
                 held, boxes = self.biases[layer]
@@ -76,7 +85,7 @@ class ExpertBalance(Hook):
     def metrics(self) -> dict[str, float]:
         """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
         `moe_dead_experts`, how many were never chosen."""
-        loads, self.told = self.told.double(), torch.zeros_like(self.told)
+        loads, self.told = (self._none if self.told is None else self.told).double(), None
         worst = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max()
         worst_value, dead = torch.stack((worst, (loads == 0).sum().double())).tolist()
         return {"moe_load": worst_value, "moe_dead_experts": dead}

@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from erniekit.train.step import StepResult
+    from erniekit.train.step import Launched, StepResult
     from erniekit.train.trainer import Trainer
 
 
@@ -17,7 +17,15 @@ class Hook:
 
     def phase(self, name: str) -> None: ...  # what the loop is doing from now on: data, forward/backward, save, ...
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None: ...
+    def launched(self, trainer: Trainer, step: Launched) -> None:
+        """The step's work is given to the device; what is done here comes next there, before the next step's."""
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        """Whether the next step may only begin after this one's `after_step`. Unless a hook says otherwise it does: it
+        may look at the weights, which on a card are the next step's already when a result comes late."""
+        return type(self).after_step is not Hook.after_step
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None: ...  # in order, each step once
 
     def on_end(self, trainer: Trainer) -> None: ...
 
@@ -30,6 +38,9 @@ class CollectGarbage(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         gc.disable()
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.every == 0:

@@ -62,17 +62,20 @@ class LogHook(Hook):
         self.frozen_base, self.first, self.ranks, self.data_ranks = frozen_base, first, ranks, data_ranks
         self.further, self.also, self.perplexity = further, also, perplexity
         self.told: dict[str, float] = {}  # what the latest record tells beside loss and rates
-        self._reset()
+        self._reset(time.perf_counter())
 
-    def _reset(self) -> None:
+    def _reset(self, since: float) -> None:
         self._losses: list[float] = []
         self._extras: dict[str, list[float]] = {}
         self._tokens = self._trained = self._squares = self._steps = 0
-        self._since = time.perf_counter()
+        self._since = since
 
     def on_start(self, trainer: Trainer) -> None:
-        self._reset()
+        self._reset(time.perf_counter())
         self.trackers.start(total_steps=trainer.max_steps, start_step=trainer.state.step)
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
@@ -92,12 +95,11 @@ class LogHook(Hook):
         )
         if due and self._losses:
             self.trackers.log(result.step, self._record(trainer, result), "train")
-            self._reset()
+            self._reset(result.finished_at)
         self.trackers.advance(result.step)
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
-        self.device.synchronise()
-        seconds = max(1e-9, time.perf_counter() - self._since)
+        seconds = max(1e-9, result.finished_at - self._since)
         loss = sum(self._losses) / len(self._losses)
         # Ranks that read other packs read about as much; trained tokens are counted over all of them.
         tokens, squares = self._tokens * self.data_ranks, self._squares * self.data_ranks

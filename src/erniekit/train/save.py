@@ -170,8 +170,13 @@ class SaveHook(Hook):
         self.saver, self.trackers, self.every = saver, trackers, every
         self.grace_seconds = grace_seconds
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return trainer.signals.requested is not None or bool(self.every and step % self.every == 0)
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.saver.saves.check()
+        if trainer.ahead:  # a signal that came meanwhile: the weights are the next step's, which waits for it
+            return
         asked = agree_on_stop(trainer.signals.requested, self.saver.world)
         if asked:
             self._leave(trainer, asked)

@@ -1,13 +1,15 @@
 """One optimiser step: micro-batches in, one update out. Called by train/trainer.py.
 
 The loss is divided by the trained tokens of the whole step over all ranks, so 8 x 1, 1 x 8 and any layout give the
-same gradient.
+same gradient. On one card the host never waits in here: the device decides whether an update is applied, and a step's
+numbers are read when they have arrived.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +30,61 @@ class StepResult:
     sum_squares: int  # of this rank's document lengths
     applied: bool  # False: not finite, nothing was changed
     extras: dict[str, float] = field(default_factory=dict)  # what else the step tells: rewards, router losses
+    brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks asked for with `Launched.bring`
+    finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
+
+
+class DeviceClock:
+    """When the device came to an event, on the host's clock, which may look only long after."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.cuda.Event, float] | None = None
+
+    def time_of(self, event: torch.cuda.Event) -> float:
+        """Of events that have happened, in their order."""
+        at = time.perf_counter()
+        if self._last is not None:
+            before, then = self._last
+            at = min(at, then + before.elapsed_time(event) / 1e3)
+        self._last = (event, at)
+        return at
+
+
+class Launched:
+    """A step whose work is given to the device, and whose numbers may still be on their way to the host."""
+
+    def __init__(
+        self,
+        told: torch.Tensor,
+        good: torch.Tensor,
+        read: Callable[[list[float]], StepResult],
+        clock: DeviceClock | None = None,
+    ) -> None:
+        """told: loss, gradient norm and the ledger's means; `read` makes the result of them. good: fp32 [], where told
+        is: 1 where both are numbers and the update is applied, else 0."""
+        self.good, self._read, self._clock = good, read, clock or DeviceClock()
+        self._moving: dict[str, torch.Tensor] = {"": told}
+        self._arrived: torch.cuda.Event | None = None
+
+    def bring(self, name: str, tensor: torch.Tensor) -> None:
+        """The tensor's values with the result; before `send`."""
+        self._moving[name] = tensor
+
+    def send(self) -> None:
+        """Everything on its way to the host, behind all that was launched so far; nobody waits. Where the numbers are
+        there already, what was brought stays on the device, for whoever cares to wait for it."""
+        if self._moving[""].is_cuda:
+            self._moving = {name: value.to("cpu", non_blocking=True) for name, value in self._moving.items()}
+            self._arrived = torch.cuda.Event(enable_timing=True)
+            self._arrived.record()
+
+    def result(self) -> StepResult:
+        """Waits for the device where it has not come so far."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        at = time.perf_counter() if self._arrived is None else self._clock.time_of(self._arrived)
+        brought = {name: tensor for name, tensor in self._moving.items() if name}
+        return replace(self._read(self._moving[""].tolist()), brought=brought, finished_at=at)
 
 
 class TrainStep:
@@ -47,46 +104,59 @@ class TrainStep:
         self.mean_of_means = compat
         self.prepare = prepare
         self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
+        self._clock = DeviceClock()
+
+    @property
+    def late(self) -> bool:
+        """Results may come after the next step's launch: nothing in between needs them on the host."""
+        return self.optimizer.fused is not None and self.engine.world.size == 1
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+        return self.launch(batches, step).result()
+
+    def launch(self, batches: Sequence[Batch], step: int) -> Launched:
         engine, optimizer = self.engine, self.optimizer
         # Waiting for other ranks is never booked as this rank's own work: that is how a slow one is told from the rest.
         self.phase("collective")
+        batches = engine.send(batches)
         weight, trained = engine.totals(sum(b.weight for b in batches), sum(b.num_label_tokens for b in batches))
         self.phase("forward/backward")
         if self.prepare is not None:
             batches = self.prepare(batches)
         total = engine.forward_backward(batches, self._shares(batches, weight))
-        grads = optimizer.gradients()
         self.phase("collective")
         total = engine.sum_losses(total)
-        if engine.sync is None:
-            norm = optimizer.gradient_norm()
-        else:
-            engine.sync.reduce(grads)
-            norm = engine.sync.norm(grads)
+        norm = self._norm()
         told = torch.cat((torch.stack((total, norm.to(total.device))).double(), engine.told().to(total.device)))
-        loss_value, norm_value, *extras = told.tolist()
-        names = engine.ledger.names if engine.ledger is not None else ()
+        if not self.late:
+            told = told.cpu()
+        good = told[:2].isfinite().all().float()
+        # Both numbers are the same on every rank, and so is the decision.
+        applied = self.late or bool(good)
         self.phase("update")
         lr = self.schedule.for_update(step)
-        # Both numbers are the same on every rank, and so is the decision.
-        applied = _finite(loss_value) and _finite(norm_value)
         if applied:
             optimizer.clip(norm, self.max_grad_norm)
-            optimizer.step(lr)
+            optimizer.step(lr, good if self.late else None)
         optimizer.zero_grad()
-        return StepResult(
-            step=step,
-            loss=loss_value,
-            grad_norm=norm_value,
-            learning_rate=lr,
-            tokens=sum(b.num_tokens for b in batches),
-            trained_tokens=trained,
-            sum_squares=sum(b.sum_squares for b in batches),
-            applied=applied,
-            extras={name: value for name, value in zip(names, extras) if _finite(value)},
-        )
+        tokens, squares = sum(b.num_tokens for b in batches), sum(b.sum_squares for b in batches)
+        names = engine.ledger.names if engine.ledger is not None else ()
+
+        def read(values: list[float]) -> StepResult:
+            loss, norm, *extras = values
+            told = {name: value for name, value in zip(names, extras) if _finite(value)}
+            applied = _finite(loss) and _finite(norm)
+            return StepResult(step, loss, norm, lr, tokens, trained, squares, applied, told)
+
+        return Launched(told, good, read, self._clock)
+
+    def _norm(self) -> torch.Tensor:
+        """Of the whole model's gradient; where there are other ranks, after theirs were added."""
+        if self.engine.sync is None:
+            return self.optimizer.gradient_norm()
+        grads = self.optimizer.gradients()
+        self.engine.sync.reduce(grads)
+        return self.engine.sync.norm(grads)
 
     def _shares(self, batches: Sequence[Batch], weight: int) -> list[float]:
         """What each micro-batch's sum of losses is divided by."""

@@ -1,14 +1,19 @@
-"""The loop: next micro-batches, one step, then the hooks. Built by recipes/, which decides what is hooked in."""
+"""The loop: next micro-batches, one step, then the hooks. Built by recipes/, which decides what is hooked in.
+
+On one card a step is booked after the next one's launch, so that the card never waits for the host; where a hook needs
+it (an evaluation, a save), and at the end, at once.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from erniekit.checkpoint.state import TrainState
 from erniekit.data.types import Batch
 from erniekit.train.guard import FiniteGuard, Signals
 from erniekit.train.hooks import Hook
-from erniekit.train.step import StepResult, TrainStep
+from erniekit.train.step import Launched, StepResult, TrainStep
 
 
 class Trainer:
@@ -30,30 +35,58 @@ class Trainer:
         self.stop_reason = ""
         self.began_at = (state.step, state.packs)  # this process's own share is what rates are made of
         self._batches_from, self._packs_per_step, self._roll_back = batches_from, packs_per_step, roll_back
+        self._under_way: deque[tuple[Launched, tuple[int, ...]]] = deque()  # steps and their packs, not booked yet
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step was launched behind the one that is being booked: the weights are no longer this one's."""
+        return bool(self._under_way)
 
     def fit(self) -> None:
         self.step.phase = self.phase
         for hook in self.hooks:
             hook.on_start(self)
         batches = self._batches_from(self.state.packs)
-        while self.state.step < self.max_steps and not self.stop_reason:
+        while (step := self.state.step + len(self._under_way) + 1) <= self.max_steps and not self.stop_reason:
             self.phase("data")
-            micro = next(batches)
-            result = self.step(micro, self.state.step + 1)
-            if self._book(result, micro):
-                self._go_back()
+            self._launch(next(batches), step)
+            if self._settle(leave=1) or (self._must_wait(step) and self._settle()):
                 batches = self._batches_from(self.state.packs)
-                continue
-            for hook in self.hooks:
-                hook.after_step(self, result)
+        self._settle()
         for hook in self.hooks:
             hook.on_end(self)
+
+    def _launch(self, micro: Sequence[Batch], step: int) -> None:
+        launched = self.step.launch(micro, step)
+        for hook in self.hooks:
+            hook.launched(self, launched)
+        launched.send()
+        self._under_way.append((launched, tuple(p for batch in micro for p in batch.pack_indices)))
+
+    def _must_wait(self, step: int) -> bool:
+        return not self.step.late or step == self.max_steps or any(hook.waits_for(self, step) for hook in self.hooks)
+
+    def _settle(self, leave: int = 0) -> bool:
+        """Books steps until so many are left under way. True when the last checkpoint was restored instead: what was
+        launched since is dropped, and its data is to be read again."""
+        while len(self._under_way) > leave:
+            if self.step.late:
+                self.phase("device")
+            launched, packs = self._under_way.popleft()
+            result = launched.result()
+            if self._book(result, packs):
+                self._under_way.clear()
+                self._go_back()
+                return True
+            for hook in self.hooks:
+                hook.after_step(self, result)
+        return False
 
     def phase(self, name: str) -> None:
         for hook in self.hooks:
             hook.phase(name)
 
-    def _book(self, result: StepResult, micro: Sequence[Batch]) -> bool:
+    def _book(self, result: StepResult, packs: tuple[int, ...]) -> bool:
         """Counters move only here. True when the guard wants the last checkpoint back."""
         state = self.state
         state.step = result.step
@@ -63,7 +96,6 @@ class Trainer:
         if result.applied:
             state.updates += 1
             state.loss_sum += result.loss
-        packs = tuple(p for batch in micro for p in batch.pack_indices)
         return self.guard.after(result, state, packs)
 
     def _go_back(self) -> None:

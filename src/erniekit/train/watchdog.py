@@ -126,6 +126,9 @@ class Watchdog(Hook):
         self._step = trainer.state.step + 1
         self.phase("start")
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.beat(result.step)
 

@@ -44,6 +44,16 @@ def test_the_twin_gives_the_same_logits_from_the_same_memory(paddle, name):
     assert not twin.training
 
 
+def test_experts_cross_the_bridge_and_layers_for_further_tokens_stay_behind(paddle):
+    folder = ModelFolder(paddle / "moe_old")
+    config = dataclasses.replace(folder.config, mtp_layers=1)
+    model = folder.spec.build(config).eval()
+    init_weights(model, 0, 0.15)
+    twin = to_transformers(model, config)
+    assert any(name.startswith("mtp.") for name in model.state_dict())
+    torch.testing.assert_close(twin(IDS).logits, model(IDS), atol=1e-5, rtol=1e-5)
+
+
 def test_a_change_of_our_weights_is_a_change_of_the_twin(paddle):
     folder = ModelFolder(paddle / "dense_new")
     model = folder.build()

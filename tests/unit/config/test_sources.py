@@ -70,6 +70,18 @@ def test_list_flags_take_several_words_and_inert_ones_too():
     assert cfg.train.seed == 3
 
 
+@pytest.mark.parametrize("words", [["--tasks", "my.yaml"], ["--tasks=my.yaml"], ["tasks=my.yaml"]])
+def test_a_task_file_behind_tasks_is_a_task_and_what_follows_it_a_recipe(words, recipe):
+    for line in ([*words, recipe], [recipe, *words]):
+        cfg = load(line, "eval")
+        assert cfg.train.eval_tasks == ("my.yaml",)
+        assert cfg.train.seed == 7
+    both = load(["--tasks", "hellaswag,my.yaml", "--seed", "3"], "eval")
+    assert both.train.eval_tasks == ("hellaswag", "my.yaml")
+    assert load(["--tasks", "hellaswag", recipe], "eval").train.seed == 7
+    assert "--report_to needs a value" in str(error("--report_to", recipe))
+
+
 def test_an_empty_string_is_a_value():
     cfg = load(["--moe_multimodal_dispatch_use_allgather", "", "--seed", "3"])
     assert cfg.moe.moe_multimodal_dispatch_use_allgather == ""

@@ -18,15 +18,9 @@ from erniekit.data import index, text_job
 from erniekit.data.index import index_text
 from erniekit.data.mmap_files import open_files
 from erniekit.data.text_job import TextJob
-from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError, DataError
 
 WORDS = ["river", "lantern", "copper", "the quiet harbor", "河边的灯很亮", "1234", "<|end_of_sentence|>", "</s>"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(paddle):
-    return load_tokenizer(paddle / "tokenizer")
 
 
 @pytest.fixture

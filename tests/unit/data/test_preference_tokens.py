@@ -18,10 +18,10 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.tokens import PairSource, open_source, open_sources
 from erniekit.data.types import IGNORE
 from erniekit.errors import ConfigError, DataError
+from jsonl import write_jsonl
 
 LENGTH = 160
 RULES = PairRules(2048)
@@ -30,16 +30,6 @@ RULES = PairRules(2048)
 def row(i, **extra):
     better, worse = f"copper lantern {i}", "walnut " * (1 + i % 5)
     return {"src": [f"river {i}"], "tgt": [], "response": [worse, better], "sort": [0, 1 + i % 3], **extra}
-
-
-def write(path, rows):
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(paddle):
-    return load_tokenizer(paddle / "tokenizer")
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def equal(one: PairSample, other: PairSample) -> bool:
 
 def test_samples_are_the_assembled_pairs_in_file_order(tmp_path, opened, tokenizer):
     rows = [row(i) for i in range(50)]
-    source = opened(write(tmp_path / "a.jsonl", rows))
+    source = opened(write_jsonl(tmp_path / "a.jsonl", rows))
     assert isinstance(source, PairSource)
     assert len(source) == 50
     for i, given in enumerate(rows):
@@ -78,7 +68,7 @@ def test_samples_are_the_assembled_pairs_in_file_order(tmp_path, opened, tokeniz
 def test_many_processes_give_the_same_cache_as_one_and_it_is_made_once(tmp_path, tokenizer):
     rows = [row(i, **({"system": "Be brief."} if i % 9 == 0 else {})) for i in range(2100)]
     rows[100], rows[2050] = "not json", {**row(1), "sort": [1, 1]}
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     options = {"max_seq_len": 96, "compat": True, "pairs": RULES, "max_bad_fraction": 1}
     made = [
         open_source(path, "erniekit", tokenizer, cache_dir=tmp_path / name, num_proc=n, **options)
@@ -102,18 +92,18 @@ def test_many_processes_give_the_same_cache_as_one_and_it_is_made_once(tmp_path,
     "change", [{"pairs": PairRules(64)}, {"pairs": PairRules(2048, False)}, {"compat": True}, {"overlong": "truncate"}]
 )
 def test_whatever_decides_the_tokens_decides_the_cache(tmp_path, opened, change):
-    path = write(tmp_path / "a.jsonl", [row(1)])
+    path = write_jsonl(tmp_path / "a.jsonl", [row(1)])
     assert opened(path).folder == opened(path).folder
     assert opened(path).folder != opened(path, **change).folder
 
 
 def test_a_file_whose_questions_are_all_too_long_names_the_key(tmp_path, opened):
     with pytest.raises(DataError, match="max_prompt_len is 5"):
-        opened(write(tmp_path / "a.jsonl", [row(1)]), pairs=PairRules(5))
+        opened(write_jsonl(tmp_path / "a.jsonl", [row(1)]), pairs=PairRules(5))
 
 
 def test_plain_rows_are_no_pairs_and_unknown_formats_are_said_at_once(tmp_path, opened):
-    plain = write(tmp_path / "a.jsonl", [{"src": ["q"], "tgt": ["a"]}])
+    plain = write_jsonl(tmp_path / "a.jsonl", [{"src": ["q"], "tgt": ["a"]}])
     with pytest.raises(DataError, match="no preference pairs") as caught:
         opened(plain)
     assert "chosen" in caught.value.fix
@@ -121,7 +111,7 @@ def test_plain_rows_are_no_pairs_and_unknown_formats_are_said_at_once(tmp_path, 
         opened(plain, "erniekit")
     with pytest.raises(ConfigError, match="erniekit"):
         opened(plain, "erniekitt")
-    pairs = write(tmp_path / "b.jsonl", [row(1)])
+    pairs = write_jsonl(tmp_path / "b.jsonl", [row(1)])
     with pytest.raises(DataError, match="DPO"):
         opened(pairs, pairs=None)
 
@@ -133,7 +123,7 @@ def test_bad_and_dropped_pairs_are_counted_and_listed(tmp_path, tokenizer):
         {**row(3), "response": ["same", "same"]},
         {**row(4), "response": ["copper " * 90, "walnut"]},
     ]
-    path, listed = write(tmp_path / "a.jsonl", rows), tmp_path / "bad.jsonl"
+    path, listed = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "bad.jsonl"
     (source,) = open_sources(
         [path],
         [None],
@@ -154,7 +144,7 @@ def test_bad_and_dropped_pairs_are_counted_and_listed(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("compat", [False, True])
 def test_the_report_tells_lengths_of_prompt_chosen_and_rejected_and_what_is_scored(tmp_path, opened, compat, tokenizer):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(30)])
+    path = write_jsonl(tmp_path / "a.jsonl", [row(i) for i in range(30)])
     source = opened(path, compat=compat, pairs=PairRules(2048, mask_out_eos_token=False))
     asked, answers = [], []
     for i in range(30):
@@ -184,7 +174,7 @@ def stream(sources, **options):
 
 
 def test_several_pairs_share_a_row_and_ranks_share_the_packs(tmp_path, opened):
-    source = opened(write(tmp_path / "a.jsonl", [row(i) for i in range(40)]))
+    source = opened(write_jsonl(tmp_path / "a.jsonl", [row(i) for i in range(40)]))
     packs = stream([source], epochs=1)
     seen = {}
     for rank in range(2):
@@ -205,7 +195,7 @@ def test_several_pairs_share_a_row_and_ranks_share_the_packs(tmp_path, opened):
 
 
 def test_a_rank_without_a_pack_gets_one_that_weighs_nothing(tmp_path, opened):
-    source = opened(write(tmp_path / "a.jsonl", [row(1)]))
+    source = opened(write_jsonl(tmp_path / "a.jsonl", [row(1)]))
     packs = stream([source], epochs=1)
     real, filler = (
         next(iter(BatchLoader(packs, [source], 1, dp_rank=rank, dp_size=2, collate=collate_pairs)))[0]
@@ -217,7 +207,7 @@ def test_a_rank_without_a_pack_gets_one_that_weighs_nothing(tmp_path, opened):
 
 
 def test_what_the_reference_said_of_a_pair_travels_with_it_once_it_is_known(tmp_path, opened):
-    source = opened(write(tmp_path / "a.jsonl", [row(i) for i in range(4)]))
+    source = opened(write_jsonl(tmp_path / "a.jsonl", [row(i) for i in range(4)]))
     loader = BatchLoader(stream([source], epochs=1), [source], 2, collate=collate_pairs)
     assert next(iter(loader))[0].pairs.reference is None
     source.reference = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -226,7 +216,7 @@ def test_what_the_reference_said_of_a_pair_travels_with_it_once_it_is_known(tmp_
 
 
 def test_reading_pairs_again_and_again_keeps_memory_flat(tmp_path, opened):
-    source = opened(write(tmp_path / "a.jsonl", [row(i) for i in range(600)]))
+    source = opened(write_jsonl(tmp_path / "a.jsonl", [row(i) for i in range(600)]))
     loader = iter(BatchLoader(stream([source], buffer_size=50), [source], 4, collate=collate_pairs))
     for _ in range(30):
         next(loader)
@@ -254,7 +244,7 @@ def recorded(paddle):
 @pytest.fixture(scope="module")
 def compat_source(recorded, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    path = write(folder / "dpo.jsonl", [told["row"] for told in recorded["rows"]])
+    path = write_jsonl(folder / "dpo.jsonl", [told["row"] for told in recorded["rows"]])
     return open_source(
         path,
         "erniekit",
@@ -288,7 +278,7 @@ def test_evaluation_packs_are_the_recorded_ones_in_the_default_order(compat_sour
 def test_the_micro_batches_of_a_recorded_run_come_out_of_the_loader(recorded, paddle, tokenizer, tmp_path, run):
     told = json.loads((paddle / "e2e.json").read_text())["runs"][run]
     keys, expected = told["hyper_parameters"], told["micro_batches"]
-    path = write(tmp_path / "dpo.jsonl", [row["row"] for row in recorded["rows"]])
+    path = write_jsonl(tmp_path / "dpo.jsonl", [row["row"] for row in recorded["rows"]])
     masked = PairRules(2048, mask_out_eos_token=not _scores_end(expected, tokenizer))
     options = {"max_seq_len": LENGTH, "compat": True, "cache_dir": tmp_path, "max_bad_fraction": 1}
     source = open_source(path, "erniekit", tokenizer, pairs=masked, **options)

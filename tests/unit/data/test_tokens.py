@@ -1,4 +1,4 @@
-"""The token cache: right, parallel, made once, never half; and the report of what was read."""
+"""The token cache: right, parallel, made once, never half."""
 
 from __future__ import annotations
 
@@ -14,49 +14,10 @@ import pytest
 from erniekit.data import tokenise, tokens
 from erniekit.data.assemble import Assembled, assemble
 from erniekit.data.formats import read
-from erniekit.data.report import total_lines
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.tokens import open_source, open_sources
-from erniekit.data.types import IGNORE, Problem
+from erniekit.data.tokens import open_source
 from erniekit.errors import ConfigError, DataError
-
-WORDS = ["river", "lantern", "copper", "the quiet harbor", "河边的灯很亮", "1234"]
-
-
-def row(i, **extra):
-    asked, said = WORDS[i % 6], WORDS[(i * 7 + 1) % 6]
-    return {"src": [f"{asked} {i}"], "tgt": [f"{said} {said} {i % 17}"], **extra}
-
-
-def write(path, rows):
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(paddle):
-    return load_tokenizer(paddle / "tokenizer")
-
-
-@pytest.fixture
-def opened(tmp_path, tokenizer):
-    def call(path, format=None, **options):
-        options = {"max_seq_len": 96, "cache_dir": tmp_path / "cache", "num_proc": 1, **options}
-        return open_source(path, format, tokenizer, **options)
-
-    return call
-
-
-@pytest.fixture
-def no_tokenising(monkeypatch):
-    def refuse(*args, **options):
-        raise AssertionError("tokenised again")
-
-    def arm():
-        monkeypatch.setattr(tokens, "tokenise_file", refuse)
-        monkeypatch.setattr(tokenise, "assemble", refuse)
-
-    return arm
+from jsonl import small_row, write_jsonl
 
 
 def folders(tmp_path):
@@ -64,7 +25,7 @@ def folders(tmp_path):
 
 
 def test_samples_are_the_assembled_rows_in_file_order(tmp_path, opened, tokenizer):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(50)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(50)])
     source = opened(path)
     expected = []
     for line, conversation in read(path, "erniekit"):
@@ -80,9 +41,9 @@ def test_samples_are_the_assembled_rows_in_file_order(tmp_path, opened, tokenize
 
 
 def test_many_processes_give_the_same_cache_as_one(tmp_path, tokenizer):
-    rows = [row(i, **({"system": "Be brief."} if i % 9 == 0 else {})) for i in range(4500)]
+    rows = [small_row(i, **({"system": "Be brief."} if i % 9 == 0 else {})) for i in range(4500)]
     rows[100], rows[4400] = "not json", {"src": ["x"]}
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     made = [
         open_source(
             path,
@@ -105,7 +66,7 @@ def test_many_processes_give_the_same_cache_as_one(tmp_path, tokenizer):
 
 
 def test_a_second_run_does_no_tokenising(tmp_path, opened, no_tokenising):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
     first = opened(path)
     no_tokenising()
     again = opened(path)
@@ -116,7 +77,7 @@ def test_a_second_run_does_no_tokenising(tmp_path, opened, no_tokenising):
 
 
 def test_the_cache_goes_by_content_not_by_name(tmp_path, opened, no_tokenising):
-    opened(write(tmp_path / "a.jsonl", [row(1), "broken"]), "erniekit", max_bad_fraction=1)
+    opened(write_jsonl(tmp_path / "a.jsonl", [small_row(1), "broken"]), "erniekit", max_bad_fraction=1)
     (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
     no_tokenising()
     moved = opened(tmp_path / "b.jsonl", "erniekit", max_bad_fraction=1)
@@ -138,11 +99,11 @@ def test_the_cache_goes_by_content_not_by_name(tmp_path, opened, no_tokenising):
 )
 def test_whatever_decides_the_tokens_decides_the_cache(tmp_path, opened, change, paddle, tokenizer):
     rows = [{"messages": [{"role": "user", "content": "a river"}, {"role": "assistant", "content": "the harbor"}]}]
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     opened(path, "erniekit")
     change = dict(change)
     if change.pop("content", None):
-        write(path, rows * 2)
+        write_jsonl(path, rows * 2)
     if change.pop("folder", None):
         other = tmp_path / "tokenizer"
         other.mkdir()
@@ -158,112 +119,12 @@ def test_whatever_decides_the_tokens_decides_the_cache(tmp_path, opened, change,
 
 
 def test_a_change_of_the_code_that_makes_tokens_makes_another_cache(tmp_path, opened, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [row(1)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(1)])
     opened(path)
     for name in tokens._RULES:
         assert list(Path(tokens.__file__).parent.glob(name)), name
     monkeypatch.setattr(tokens, "_rules", lambda: "another release")
     assert not opened(path).report.from_cache
-
-
-def test_bad_rows_are_all_listed_with_file_line_and_reason(tmp_path, opened):
-    rows = [row(i) for i in range(200)]
-    rows[3], rows[50], rows[199] = "{", {"src": ["x"], "tgt": ["y", "z"]}, {"src": [""], "tgt": ["y"]}
-    path = write(tmp_path / "a.jsonl", rows)
-    listed = tmp_path / "out" / "bad_rows.jsonl"
-    source = opened(path, max_bad_fraction=0.02, bad_rows_path=listed)
-    told = [json.loads(line) for line in listed.read_text().splitlines()]
-    assert [t["line"] for t in told] == [4, 51, 200]
-    assert {t["file"] for t in told} == {str(path)}
-    assert all(t["kind"] and t["reason"] for t in told)
-    report = source.report
-    assert (report.rows, report.samples, report.bad_rows) == (200, 197, 3)
-    assert sum(report.bad.values()) == 3
-    assert any("a.jsonl:4 " in line for line in report.lines())
-
-
-def test_too_many_bad_rows_stop_the_run_and_raising_the_key_costs_nothing(tmp_path, opened, no_tokenising):
-    rows = [row(i) if i % 3 else "broken" for i in range(90)]
-    path = write(tmp_path / "a.jsonl", rows)
-    listed = tmp_path / "bad_rows.jsonl"
-    with pytest.raises(DataError) as caught:
-        opened(path, bad_rows_path=listed)
-    text = str(caught.value)
-    assert "30 of 90 rows" in text
-    assert "max_bad_fraction" in caught.value.fix
-    assert str(listed) in caught.value.fix
-    assert text.count("a.jsonl:") == 20
-    assert f"{path}:1 " in text
-    assert "and 10 more" in text
-    assert len(listed.read_text().splitlines()) == 30
-    no_tokenising()
-    assert len(opened(path, max_bad_fraction=0.5)) == 60
-
-
-def test_the_bad_rows_of_several_sources_share_one_file_and_a_clean_run_leaves_none(tmp_path, tokenizer):
-    listed = tmp_path / "bad_rows.jsonl"
-    paths = [write(tmp_path / name, [row(1), "broken"]) for name in ("a.jsonl", "b.jsonl")]
-    options = {"max_seq_len": 96, "cache_dir": tmp_path / "cache", "max_bad_fraction": 1, "bad_rows_path": listed}
-    for _ in range(2):
-        opened = open_sources(paths, [None, "erniekit"], tokenizer, **options)
-        told = [json.loads(line)["file"] for line in listed.read_text().splitlines()]
-        assert told == [str(path) for path in paths]
-    assert len(total_lines([s.report for s in opened])) == 1
-    open_sources([write(tmp_path / "c.jsonl", [row(1)])], [None], tokenizer, **options)
-    assert not listed.exists()
-
-
-def test_an_unexpected_error_in_a_row_is_a_bad_row_not_the_end(tmp_path, opened, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(10)])
-    real = tokenise.parse
-
-    def odd(raw, line, *rest):
-        if line == 4:
-            raise ZeroDivisionError("surprise")
-        return real(raw, line, *rest)
-
-    monkeypatch.setattr(tokenise, "parse", odd)
-    source = opened(path, max_bad_fraction=0.5)
-    assert len(source) == 9
-    assert source.report.first_bad == [Problem(str(path), 4, "error", "ZeroDivisionError: surprise")]
-
-
-def test_what_was_dropped_is_counted_by_reason(tmp_path, opened):
-    long = " ".join(["river"] * 200)
-    rows = [
-        row(1),
-        {"src": ["a"], "tgt": [long]},
-        {"src": ["river stone"], "tgt": ["the harbor"], "label": [0]},
-        {"src": [long, "and now?"], "tgt": ["the first", "the second"]},
-    ]
-    path = write(tmp_path / "a.jsonl", rows)
-    report = opened(path).report
-    assert report.samples == 2
-    assert report.dropped == {"overlong": 1, "untrained": 1}
-    assert report.dropped_turns == 1
-    assert [p.line for p in report.first_dropped] == [2, 3]
-    cut = opened(path, overlong="truncate").report
-    assert cut.dropped == {"untrained": 1}
-    assert cut.truncated_tokens > 100
-    assert any("older turns" in line for line in cut.lines())
-
-
-def test_the_report_measures_lengths_and_the_trained_share(tmp_path, opened):
-    source = opened(write(tmp_path / "a.jsonl", [row(i) for i in range(300)]))
-    report, lengths = source.report, source.lengths
-    assert report.tokens == lengths.sum()
-    assert report.lengths == {
-        "min": lengths.min(),
-        "median": int(np.percentile(lengths, 50)),
-        "p95": int(np.percentile(lengths, 95)),
-        "max": lengths.max(),
-    }
-    assert sum(n for _, n in report.histogram) == 300
-    for top, count in report.histogram:
-        assert count == ((lengths <= top) & (lengths > top // 2)).sum()
-    assert report.trained_tokens == sum(int((source.sample(i).labels != IGNORE).sum()) for i in range(300))
-    assert 0 < report.trained_share < 1
-    assert json.loads(json.dumps(report.to_dict()))["samples"] == 300
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "broken\nbroken\n"])
@@ -277,10 +138,10 @@ def test_a_file_without_a_usable_sample_is_an_error(tmp_path, opened, content):
 def test_a_missing_file_an_unknown_format_and_preference_rows_are_said_at_once(tmp_path, opened):
     with pytest.raises(DataError, match="train_dataset_path"):
         opened(tmp_path / "none.jsonl", "erniekit")
-    path = write(tmp_path / "a.jsonl", [row(1)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(1)])
     with pytest.raises(ConfigError, match="erniekit"):
         opened(path, "erniekitt")
-    pairs = write(tmp_path / "p.jsonl", [{"instruction": "a", "chosen": "b", "rejected": "c"}])
+    pairs = write_jsonl(tmp_path / "p.jsonl", [{"instruction": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="DPO"):
         opened(pairs)
 
@@ -305,7 +166,7 @@ def damage_report(folder):
 
 @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove, damage_report])
 def test_a_damaged_cache_is_made_anew(tmp_path, opened, damage):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
     first = opened(path)
     expected = [first.sample(i).labels.tolist() for i in range(20)]
     damage(first.folder)
@@ -335,7 +196,7 @@ print(len(source), source.report.from_cache)
 
 
 def test_a_killed_run_leaves_no_half_cache(tmp_path, opened, paddle):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
     kill = "import os; tokenise.Writer.finish = lambda self, folder: os.kill(os.getpid(), 9)"
     process = run(OPEN.replace("PATCH", kill), path, paddle / "tokenizer", tmp_path / "cache")
     process.communicate()
@@ -348,7 +209,7 @@ def test_a_killed_run_leaves_no_half_cache(tmp_path, opened, paddle):
 
 def test_two_processes_at_once_share_the_work_of_one(tmp_path, paddle):
     """Scripts without a `__main__` guard, with worker processes, no torch in either."""
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(4500)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(4500)])
     both = [run(OPEN.replace("PATCH", ""), path, paddle / "tokenizer", tmp_path / "cache") for _ in range(2)]
     told = sorted(process.communicate()[0].strip() for process in both)
     assert told == ["4500 False", "4500 True"]
@@ -356,7 +217,7 @@ def test_two_processes_at_once_share_the_work_of_one(tmp_path, paddle):
 
 
 def test_without_file_locks_the_first_to_finish_wins(tmp_path, opened, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
     real, nested = tokens.tokenise_file, []
 
     def slow(*args):
@@ -372,7 +233,7 @@ def test_without_file_locks_the_first_to_finish_wins(tmp_path, opened, monkeypat
 
 
 def test_a_worker_that_dies_is_an_error_with_its_exit_code(tmp_path, opened, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(4500)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(4500)])
     monkeypatch.setattr(tokenise.Worker, "BOOT", "import sys; sys.stdin.buffer.read(10); sys.exit(3)")
     with pytest.raises(DataError, match="exit code 3"):
         opened(path, num_proc=2)
@@ -380,7 +241,7 @@ def test_a_worker_that_dies_is_an_error_with_its_exit_code(tmp_path, opened, mon
 
 
 def test_a_tokenizer_a_worker_cannot_open_is_said_in_its_own_words(tmp_path, paddle):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(4500)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(4500)])
     tokenizer = load_tokenizer(paddle / "tokenizer")
     tokenizer.folder = tmp_path  # moved away since
     with pytest.raises(Exception, match="no tokenizer in"):
@@ -388,13 +249,13 @@ def test_a_tokenizer_a_worker_cannot_open_is_said_in_its_own_words(tmp_path, pad
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, opened, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [row(i) for i in range(20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
     real = tokens.tokenise_file
 
     def grows(*args):
         made = real(*args)
         with open(path, "a") as file:
-            file.write(json.dumps(row(99)) + "\n")
+            file.write(json.dumps(small_row(99)) + "\n")
         return made
 
     monkeypatch.setattr(tokens, "tokenise_file", grows)
@@ -404,7 +265,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, opened, mo
 
 
 def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, opened):
-    path = write(tmp_path / "a.jsonl", [row(1)])
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(1)])
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="ERNIEKIT_CACHE"):
         opened(path, cache_dir=tmp_path / "file")
@@ -412,7 +273,7 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, opened):
 
 def test_the_cache_lies_where_the_environment_says(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "mine"))
-    source = open_source(write(tmp_path / "a.jsonl", [row(1)]), None, tokenizer, max_seq_len=96)
+    source = open_source(write_jsonl(tmp_path / "a.jsonl", [small_row(1)]), None, tokenizer, max_seq_len=96)
     assert tmp_path / "mine" in source.folder.parents
     monkeypatch.delenv("ERNIEKIT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -138,3 +138,48 @@ def test_evaluation_forms_no_gradient_at_all():
     assert not any("_softmax" in name and "log" not in name for name in made.names)
     assert torch.Size([VOCAB, HIDDEN]) not in made.shapes
     assert float(loss) == pytest.approx(float(reference(hidden, weight, labels, bias).detach()), rel=1e-6)
+
+
+def test_a_known_count_changes_nothing():
+    leaves, labels = case()
+    asked = run(linear_cross_entropy, leaves, labels)
+    known = run(linear_cross_entropy, leaves, labels, count=int((labels != -100).sum()))
+    assert all(torch.equal(a, b) for a, b in zip(asked, known))
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_given_before_equals_one_multiplied_after(chunk, dtype):
+    """In bf16 the scaled gradient of the logits is rounded instead of the unscaled: 2^-9 of each, once."""
+    leaves, labels = case(dtype)
+    before = run(linear_cross_entropy, leaves, labels, scale=1.0, chunk=chunk)
+    scaled = run(lambda *a, **k: linear_cross_entropy(*a, **k, scale=1 / 3000), leaves, labels, chunk=chunk)
+    for a, b in zip(scaled, before):
+        assert a.dtype == b.dtype
+        near = 1e-6 if a.dtype == torch.float32 else 2**-7
+        assert float((a.float() * 3000 - b.float()).norm()) <= near * float(b.float().norm())
+
+
+def test_a_scaled_loss_is_not_scaled_again_and_goes_backward_once():
+    leaves, labels = case()
+    hidden, weight, bias = leaves
+    with pytest.raises(RuntimeError, match="scaled again"):
+        (2 * linear_cross_entropy(hidden, weight, labels, bias, scale=0.1)).backward()
+    loss = linear_cross_entropy(hidden, weight, labels, bias, scale=0.1) + hidden.sum() * 0.0
+    loss.backward(retain_graph=True)  # as a term of a sum
+    with pytest.raises(RuntimeError, match="backward once"):
+        loss.backward()
+
+
+def test_gradients_that_are_final_are_handed_on_without_another_pass():
+    """Of the head's size backward makes nothing: the gradient is the tensor that forward formed."""
+    leaves, labels = case()
+    hidden, weight, bias = leaves
+    loss = linear_cross_entropy(hidden, weight, labels, bias, scale=0.1)
+    with Made() as made:
+        loss.backward()
+    assert torch.Size([VOCAB, HIDDEN]) not in made.shapes
+    loss = linear_cross_entropy(hidden, weight, labels, bias) * 0.1
+    with Made() as made:
+        loss.backward()
+    assert torch.Size([VOCAB, HIDDEN]) in made.shapes

@@ -153,3 +153,42 @@ def test_a_frozen_head_gets_no_gradient_formed():
     with Memory() as memory:
         run(linear_token_losses, leaves, labels)
     assert (VOCAB, HIDDEN) in memory.shapes  # the shape it must not see is there when wanted
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_a_frozen_heads_backward_computes_no_logits_again(chunk):
+    leaves, labels = case()
+    frozen = [leaves[0].detach().requires_grad_(), leaves[1].detach(), leaves[2].detach()]
+    losses = linear_token_losses(frozen[0], frozen[1], labels, frozen[2], chunk=chunk)
+    with Memory() as memory:
+        losses.sum().backward()
+    assert not any(shape[-1:] == (VOCAB,) for shape in memory.shapes)
+    losses = linear_token_losses(leaves[0], leaves[1], labels, leaves[2], chunk=chunk)
+    with Memory() as memory:
+        losses.sum().backward()
+    assert any(shape[-1:] == (VOCAB,) for shape in memory.shapes)  # where the head trains there is no other way
+
+
+def test_a_frozen_heads_bf16_rows_round_no_worse_than_the_reference():
+    exact_leaves, labels = case()
+    hidden, weight, bias = (leaf.detach().bfloat16() for leaf in exact_leaves)
+    frozen = [hidden.requires_grad_(), weight, bias]
+    exact = run(reference, [hidden.detach().float().requires_grad_(), weight.float(), bias.float()], labels)[1]
+    ours, theirs = (run(function, frozen, labels)[1] for function in (linear_token_losses, reference))
+    assert (ours.float() - exact).norm() <= 1.3 * (theirs.float() - exact).norm()  # one more rounding: upstream's
+
+
+def test_a_known_count_changes_nothing():
+    leaves, labels = case()
+    known = run(linear_token_losses, leaves, labels, count=int((labels != -100).sum()))
+    assert all(torch.equal(a, b) for a, b in zip(run(linear_token_losses, leaves, labels), known))
+
+
+def test_without_gradients_nothing_but_logits_is_computed():
+    leaves, labels = case()
+    frozen = [leaves[0], leaves[1].detach(), leaves[2].detach()]
+    with torch.no_grad(), Memory() as memory:
+        linear_token_losses(frozen[0], frozen[1], labels, frozen[2])
+    with Memory() as with_gradient:
+        linear_token_losses(frozen[0], frozen[1], labels, frozen[2])
+    assert memory.peak < with_gradient.peak

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from erniekit.kernels.expert_mlp import expert_mlp
+from erniekit.kernels.moe_permute import by_expert
 from erniekit.lora.layers import SHARED, LoRAExperts, LoRALinear, Pair
-from erniekit.models.layers.experts import ExpertLinear
+from erniekit.models.layers.experts import ExpertLinear, Experts
 from erniekit.models.layers.linear import FusedLinear
 
 PARTS = (("q_proj", 6), ("k_proj", 4), ("v_proj", 4))
@@ -121,3 +123,40 @@ def test_each_expert_adds_its_own_update_and_all_gradients_are_those_of_dense_we
     upstream = torch.randn_like(out)
     got, expected_grads = (torch.autograd.grad(y, inputs, upstream) for y in (out, want))
     torch.testing.assert_close(got, expected_grads, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("active", [True, False])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"gate_proj": ["gate_proj"], "up_proj": ["up_proj"], "down_proj": ["down_proj"]},
+        {"up_proj": ["up_proj"]},
+        {SHARED: ["gate_proj", "up_proj"]},
+    ],
+)
+def test_what_adapted_experts_hand_to_the_block_in_one_op_is_what_they_compute_by_themselves(
+    groups: dict[str, list[str]], active: bool
+) -> None:
+    torch.manual_seed(0)
+    held = Experts(4, 5, 6)
+    for param in held.parameters():
+        nn.init.normal_(param).requires_grad_(False)
+    factors = []
+    for name, rows in (("gate_up", 6), ("down", 5)):
+        base = getattr(held, name)
+        parts = {key: [(p, rows) for p in named if p in dict(base.parts)] for key, named in groups.items()}
+        pairs = {key: Pair(tuple(of), 3, 1.5, base.weight, experts=4) for key, of in parts.items() if of}
+        if pairs:
+            setattr(held, name, LoRAExperts(base, base.parts, pairs))
+            getattr(held, name).active = active
+        factors += [nn.init.normal_(t) for pair in pairs.values() for t in (pair.A, pair.B)]
+    x, weights = torch.randn(9, 5, requires_grad=True), torch.rand(9, 2, requires_grad=True)
+    order = by_expert(torch.rand(9, 4).topk(2).indices, 4)
+    updates = {**held.gate_up.updates(), **held.down.updates()}
+    three = [updates.get(part) for part in ("gate_proj", "up_proj", "down_proj")]
+    got = expert_mlp(x, order, weights, held.gate_up.matrices(), held.down.matrices(), *three)
+    want = held(x, order.ends, False, (order, weights))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    inputs, upstream = [x, weights, *(factors if active else [])], torch.randn_like(got)
+    grads = [torch.autograd.grad(y, inputs, upstream) for y in (got, want)]
+    torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-4)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.data.types import IGNORE, Batch, Pairs, SharedKeys
-from erniekit.lora.adapter import load_adapter
-from erniekit.lora.adapter_files import read_adapter
-from erniekit.lora.inject import inject, lora_state
+from erniekit.data.types import Batch
+from erniekit.lora.inject import lora_state
 from erniekit.losses.dpo import Answers, DpoSettings, dpo_loss, dpo_losses, even_lengths, pair_log_probs
+from recorded_training import pair_batch, with_adapter
 
 TOLERANCE = 1e-4  # the fixtures' README: agreement of two fp32 stacks on losses is about 1e-5
 DATA = Path(__file__).resolve().parents[2] / "data" / "paddle"
@@ -35,43 +33,12 @@ def recorded() -> dict[str, Any]:
     return json.loads((DATA / "dpo.json").read_text())
 
 
-def batch_of(row: dict[str, Any]) -> Batch:
-    """One recorded row of several pairs."""
-    ids, positions = row["input_ids"][0], row["position_ids"][0]
-    chosen, rejected = row["chosen_labels"][0], row["rejected_labels"][0]
-    real = max(i for i, token in enumerate(ids) if token) + 1
-    starts = [i for i in range(real) if positions[i] == 0] + [real]
-    sizes, keys, segment = [], [], [-1] * len(ids)
-    for pair, (start, end) in enumerate(pairwise(starts)):
-        middle = next(i for i in range(start + 1, end) if positions[i] != positions[i - 1] + 1)
-        sizes += [middle - start, end - middle]
-        keys += [range(start, middle), [*range(start, start + positions[middle]), *range(middle, end)]]
-        for i in range(start, end):
-            segment[i] = 2 * pair if chosen[i] else 2 * pair + 1 if rejected[i] else -1
-    if real < len(ids):
-        sizes.append(len(ids) - real)
-        keys.append(range(real, len(ids)))
-    labels = [a or b or IGNORE for a, b in zip(chosen, rejected)]
-    bounds = lambda counts: torch.tensor([0, *counts]).cumsum(0).to(torch.int32)  # noqa: E731
-    counts = [len(k) for k in keys]
-    shared = SharedKeys(torch.tensor([i for k in keys for i in k]), bounds(counts), max(counts))
-    pairs = Pairs(torch.tensor([segment]), len(starts) - 1, torch.ones(len(starts) - 1))
-    return Batch(
-        torch.tensor([ids]), torch.tensor([labels]), torch.tensor([positions]), bounds(sizes), max(sizes),
-        sum(x != IGNORE for x in labels), shared=shared, pairs=pairs,
-    )  # fmt: skip
-
-
 def base() -> nn.Module:
     return ModelFolder(DATA / "dense_old").build()
 
 
 def policy() -> nn.Module:
-    model = base()
-    adapter = read_adapter(DATA / "dense_lora", model)
-    inject(model, adapter.settings(model, True), seed=0)
-    load_adapter(model, adapter)
-    return model
+    return with_adapter(DATA)
 
 
 @cache
@@ -79,7 +46,7 @@ def rows() -> list[Batch]:
     """All recorded rows, the reference's log-probabilities known."""
     reference, out = base(), []
     for row in recorded()["batches"]:
-        batch = batch_of(row)
+        batch = pair_batch(row)
         with torch.no_grad():
             known = pair_log_probs(reference, batch)
         out.append(replace(batch, pairs=replace(batch.pairs, reference=known)))

@@ -35,13 +35,12 @@ def model(weights: Weights = ALL, compat: bool = False) -> tuple[Decoder, Engine
     engine.ledger = Ledger(TELLS, torch.device("cpu"))
     share = engine.router_share
     if compat:
-        share = type(share)()
-        share.value = 1.0
+        share = torch.ones(())
     built.records = []
     with torch.no_grad():
         for layer in built.layers[1:]:
             layer.mlp.router.bias.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
-            layer.mlp.balance = Balance(layer.mlp.layer, weights, share, whole_batch=compat)
+            layer.mlp.balance = Balance(weights, share, whole_batch=compat)
     return built, engine
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import Group, layer_factor, make_groups
+from plain_adamw import PlainAdamW
 
 
 class Tiny(nn.Module):
@@ -88,6 +89,59 @@ def test_state_restored_into_a_new_optimizer_continues_bit_for_bit() -> None:
         train(second, b, 4, start=2)
         assert all(torch.equal(p, q) for p, q in zip(straight.parameters(), second.parameters()))
         assert all(torch.equal(whole.masters[n], b.masters[n]) for n in whole.masters)
+
+
+def on_a_card(model: Tiny) -> AdamW:
+    """As there, with the kernels' definition in their place."""
+    optimizer = AdamW(make_groups(model.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+    optimizer.fused = PlainAdamW()  # type: ignore[assignment]
+    return optimizer
+
+
+def test_the_way_of_a_card_gives_the_numbers_of_a_cpu() -> None:
+    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 1e-6)):  # of masters: fp32 rounded in another order
+        here, there = tiny(dtype), tiny(dtype)
+        a = AdamW(make_groups(here.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+        b = on_a_card(there)
+        train(here, a, 1)
+        train(there, b, 1)
+        for name, master in a.masters.items():
+            torch.testing.assert_close(b.masters[name], master, rtol=0, atol=most)
+        assert a.steps_taken() == b.steps_taken() == 1
+
+
+def test_a_single_micro_batchs_gradient_stays_in_16_bit_on_a_card_and_several_are_summed_in_fp32() -> None:
+    model, kinds = tiny(torch.bfloat16), []
+
+    class Watched(PlainAdamW):
+        def update(self, key: str, slots: list, *rest: object) -> None:  # type: ignore[override]
+            kinds.append({slot.grad.dtype for slot in slots})
+            super().update(key, slots, *rest)  # type: ignore[arg-type]
+
+    optimizer = on_a_card(model)
+    optimizer.fused = Watched()  # type: ignore[assignment]
+    for count, want in ((1, torch.bfloat16), (2, torch.float32), (3, torch.float32)):
+        kinds.clear()
+        for _ in range(count):
+            model(torch.arange(5)).float().pow(2).sum().backward()
+        optimizer.step(1e-3)
+        optimizer.zero_grad()
+        assert kinds == [{want}] * 2, "decayed parameters and the others"
+
+
+def test_an_update_the_device_refuses_leaves_weights_moments_and_counts() -> None:
+    model = tiny(torch.bfloat16)
+    optimizer = on_a_card(model)
+    train(model, optimizer, 1)
+    tensors = [*model.parameters(), *optimizer.masters.values(), *dict(optimizer.state_tensors()).values()]
+    before = [t.detach().clone() for t in tensors]
+    model(torch.arange(5)).float().sum().mul(float("nan")).backward()
+    norm = optimizer.gradient_norm()
+    optimizer.clip(norm, 1.0)
+    optimizer.step(1e-2, norm.isfinite().float())
+    optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors))
+    assert optimizer.steps_taken() == 1
 
 
 def test_a_missing_moment_is_named() -> None:

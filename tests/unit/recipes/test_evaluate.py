@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from erniekit.data.types import Pack
 from erniekit.errors import ConfigError
 from erniekit.losses.causal import causal_loss
 from erniekit.recipes.evaluate import in_words
+from jsonl import write_jsonl
+from recorded import tiny_folder
 
 KEYS: dict[str, Any] = dict(max_seq_len=160, compute_type="fp32", device="cpu")
 
@@ -27,22 +28,12 @@ KEYS: dict[str, Any] = dict(max_seq_len=160, compute_type="fp32", device="cpu")
 def model(paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with experts, and its tokenizer."""
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for source in ("moe_new", "tokenizer"):
-        for file in (paddle / source).iterdir():
-            shutil.copyfile(file, folder / file.name)
-    return folder
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return path
+    return tiny_folder(paddle, tmp_path / "model", "moe_new")
 
 
 def test_a_model_with_experts_has_the_loss_of_its_rows_one_by_one(model: Path, tmp_path: Path) -> None:
     rows = [{"src": [f"Count to {n}."], "tgt": [" ".join(map(str, range(n)))]} for n in (3, 8, 5)]
-    data = write(tmp_path / "rows.jsonl", rows)
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "out"
     metrics = erniekit.run("eval", model_name_or_path=model, eval_dataset_path=data, output_dir=out, **KEYS).metrics
     source = open_source(data, None, load_tokenizer(model), max_seq_len=160, cache_dir=tmp_path / "other")
@@ -57,7 +48,7 @@ def test_a_model_with_experts_has_the_loss_of_its_rows_one_by_one(model: Path, t
 
 def test_pairs_are_compared_with_a_model_that_must_be_named(model: Path, tmp_path: Path) -> None:
     pair = {"src": ["Name a bird."], "tgt": [], "response": [["A swallow."], ["A trout."]], "sort": [1, 0]}
-    keys = dict(KEYS, stage="DPO", eval_dataset_path=write(tmp_path / "pairs.jsonl", [pair]))
+    keys = dict(KEYS, stage="DPO", eval_dataset_path=write_jsonl(tmp_path / "pairs.jsonl", [pair]))
     with pytest.raises(ConfigError, match="model_name_or_path"):
         erniekit.run("eval", output_dir=model, **keys)  # a result without what it was trained from
     itself = erniekit.run("eval", output_dir=model, model_name_or_path=model, **keys).metrics

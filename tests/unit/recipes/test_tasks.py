@@ -211,7 +211,7 @@ def test_a_task_file_and_a_mistyped_name_from_the_command_line(tmp_path, monkeyp
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, out = make_tiny_model(tmp_path / "model"), tmp_path / "out"
     words = ["eval", "--model_name_or_path", str(folder), "--output_dir", str(out), "--device", "cpu"]
-    assert main([*words, f"tasks={write_tasks(tmp_path)[0]}"]) == 0
+    assert main([*words, "--tasks", str(write_tasks(tmp_path)[0])]) == 0
     assert "choice/acc" in json.loads((out / "eval_results.json").read_text(encoding="utf-8"))
     assert main([*words, "--tasks", "helaswag"]) == 2
     assert "did you mean hellaswag" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
-from erniekit.train.step import TrainStep
+from erniekit.train.step import DeviceClock, TrainStep
 
 CONFIG = DecoderConfig(
     family="ernie4_5", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -97,6 +98,22 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert math.isnan(result.loss)
     assert all(torch.equal(p, q) for p, q in zip(before, built.parameters()))
     assert optimizer.gradients() == {}, "no broken gradient is left for the next step"
+
+
+def test_a_device_tells_when_it_finished_however_late_it_is_asked() -> None:
+    class Event:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def elapsed_time(self, later: Event) -> float:
+            return (later.at - self.at) * 1e3
+
+    clock = DeviceClock()
+    first = clock.time_of(Event(100.0))
+    time.sleep(0.05)
+    assert clock.time_of(Event(100.02)) == pytest.approx(first + 0.02)
+    assert clock.time_of(Event(100.03)) == pytest.approx(first + 0.03)
+    assert clock.time_of(Event(199.0)) <= time.perf_counter(), "nothing finishes in the future"
 
 
 def test_a_micro_batch_without_labels_adds_nothing() -> None:

@@ -12,8 +12,11 @@ class MemorySection:
     recompute: bool = key(False, "Much less memory for about a third more time.", basic=True)
     recompute_granularity: str = key(
         "full",
-        "How much: whole layers, or attention only.",
-        choices=("full", "full_attn", "core_attn", "selective"),
+        "How much: whole layers, or attention only; auto: as few whole layers as the device's memory asks for.",
+        choices=("full", "full_attn", "core_attn", "selective", "auto"),
+    )
+    memory_limit: float | None = key(
+        None, "GiB of the device that recompute_granularity: auto plans with; nearly all of it when not given.", low=0
     )
     no_recompute_layers: tuple[int, ...] = key((), "Layers kept as they are.", low=0)
     loss_subbatch_seqlen: int = key(

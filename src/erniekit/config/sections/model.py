@@ -31,7 +31,11 @@ class ModelSection:
         "Attention kernel; all give the same result and never look across documents.",
         choices=("auto", "sdpa", "varlen", "reference"),
     )
-    compile: bool = key(False, "torch.compile the model: a slower first step, faster ones after.")
+    compile: bool | None = key(
+        None,
+        "torch.compile the decoder layers: a slower first step, faster ones after. When not given: on one NVIDIA card "
+        "with rows of one length.",
+    )
     allow_pickle: bool = key(False, "Read .bin/.pt weights (weights only). Off: safetensors alone.")
     tokenizer_name: str | None = key(
         None, "Tokenizer folder; the model's own when not given.", also=("tokenizer", "tokenizer_name_or_path")

@@ -21,7 +21,9 @@ class ServeSection:
     stream: bool = key(True, "Show the answer as it comes.")
     enable_thinking: bool = key(False, "Let a thinking model think first.")
     max_model_len: int = key(2048, "Longest prompt and answer together.", low=1, basic=True)
-    stream_options: Mapping[str, Any] | None = key(None, "Of the OpenAI interface.", later="server")
+    stream_options: Mapping[str, Any] | None = key(
+        None, "Sent along by chat: {include_usage: true} tells the number of tokens."
+    )
     engine: str = key(
         "auto",
         "What answers: transformers is in this process; the others are started as programs of their own.",
@@ -30,9 +32,11 @@ class ServeSection:
     )
     engine_python: str | None = key(None, "The Python that has the engine installed; this one when not given.")
     engine_args: tuple[str, ...] = key((), "More words for an engine that is started, passed on as they are.")
-    host: str = key("127.0.0.1", "Address to listen on; others than this machine need a key.")
-    port: int = key(8188, "Port to listen on; 0 takes a free one.", low=0, high=65535, basic=True)
-    served_model_name: str | None = key(None, "What clients call the model; its folder's name when not given.")
+    host: str = key("127.0.0.1", "Address of the server; listening to other machines needs a key.")
+    port: int = key(8188, "Port of the server; 0 takes a free one.", low=0, high=65535, basic=True)
+    served_model_name: str | None = key(
+        None, "What clients call the model; its folder's name when not given. In chat: which of a server's models."
+    )
     lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True)
     api_key_file: str | None = key(
         None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same."

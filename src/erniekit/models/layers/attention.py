@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from erniekit.kernels.attention import attention
+from erniekit.kernels.packed_attention import Packs, packed_attention
 from erniekit.kernels.rope import ROTATIONS
+from erniekit.kernels.turn import turned
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.linear import FusedLinear
 
@@ -25,16 +27,30 @@ class Context(NamedTuple):
     max_doc: int | None
     shared: Any = None  # data.types.SharedKeys, where queries and keys are different lists
     real: torch.Tensor | None = None  # bool [B, L], False on padding
-    # What layers tell of this micro-batch beside their output; computing a layer again writes the same once more.
-    record: dict[tuple[str, int], Any] | None = None
+    # What a layer tells of this micro-batch beside its output, where somebody reads it.
+    record: dict[Any, Any] | None = None
+    kernel: str | None = None  # which back end of kernels/packed_attention.py, where kernels for a card fit
+    packs: Packs | None = None  # the documents once more, as it takes them
 
 
 class InnerAttention(nn.Module):
     """The part without weights, held as a collaborator: recompute and context parallel wrap or swap just this."""
 
+    with_positions = True  # may take the fused projection as it is, where kernels for it fit
+
     def __init__(self) -> None:
         super().__init__()
         self.backend = "auto"
+
+    def together(self, qkv: torch.Tensor, heads: int, kv_heads: int, halves: bool, ctx: Context) -> torch.Tensor | None:
+        """[B, L, C] -> [B, L, Nq * D] by kernels for a card; None: not here, take the parts one after the other."""
+        fits = qkv.dtype in (torch.bfloat16, torch.float16) and ctx.cos.shape[-1] in (32, 64)
+        if ctx.kernel is None or not fits or not self.with_positions or self.backend != "auto":
+            return None
+        q, k, v = turned(qkv, ctx.cos, ctx.sin, heads, kv_heads, halves)
+        if ctx.packs is None:
+            return attention(q, k, v).flatten(2)
+        return packed_attention(q, k, v, ctx.packs, ctx.kernel)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context) -> torch.Tensor:
         return attention(q, k, v, ctx.cu_seqlens, ctx.max_doc, self.backend, ctx.shared)
@@ -46,7 +62,7 @@ class Attention(nn.Module):
         D = config.head_dim
         q, kv = config.num_heads * D, config.num_kv_heads * D
         self.head_dim = D
-        self.rotate = ROTATIONS[config.rope_style]
+        self.rotate, self.halves = ROTATIONS[config.rope_style], config.rope_style == "halves"
         self.qkv = FusedLinear(
             config.hidden_size, (("q_proj", q), ("k_proj", kv), ("v_proj", kv)), config.attention_bias
         )
@@ -57,6 +73,11 @@ class Attention(nn.Module):
         fused = self.qkv(x_BLH)
         B, L, _ = fused.shape  # under sequence parallelism x is a slice of L
         sizes = [rows for _, rows in self.qkv.parts]
+        if isinstance(self.inner, InnerAttention):
+            heads, kv_heads = (rows // self.head_dim for rows in sizes[:2])
+            done = self.inner.together(fused, heads, kv_heads, self.halves, ctx)
+            if done is not None:
+                return self.out(done)
         q, k, v = (
             t.reshape(B, L, rows // self.head_dim, self.head_dim) for t, rows in zip(fused.split(sizes, dim=-1), sizes)
         )

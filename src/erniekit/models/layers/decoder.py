@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from erniekit.kernels.cross_entropy import CHUNK
+from erniekit.kernels.packed_attention import for_kernel
 from erniekit.kernels.rope import cos_sin, inverse_frequencies
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context
@@ -100,11 +101,18 @@ class Decoder(nn.Module):
         record: dict[tuple[str, int], Any] | None = None
         if self.records is not None and torch.is_grad_enabled():
             self.records.append(record := {})
-        return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record)
+        kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions)
+        return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record, kernel, packs)
 
     def run_layers(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
-        for layer in self.layers:
-            x_BLH = layer(x_BLH, ctx)
+        for number, layer in enumerate(self.layers):
+            if ctx.record is None:
+                x_BLH = layer(x_BLH, ctx)
+                continue
+            # A sheet of its own: compiled layers are one program, which knows no layer's number.
+            sheet: dict[str, Any] = {}
+            x_BLH = layer(x_BLH, ctx._replace(record=sheet))
+            ctx.record.update({(name, number): value for name, value in sheet.items()})
         return x_BLH
 
     def forward(
@@ -118,12 +126,13 @@ class Decoder(nn.Module):
         chunk: int = CHUNK,
         more: Any = None,
         per_token: bool = False,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """Token ids [B, L] -> logits [B, L, V], or with labels [B, L] the SUM of their losses (fp32); with per_token
-        the loss of each position [B, L], zero where ignored.
+        """Token ids [B, L] -> logits [B, L, V], or with labels [B, L] the SUM of their losses (fp32), times scale; with
+        per_token the loss of each position [B, L], zero where ignored.
 
         A pipeline stage that lacks the embedding takes hidden states instead; one that lacks the head returns them.
-        more: data.types.More, what only some batches have.
+        more: data.types.More, what only some batches have. scale: see kernels/cross_entropy.py.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
@@ -135,24 +144,30 @@ class Decoder(nn.Module):
         h_BLH, weight, bias = self.norm(x_BLH), self.head_weight(), self.head_bias_or_none()
         if labels is None:
             return self.output.logits(h_BLH, weight, bias)
+        count = None if more is None else more.trained
         if per_token:
-            return self.output.token_losses(h_BLH, weight, labels, bias, ignore, chunk)
-        loss = self.output.loss(h_BLH, weight, labels, bias, ignore, chunk)
+            return self.output.token_losses(h_BLH, weight, labels, bias, ignore, chunk, count)
+        loss = self.output.loss(h_BLH, weight, labels, bias, ignore, chunk, count, scale)
         future = None if more is None else more.future
         if future is not None and self.mtp_weight and ctx.record is not None:
-            further = self.losses_ahead(x_BLH, future, ctx, ignore, chunk)
+            further = self.losses_ahead(x_BLH, future, ctx, ignore, chunk, scale)
             loss = loss + (further - further.detach())  # trained on, never part of the loss that is told
         return loss
 
-    def losses_ahead(self, x_BLH: torch.Tensor, future: Any, ctx: Context, ignore: int, chunk: int) -> torch.Tensor:
-        """The weighted SUM of what each further layer loses; x is the trunk's last state before its norm."""
+    def losses_ahead(
+        self, x_BLH: torch.Tensor, future: Any, ctx: Context, ignore: int, chunk: int, scale: float | None = None
+    ) -> torch.Tensor:
+        """The weighted SUM of what each further layer loses, times scale; x is the trunk's state before its norm."""
+        share = self.mtp_weight / len(self.mtp)
+        inner = None if scale is None else scale * share
         weight, bias = self.head_weight(), self.head_bias_or_none()
         total = torch.zeros((), device=x_BLH.device)
         for depth, ahead in enumerate(self.mtp):
-            labels = future.labels[..., depth]
+            labels, count = future.labels[..., depth], future.trained[depth] if future.trained else None
             x_BLH = ahead(self.embed(future.ids[..., depth]), x_BLH, ctx)
-            loss = self.output.loss(self.norm(x_BLH), weight, labels, bias, ignore, chunk)
+            loss = self.output.loss(self.norm(x_BLH), weight, labels, bias, ignore, chunk, count, inner)
             if ctx.record is not None:
-                ctx.record["mtp_loss", depth] = (loss.detach(), (labels != ignore).sum())
+                told = loss.detach() if inner is None else loss.detach() / inner
+                ctx.record["mtp_loss", depth] = (told, (labels != ignore).sum())
             total = total + loss
-        return total * (self.mtp_weight / len(self.mtp))
+        return total * share if inner is None else total

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from erniekit.kernels.expert_mlp import Update, expert_mlp, fits
 from erniekit.kernels.grouped_gemm import grouped_linear, of_somebody
+from erniekit.kernels.moe_permute import Order, combine, gather
 from erniekit.kernels.swiglu import swiglu
 
 
@@ -28,8 +30,16 @@ class ExpertLinear(nn.Module):
         """Of one expert."""
         return sum(rows for _, rows in self.parts)
 
+    def matrices(self) -> torch.Tensor:
+        """[E, out, in]."""
+        return self.weight.view(self.experts, self.out_features, self.in_features)
+
+    def updates(self) -> dict[str, Update]:
+        """Of parts, by name: LoRA has some."""
+        return {}
+
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return grouped_linear(rows, self.weight.view(self.experts, self.out_features, self.in_features), ends)
+        return grouped_linear(rows, self.matrices(), ends)
 
 
 class Experts(nn.Module):
@@ -38,8 +48,30 @@ class Experts(nn.Module):
         self.gate_up = ExpertLinear(experts, hidden, (("gate_proj", width), ("up_proj", width)))
         self.down = ExpertLinear(experts, width, (("down_proj", hidden),))
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor, spare: bool = False) -> torch.Tensor:
-        """Rows sorted by expert, `ends` int32 [E]: one past each expert's last row. spare: some may be nobody's."""
+    def forward(
+        self,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        spare: bool = False,
+        choices: tuple[Order, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Rows sorted by expert, `ends` int32 [E]: one past each expert's last row. spare: some may be nobody's.
+
+        choices: the rows are tokens yet, each to go to its experts in this order; answered is the sum of what those
+        say, weighed [T, K].
+        """
+        return self._of_rows(rows, ends, spare) if choices is None else self._of_tokens(rows, *choices, spare)
+
+    def _of_rows(self, rows: torch.Tensor, ends: torch.Tensor, spare: bool) -> torch.Tensor:
         if not spare:
             return self.down(swiglu(self.gate_up(rows, ends)), ends)
         return of_somebody(self.down(swiglu(self.gate_up(of_somebody(rows, ends), ends)), ends), ends)
+
+    def _of_tokens(self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor, spare: bool) -> torch.Tensor:
+        gate_up, down = self.gate_up.matrices(), self.down.matrices()
+        updates = {**self.gate_up.updates(), **self.down.updates()}
+        three = [updates.get(part) for part, _ in (*self.gate_up.parts, *self.down.parts)]
+        if not spare and fits(x_TH, gate_up, down, *three):
+            return expert_mlp(x_TH, order, weights, gate_up, down, *three)
+        rows = gather(x_TH, order, weights.shape[1])
+        return combine(self._of_rows(rows, order.ends, spare), weights, order)

@@ -25,9 +25,11 @@ class LocalHead(nn.Module):
         bias: torch.Tensor | None,
         ignore: int,
         chunk: int,
+        count: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """hidden [B, L, H], labels [B, L] -> the SUM of token losses."""
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk)
+        """hidden [B, L, H], labels [B, L] -> the SUM of token losses, times scale; count: of labels not ignored."""
+        return linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk, count, scale)
 
     def token_losses(
         self,
@@ -37,7 +39,8 @@ class LocalHead(nn.Module):
         bias: torch.Tensor | None,
         ignore: int,
         chunk: int,
+        count: int | None = None,
     ) -> torch.Tensor:
         """hidden [B, L, H], labels [B, L] -> the loss of each token, fp32 [B, L], 0 where ignored."""
-        flat = linear_token_losses(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk)
+        flat = linear_token_losses(hidden.flatten(0, 1), weight, labels.flatten(), bias, ignore, chunk, count)
         return flat.view(labels.shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from erniekit.kernels.moe_permute import by_expert, combine, gather
+from erniekit.kernels.moe_permute import by_expert
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.experts import Experts
 from erniekit.models.layers.mlp import MLP
@@ -22,8 +22,7 @@ class LocalExchange(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, routing: Routing, experts: nn.Module, count: int) -> torch.Tensor:
         order = by_expert(routing.ids, count)
-        rows = gather(x_TH, order, routing.ids.shape[1])
-        return combine(experts(rows, order.ends, spare=routing.dropped), routing.weights, order)
+        return experts(x_TH, order.ends, routing.dropped, (order, routing.weights))
 
 
 class NoBalance(nn.Module):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels.router_logits import router_logits
 from erniekit.models.config import DecoderConfig
 
 
@@ -39,7 +40,7 @@ class Router(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> Routing:
         with torch.autocast(x_TH.device.type, enabled=False):
-            logits = F.linear(x_TH.float(), self.weight.float())
+            logits = router_logits(x_TH, self.weight)
             probs = logits.softmax(-1)
             scores = probs.detach()
             if self.bias is not None and self.biased:

@@ -118,6 +118,8 @@ class Step:
 class PagedAttention(InnerAttention):
     """Stores the step's keys and values, then lets each token see its own sequence in the pool."""
 
+    with_positions = False
+
     def __init__(self, cache: PagedCache, layer: int) -> None:
         super().__init__()
         self.cache, self.layer = cache, layer

@@ -1,0 +1,180 @@
+"""`erniekit bench`: a process for each workload, one after the other, and one table at the end.
+
+In the command table; imports no torch, which only the workers need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from erniekit.bench.peers import NEEDS
+from erniekit.bench.report import differences, remarks, table
+from erniekit.bench.workloads import WORKLOADS, Options, Workload, chosen
+from erniekit.errors import ConfigError
+from erniekit.log import say
+from erniekit.registry import nearest
+
+BEGIN_WITHIN = 0.7
+LEAST = 20.0  # seconds: a workload is not begun with less
+AHEAD = 8  # cores from which on the next process may import while this one measures
+
+
+def bench_command(args: list[str]) -> int:
+    given = _parser().parse_args(args)
+    if given.list:
+        for work in WORKLOADS.values():
+            say(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
+        return 0
+    wanted, options = chosen(_words(given.only)), _options(given)
+    out = Path(given.output_dir).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    results, failed = run_all(wanted, options, out, given.seconds_limit)
+    for line in (*table(results), *remarks(results)) if results else ():
+        say(line)
+    say(f"written to {out / 'bench.json'}")
+    wrong = any(not run["parity"]["equal"] for r in results for run in r["runs"] if run.get("parity"))
+    return 1 if failed or wrong else 0
+
+
+def run_all(
+    work: Sequence[Workload], options: Options, out: Path, seconds: float | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Results in order, and the names of workloads that gave none; both are in bench.json after every workload."""
+    began = time.monotonic()
+    results: list[dict[str, Any]] = []
+    failed: list[str] = []
+    # Each alone in its process; tiny ones share one, whose start is what takes the time there.
+    groups = [list(work)] if options.tiny else [[each] for each in work]
+    waiting: Worker | None = None
+    ahead = (os.cpu_count() or 1) >= AHEAD
+    try:
+        for number, group in enumerate(groups):
+            left = None if seconds is None else seconds - (time.monotonic() - began)
+            if left is not None and left < LEAST:
+                names = [each.name for later in groups[number:] for each in later]
+                say(f"time limit: {', '.join(names)} not begun")
+                failed += names
+                break
+            worker = waiting or Worker()
+            waiting = Worker() if ahead and number + 1 < len(groups) else None
+            worker.run(group, options, out, left)
+            for each in group:
+                result = _read(out, each)
+                if result is None:
+                    failed.append(each.name)
+                    say(f"{each.name}: no result")
+                else:
+                    results.append(result)
+                    _tell(result, out)
+            (out / "bench.json").write_text(json.dumps({"results": results, "failed": failed}, indent=1))
+    finally:
+        if waiting is not None:
+            waiting.end()
+    return results, failed
+
+
+def _read(out: Path, work: Workload) -> dict[str, Any] | None:
+    file = out / f"{work.name}.json"
+    if not file.exists():
+        return None
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def _tell(result: dict[str, Any], out: Path) -> None:
+    if not result["tiny"]:  # those are done in no time, and the table follows
+        for line in (*table([result])[2:], *differences(result)):
+            say(f"  {line}")
+    if result["profile"]:
+        from erniekit.bench.profile import lines
+
+        told = lines(result["workload"], result["profile"])
+        (out / f"{result['workload']}.profile.txt").write_text("\n".join(told) + "\n")
+        for line in told:
+            say(f"  {line}")
+
+
+class Worker:
+    """A process that has imported what it needs and waits for its workload."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "erniekit.bench.worker"], stdin=subprocess.PIPE, text=True, env=dict(os.environ)
+        )
+
+    def run(self, work: Sequence[Workload], options: Options, out: Path, seconds: float | None) -> None:
+        """What it finds out is in out/NAME.json; when `seconds` are over, what it has found out by then."""
+        orders = []
+        for each in work:
+            file = out / f"{each.name}.json"
+            file.unlink(missing_ok=True)
+            # The last part of the time is for what has begun already.
+            values = {**asdict(options), "seconds": None if seconds is None else BEGIN_WITHIN * seconds}
+            orders.append(json.dumps({"workload": each.name, "options": values, "file": str(file)}) + "\n")
+        try:
+            self._process.communicate("".join(orders), timeout=seconds)
+        except subprocess.TimeoutExpired:
+            say("stopped by the time limit")
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _options(given: argparse.Namespace) -> Options:
+    peers = None if given.peers is None else tuple(p for p in _words(given.peers) if p != "none")
+    for name in peers or ():
+        if name not in NEEDS:
+            near = nearest(name, list(NEEDS))
+            raise ConfigError(
+                f"no peer {name!r}",
+                where="--peers",
+                fix=f"did you mean {near[0]}?" if near else "choose from: none, " + ", ".join(NEEDS),
+            )
+    keys = {}
+    for word in given.keys:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is not key=value", where="erniekit bench", fix="write attention=varlen")
+        keys[key] = value
+    for number, flag, least in ((given.steps, "--steps", 1), (given.warmup, "--warmup", 1)):
+        if number < least:
+            raise ConfigError(f"{flag} is {number}", where="erniekit bench", fix=f"use {least} or more")
+    return Options(peers, given.steps, given.warmup, given.tiny, given.profile, keys, given.seed)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.replace(" ", ",").split(",") if word]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message, where="erniekit bench", fix="erniekit bench --help lists the flags")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="erniekit bench", add_help=False)
+    parser.add_argument("keys", nargs="*", metavar="key=value")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--peers", default=None)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--seconds-limit", "--seconds_limit", type=float, default=None)
+    parser.add_argument("--output_dir", "--output-dir", default="bench")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    return parser

@@ -1,0 +1,110 @@
+"""Random tokens in the form training gives them: real Batch objects for us, plain rows of the same tokens for peers.
+
+Called by worker.py. The same seed is the same data for everybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from erniekit.bench.workloads import Rows
+from erniekit.data.collate import collate
+from erniekit.data.preference import PairSample
+from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.types import IGNORE, Batch, Pack, Sample
+
+
+@dataclass(frozen=True)
+class PeerRows:
+    """What other trainers take. labels are those of the next position, as ours; `positions` only for packed rows."""
+
+    ids: torch.Tensor  # int64 [B, L]
+    labels: torch.Tensor  # int64 [B, L], IGNORE where not trained
+    positions: torch.Tensor | None = None  # int64 [B, L], restart at 0 in each document
+    scored: int = 0  # preference rows (chosen and rejected in turn): only the last so many places are trained
+
+    @property
+    def unshifted(self) -> torch.Tensor:
+        """labels as transformers wants them: at the place of the token itself. A row's last place trains nothing."""
+        return torch.nn.functional.pad(self.labels[:, :-1], (1, 0), value=IGNORE)
+
+    def to(self, device: torch.device) -> PeerRows:
+        moved = [
+            None if t is None else t.to(device, non_blocking=True) for t in (self.ids, self.labels, self.positions)
+        ]
+        assert moved[0] is not None
+        assert moved[1] is not None
+        return PeerRows(moved[0], moved[1], moved[2], self.scored)
+
+
+@dataclass(frozen=True)
+class StepData:
+    batch: Batch
+    rows: PeerRows
+
+
+def make_steps(rows: Rows, vocab: int, count: int, seed: int) -> list[StepData]:
+    """`count` different steps."""
+    return [_pairs(rows, vocab, seed + k) if rows.pairs else _documents(rows, vocab, seed + k) for k in range(count)]
+
+
+def _documents(rows: Rows, vocab: int, seed: int) -> StepData:
+    rng = np.random.default_rng(seed)
+    packs = []
+    for number in range(rows.count):
+        lengths = document_lengths(rows, rng)
+        packs.append(Pack(tuple(_sample(n, rows.masked, vocab, rng) for n in lengths), number))
+    batch = collate(packs, pad_to=rows.length)
+    positions = batch.positions if rows.mean else None
+    return StepData(batch, PeerRows(batch.input_ids, batch.labels, positions))
+
+
+def document_lengths(rows: Rows, rng: np.random.Generator) -> list[int]:
+    """They fill the row exactly; the last one is what was left."""
+    if not rows.mean:
+        return [rows.length]
+    out: list[int] = []
+    room = rows.length
+    while room:
+        drawn = int(rng.lognormal(np.log(rows.mean) - rows.spread**2 / 2, rows.spread))
+        out.append(min(room, max(2, drawn)))
+        room -= out[-1]
+    return out
+
+
+def _sample(length: int, masked: float, vocab: int, rng: np.random.Generator) -> Sample:
+    ids = rng.integers(3, vocab, length, dtype=np.int32)
+    labels = np.append(ids[1:], IGNORE).astype(np.int32)  # nothing follows a document's last token
+    labels[: int(masked * length)] = IGNORE
+    return Sample(ids, labels)
+
+
+def _pairs(rows: Rows, vocab: int, seed: int) -> StepData:
+    """Prompts of one length and answers of one length, so that peers need no padding."""
+    rng = np.random.default_rng(seed)
+    each = rows.length // rows.pairs
+    prompt = each - 2 * rows.answer  # the layout keeps the prompt's last token twice and leaves out both answers' ends
+    samples, ids, labels = [], [], []
+    for _ in range(rows.count * rows.pairs):
+        question = rng.integers(3, vocab, prompt, dtype=np.int32)
+        answers = [rng.integers(3, vocab, rows.answer, dtype=np.int32) for _ in range(2)]
+        samples.append(_pair(question, *answers))
+        for answer in answers:
+            ids.append(np.concatenate([question, answer[:-1]]))
+            labels.append(np.concatenate([np.full(prompt - 1, IGNORE, np.int32), answer]))
+    per_row = rows.pairs
+    packs = [Pack(tuple(samples[r * per_row : (r + 1) * per_row]), r) for r in range(rows.count)]
+    batch = collate_pairs(packs, pad_to=rows.length)
+    both = [torch.from_numpy(np.stack(part)).long() for part in (ids, labels)]
+    return StepData(batch, PeerRows(both[0], both[1], scored=rows.answer))
+
+
+def _pair(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> PairSample:
+    """As data/preference_assemble.py lays a pair out."""
+    shared = len(prompt) - 1
+    ids = np.concatenate([prompt, chosen[:-1], prompt[-1:], rejected[:-1]])
+    labels = np.concatenate([np.full(shared, IGNORE, np.int32), chosen, rejected])
+    return PairSample(ids, labels, shared, shared + len(chosen), shared + len(chosen))

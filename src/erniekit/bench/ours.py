@@ -1,0 +1,142 @@
+"""This product, by the path a user's run takes: keys -> config -> recipes/build -> TrainStep. Called by turns.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from erniekit.bench.runner import LEARNING_RATE, Runner, Task, Told
+from erniekit.bench.weights import skewed_bias
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig, load, refuse_later
+from erniekit.data.types import Batch
+from erniekit.devices import pick
+from erniekit.parallel.world import open_world
+from erniekit.recipes import pace, stage_of
+from erniekit.recipes.build import DTYPES, Built, build, make_optimizer
+from erniekit.recipes.experts import balance_hook
+from erniekit.recipes.fit import step_for
+from erniekit.recipes.model_config import changes_of
+from erniekit.recipes.stage import Prepare, Stage
+from erniekit.train.step import Launched
+
+if TYPE_CHECKING:
+    from erniekit.recipes.datasets import TrainData
+    from erniekit.train.trainer import Trainer
+
+OURS = "erniekit"
+
+
+def run_config(task: Task) -> RunConfig:
+    """A user's recipe for this workload: what it names, and defaults for the rest."""
+    work, rows = task.workload, task.workload.rows
+    on_card = task.device.type == "cuda"
+    keys: dict[str, Any] = {
+        "model_name_or_path": task.folder,
+        "continue_training": False,  # random weights of the real shape
+        "max_seq_len": rows.length,
+        "batch_size": rows.count,
+        "gradient_accumulation_steps": 1,
+        "compute_type": "bf16" if task.dtype == torch.bfloat16 else "fp32",
+        "device": "gpu" if on_card else "cpu",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "seed": task.options.seed,
+        **work.keys,
+        **task.options.keys,
+    }
+    cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
+    refuse_later(cfg)
+    return cfg
+
+
+class Ours(Runner):
+    name = OURS
+
+    def build(self) -> None:
+        cfg = run_config(self.task)
+        device = pick(cfg.train.device, cfg.train.no_cuda)
+        world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
+        folder = ModelFolder(self.task.folder, weights=False, changes=changes_of(cfg, self.task.folder))
+        cfg = self.cfg = pace.for_device(cfg, device, world, folder.config)
+        self.note = "; ".join(note.reason for note in cfg.notes if note.key == "no_recompute_layers")
+        stage = stage_of(cfg)
+        built = self.built = build(cfg, folder, device, DTYPES[cfg.precision.compute_type], world, stage)
+        if self.task.workload.skew:
+            _skew(built)
+        prepare = self._prepare(stage)
+        optimizer = make_optimizer(cfg, built)
+        # A schedule asks how long the run is; a constant rate does not care.
+        run = cast("TrainData", SimpleNamespace(max_steps=10**6))
+        self.train_step = step_for(cfg, built, optimizer, run, prepare)
+        self.loads = balance_hook(cfg, built)
+        self.trainer = cast("Trainer", None)  # hooks are handed one; this one's does not look at it
+        self.before: Launched | None = None
+
+    def _prepare(self, stage: Stage) -> Prepare | None:
+        """What a stage does before each step. Batches whose reference was computed beforehand go to `kept`."""
+        self.kept: dict[int, Batch] = {}
+        cached = self.cfg.dpo.reference_logps == "cached" and self.cfg.train.stage == "DPO"
+        cfg = self.cfg.replace(reference_logps="live") if cached else self.cfg  # there is no file to cache it for
+        prepare = stage.before_step(cfg, self.built, cast("TrainData", None))
+        if cached and prepare is not None:
+            for place, data in enumerate(self.task.steps):
+                (batch,) = prepare([data.batch])
+                assert batch.pairs is not None
+                assert batch.pairs.reference is not None
+                self.kept[place] = replace(batch, pairs=replace(batch.pairs, reference=batch.pairs.reference.cpu()))
+        return prepare
+
+    def step(self, number: int) -> Told:
+        """As train/trainer.py goes on: launch this step, then wait for the one before it."""
+        place = number % len(self.task.steps)
+        batch = self.kept.get(place, self.task.steps[place].batch)
+        launched = self.train_step.launch([batch], number + 1)
+        if self.loads is not None:
+            self.loads.launched(self.trainer, launched)
+        launched.send()
+        if self.before is not None:
+            self._settle(self.before)
+        self.before = launched
+        return OurTold(launched)
+
+    def _settle(self, launched: Launched) -> None:
+        result = launched.result()
+        if self.loads is not None:
+            self.loads.after_step(self.trainer, result)
+
+    def probe_logits(self) -> torch.Tensor:
+        # Another length than the steps': not worth a compilation, and the compiled layers' loss is compared anyway.
+        with torch.compiler.set_stance("force_eager"):
+            return self.built.engine.logits(self.task.probe())[0].float()
+
+    def trainable(self) -> int:
+        return self.built.trainable()
+
+    def busiest(self) -> float | None:
+        """The largest share of a layer's choices that one expert had."""
+        moe = self.built.folder.config.moe
+        if self.loads is None or moe is None:
+            return None
+        return self.loads.metrics()["moe_load"] / moe.experts
+
+
+class OurTold(Told):
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+
+    def values(self) -> dict[str, float]:
+        result = self.launched.result()
+        sides = {name: value for name, value in result.extras.items() if name.startswith("logps/")}
+        return {"loss": result.loss, "grad_norm": result.grad_norm, **sides}
+
+
+def _skew(built: Built) -> None:
+    for name, param in built.parameters():
+        if name.endswith("router.bias"):
+            with torch.no_grad():
+                param.copy_(skewed_bias(param.numel(), param.device))

@@ -1,0 +1,54 @@
+"""PEERS: other ways to train the same model, each a Runner in a file of its own; and what each needs to be there.
+
+Read by turns.py; nothing here is imported before it is asked for, and what is missing is told, not an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from erniekit.registry import Registry
+
+if TYPE_CHECKING:
+    from erniekit.bench.runner import Runner
+
+PEERS = Registry(
+    "peer",
+    {
+        "hf": "erniekit.bench.peers.hf:Transformers",
+        "hf+compile": "erniekit.bench.peers.hf:CompiledTransformers",
+        "hf+liger": "erniekit.bench.peers.liger:Liger",
+        "peft": "erniekit.bench.peers.peft:Peft",
+        "peft-attention": "erniekit.bench.peers.peft:PeftAttention",
+        "unsloth": "erniekit.bench.peers.unsloth:Unsloth",
+    },
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    modules: tuple[str, ...]
+    pip: str
+
+
+NEEDS = {
+    "hf": Needs(("transformers",), "pip install transformers"),
+    "hf+compile": Needs(("transformers",), "pip install transformers"),
+    "hf+liger": Needs(("transformers", "liger_kernel"), "pip install liger-kernel"),
+    "peft": Needs(("transformers", "peft"), "pip install peft"),
+    "peft-attention": Needs(("transformers", "peft"), "pip install peft"),
+    "unsloth": Needs(("transformers", "peft", "unsloth_zoo"), "pip install peft unsloth_zoo"),
+}
+
+
+def absent(name: str) -> str:
+    """Empty where the peer can be tried; else how to get it."""
+    missing = [module for module in NEEDS[name].modules if find_spec(module) is None]
+    return f"{', '.join(missing)} is not installed: {NEEDS[name].pip}" if missing else ""
+
+
+def peer_class(name: str) -> type[Runner]:
+    cls: type[Runner] = PEERS.get(name)
+    return cls

@@ -1,0 +1,179 @@
+"""transformers' own model classes in a plain training loop, tuned: SDPA or FlexAttention, fused AdamW, layers compiled.
+
+Base of the other peers. A preference pair is two rows, as its ecosystem does it, and only answers reach the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from erniekit.bench.data import PeerRows
+from erniekit.bench.runner import LEARNING_RATE, Runner, Told
+from erniekit.bench.weights import peer_tensors
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.data.types import IGNORE
+
+BETA = 0.1  # of DPO: the default of the key
+BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0  # speed does not depend on them
+
+
+class Transformers(Runner):
+    name = "hf"
+    compiled = False
+    thrifty = False  # layers are computed again in the backward pass, though the workload does not ask for it
+
+    def build(self) -> None:
+        task, work = self.task, self.task.workload
+        self.packed = work.rows.mean > 0
+        self.model: Any = self.adapted(self.plain_model())
+        self.reference: Any = None
+        if work.stage == "DPO" and not work.lora and not self.cached:
+            self.reference = self.plain_model().eval().requires_grad_(False)
+        self.model.train()
+        if work.recompute or self.thrifty:
+            self.recompute()
+            self.note = "layers recomputed"
+        if self.compiled:
+            self.compile_layers()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        fused = task.device.type == "cuda" or all(p.dtype == torch.float32 for p in trained)
+        self.trained = trained
+        self.optimizer = torch.optim.AdamW(trained, LEARNING_RATE, BETAS, EPS, DECAY, fused=fused)
+        self.kept: dict[int, torch.Tensor] = {}
+        if self.cached:
+            for place, data in enumerate(task.steps):
+                with torch.no_grad():
+                    self.kept[place] = self.answer_sums(self.model, data.rows.to(task.device))
+
+    @property
+    def cached(self) -> bool:
+        return self.task.workload.keys.get("reference_logps") == "cached"
+
+    # --- the model ---
+
+    def plain_model(self) -> Any:
+        """A model of transformers' with the benchmark's weights, without ever initialising its own."""
+        import transformers
+
+        task, work = self.task, self.task.workload
+        folder = ModelFolder(task.folder, weights=False)
+        written = folder.spec.write_config(folder.config, "hf", str(task.dtype).removeprefix("torch."))
+        config = transformers.AutoConfig.for_model(**written)
+        config.use_cache = False
+        flex = self.packed and task.device.type == "cuda"  # a CPU has no backward for it
+        options: dict[str, Any] = {"attn_implementation": "flex_attention" if flex else "sdpa", "dtype": task.dtype}
+        if folder.config.moe is not None:
+            config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
+        layout = "hf_fused" if folder.config.moe is not None else "hf"
+        for name, tensor in peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew):
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            old = module._parameters[leaf]
+            assert old is not None
+            assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(task.device)
+        if folder.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+        assert not left, f"no weights for {left[:3]}"
+        return model
+
+    def adapted(self, model: Any) -> Any:
+        """With adapters, where the peer has them."""
+        return model
+
+    def layers(self) -> Iterable[nn.Module]:
+        return next(m.layers for m in self.model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
+
+    def compile_layers(self) -> None:
+        for layer in self.layers():
+            layer.compile()
+        self.head_loss = torch.compile(_head_loss)
+
+    def recompute(self) -> None:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def save_memory(self) -> bool:
+        thriftier = not (self.task.workload.recompute or self.thrifty)
+        self.thrifty = True
+        return thriftier
+
+    # --- one step ---
+
+    def step(self, number: int) -> Told:
+        place = number % len(self.task.steps)
+        rows = self.task.steps[place].rows.to(self.task.device)
+        told = self.preference(rows, place) if rows.scored else Told(self.loss(rows))
+        told.loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.trained, CLIP, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Told(told.loss.detach(), {**told.numbers, "grad_norm": norm.detach()})
+
+    def loss(self, rows: PeerRows) -> torch.Tensor:
+        """The mean over trained tokens."""
+        given: dict[str, Any] = {} if rows.positions is None else {"position_ids": rows.positions}
+        if not self.compiled:
+            out: torch.Tensor = self.model(input_ids=rows.ids, labels=rows.unshifted, use_cache=False, **given).loss
+            return out
+        hidden = self.model.model(input_ids=rows.ids, use_cache=False, **given).last_hidden_state
+        loss: torch.Tensor = self.head_loss(hidden.flatten(0, 1), self.model.lm_head.weight, rows.labels.flatten())
+        return loss
+
+    # --- preferences ---
+
+    def preference(self, rows: PeerRows, place: int) -> Told:
+        sums = self.answer_sums(self.model, rows)
+        reference = self.kept.get(place)
+        if reference is None:
+            with torch.no_grad(), self.as_reference() as model:
+                reference = self.answer_sums(model, rows)
+        margin = (sums - reference).view(-1, 2)
+        loss = -F.logsigmoid(BETA * (margin[:, 0] - margin[:, 1])).mean()
+        each = sums.detach().view(-1, 2).mean(0)
+        return Told(loss, {"logps/chosen": each[0], "logps/rejected": each[1]})
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[Any]:
+        yield self.reference
+
+    def answer_sums(self, model: Any, rows: PeerRows) -> torch.Tensor:
+        """fp32 [rows]: log-probability of each row's answer."""
+        logits = model(input_ids=rows.ids, logits_to_keep=rows.scored, use_cache=False).logits
+        labels = rows.labels[:, -rows.scored :]
+        losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        return -losses.view_as(labels).sum(1)
+
+    # --- what is asked of any runner ---
+
+    @torch.no_grad()
+    def probe_logits(self) -> torch.Tensor:
+        with torch.compiler.set_stance("force_eager"):
+            out: torch.Tensor = self.model(input_ids=self.task.probe(), use_cache=False).logits
+        return out[0].float()
+
+    def trainable(self) -> int:
+        return sum(p.numel() for p in self.trained)
+
+
+class CompiledTransformers(Transformers):
+    """Whole decoder layers compiled, and the head with its loss: most of what its eager norms and RoPE cost is gone."""
+
+    name = "hf+compile"
+    compiled = True
+
+    def save_memory(self) -> bool:
+        return False  # checkpointing wraps the layers; compiled ones stay as they are
+
+
+def _head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=IGNORE)

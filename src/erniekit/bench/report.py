@@ -1,0 +1,105 @@
+"""A benchmark's result for people: one table, and the lines below it that say what to make of it.
+
+Called by command.py with the workers' JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+HEAD = (
+    "workload", "runner", "step ms", "tokens/s", "trained/s", "MFU", "of GEMM", "peak GiB", "compile s", "vs best peer",
+    "same loss",
+)  # fmt: skip
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown, aligned: it reads in a terminal and in a page."""
+    body = [_row(result, run, k == 0) for result in results for k, run in enumerate(result["runs"])]
+    widths = [max(len(row[c]) for row in (HEAD, *body)) for c in range(len(HEAD))]
+
+    def line(cells: Sequence[str]) -> str:
+        fitted = [c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths))]
+        return "| " + " | ".join(fitted) + " |"
+
+    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    return [line(HEAD), rule, *(line(row) for row in body)]
+
+
+def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, ...]:
+    name = result["workload"] if ours else ""
+    why = "absent" if run.get("absent") else "failed"
+    if "step_ms" not in run:
+        return (name, run["runner"], why, *("-" for _ in HEAD[3:]))
+    rate = f"{run['tokens_per_s']:,.0f}"
+    if run.get("pairs_per_s"):
+        rate += f" ({run['pairs_per_s']:.3g} pairs)"
+    ratio = result["ratio_to_best_peer"] if ours else None
+    parity = run.get("parity") or {}
+    same = "" if ours or not parity else "yes" if parity["equal"] else "NO: " + ", ".join(parity["wrong"])
+    return (
+        name,
+        run["runner"],
+        f"{run['step_ms']:.2f}",
+        rate,
+        f"{run['trained_tokens_per_s']:,.0f}",
+        _percent(run["mfu"]),
+        _percent(run["of_ceiling"]),
+        f"{run['peak_gib']:.1f}" if run.get("peak_gib") else "-",
+        f"{run['compile_s']:.1f}",
+        f"{ratio:.2f}x" if ratio else "",
+        same,
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def differences(result: dict[str, Any]) -> list[str]:
+    """How far each peer's first step is from ours."""
+    out = []
+    for run in result["runs"]:
+        if run.get("parity"):
+            shown = ", ".join(f"{name} {value:.1e}" for name, value in run["parity"]["differences"].items())
+            out.append(f"{run['runner']} differs by: {shown}")
+    return out
+
+
+def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Targets and limits, what was missing, what failed, what does not compare."""
+    out = []
+    for result in results:
+        name, ours = result["workload"], result["runs"][0]
+        if "step_ms" in ours:
+            out += _goals(name, result, ours)
+        for run in result["runs"]:
+            if run.get("absent"):
+                out.append(f"{name}: {run['runner']} is absent: {run['absent']}")
+            if run.get("failed"):
+                out.append(f"{name}: {run['runner']}: {run['failed']}")
+            if run.get("note"):
+                out.append(f"{name}: {run['runner']}: {run['note']}")
+            if run.get("parity") and not run["parity"]["equal"]:
+                out.append(f"{name}: {run['runner']} does not compute the same: {', '.join(run['parity']['wrong'])}")
+        if result.get("note"):
+            out.append(f"{name}: {result['note']}")
+        if result.get("busiest_expert"):
+            out.append(f"{name}: the busiest expert has {100 * result['busiest_expert']:.1f} % of a layer's choices")
+    return out
+
+
+def _goals(name: str, result: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    out = []
+    if result["target"]:
+        rate = ours["pairs_per_s"] if result["unit"] == "pairs" else ours["tokens_per_s"]
+        share = rate / result["target"]
+        verdict = "reached" if share >= 1 else "short"
+        out.append(
+            f"{name}: target {result['target']:,.0f} {result['unit']}/s, {rate:,.1f}: {100 * share:.0f} %, {verdict}"
+        )
+    if result["limit_gib"] and ours.get("peak_gib"):
+        fits = "within" if ours["peak_gib"] <= result["limit_gib"] else "ABOVE"
+        out.append(f"{name}: peak {ours['peak_gib']:.1f} GiB, {fits} the limit of {result['limit_gib']:.0f}")
+    return out

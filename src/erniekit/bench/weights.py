@@ -1,0 +1,38 @@
+"""The same random weights for everybody: drawn by name on the device, for our model and under a peer's names.
+
+Called by ours.py and peers/hf.py; nothing is written to disk and no model is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.models.init import initial_value
+
+SKEW = 0.02  # of a router's probabilities among 64 experts this is about one standard deviation
+
+
+def skewed_bias(experts: int, device: torch.device) -> torch.Tensor:
+    """Added to the router's probabilities when it chooses: falls with the logarithm of an expert's rank. The first is
+    chosen by nearly every token, which is the most a top-k router can give it (1 / k of all choices)."""
+    return -SKEW * torch.arange(1, experts + 1, device=device, dtype=torch.float32).log()
+
+
+def peer_tensors(
+    folder: ModelFolder, layout: str, dtype: torch.dtype, device: torch.device, seed: int, skew: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(their name, tensor) of every weight, one of ours at a time; the values recipes/build.py gives a model that
+    starts from nothing with this seed."""
+    shapes = {name: tuple(p.shape) for name, p in folder.meta().named_parameters()}
+    for entry in folder.spec.names(folder.config, layout):
+        if entry.copy_of:
+            continue
+        value = initial_value(entry.ours, shapes[entry.ours], seed, folder.config.init_std, device)
+        if skew and entry.ours.endswith("router.bias"):
+            value = skewed_bias(value.numel(), device)
+        value = value.to(folder.spec.dtype_of(entry.ours, dtype))
+        for name, tensor in zip(entry.theirs, entry.write(value)):
+            yield name, tensor.clone() if len(entry.theirs) > 1 else tensor.contiguous()

@@ -1,0 +1,153 @@
+"""A workload in a process of its own: `python -m erniekit.bench.worker`, which reads what to do from stdin.
+
+Started by command.py ahead of its turn, so that the slow imports are over when the device is free. It takes several
+workloads one after the other as well: tiny ones are done sooner than a process starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from erniekit.bench.workloads import WORKLOADS, Options, Workload, tiny
+from erniekit.log import say
+
+
+def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """write: is given what is known so far, in case the rest is never reached."""
+    import torch
+
+    from erniekit.bench.data import make_steps
+    from erniekit.bench.measure import matmul_ceiling
+    from erniekit.bench.runner import Task
+    from erniekit.bench.turns import Turns
+    from erniekit.checkpoint.model_folder import ModelFolder
+    from erniekit.devices import pick
+
+    began = time.monotonic()
+    machine = pick("cpu" if options.tiny else "auto")
+    device, dtype = machine.handle, torch.bfloat16 if machine.type == "cuda" else torch.float32
+    ceiling = matmul_ceiling(device, dtype)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(dict(work.model)))
+        data = make_steps(work.rows, int(work.model["vocab_size"]), 4, options.seed)
+        task = Task(work, options, folder, device, dtype, data)
+        asked = work.peers if options.peers is None else tuple(p for p in work.possible if p in options.peers)
+        turns = Turns(task, asked, None if options.seconds is None else began + options.seconds)
+        config = ModelFolder(folder, weights=False).config
+
+        def result(ceiling: float) -> dict[str, Any]:
+            return _result(work, options, turns, config, ceiling, machine, time.monotonic() - began)
+
+        turns.run(lambda: write(result(ceiling)))
+    return result(max(ceiling, matmul_ceiling(device, dtype)))
+
+
+def _result(
+    work: Workload, options: Options, turns: Any, config: Any, ceiling: float, machine: Any, seconds: float
+) -> dict[str, Any]:
+    import torch
+
+    from erniekit.bench.flops import FORMULA, useful_flops
+    from erniekit.bench.parity import compare
+
+    task, ours = turns.task, turns.lanes[0]
+    live = work.stage == "DPO" and work.keys.get("reference_logps") != "cached"
+    batch = task.steps[0].batch
+    flops = useful_flops(config, [batch], work.lora, live)
+    peak = machine.peak_flops.get(task.dtype)
+    runs = []
+    for lane in turns.lanes:
+        run = lane.record()
+        if "step_ms" in run:
+            step = run["step_ms"] / 1000
+            run["tokens_per_s"] = batch.num_tokens / step
+            run["trained_tokens_per_s"] = batch.num_label_tokens / step
+            run["pairs_per_s"] = batch.pairs.count / step if batch.pairs is not None else None
+            run["mfu"] = flops / step / peak if peak else None
+            run["of_ceiling"] = flops / step / ceiling
+        if lane is not ours:
+            run["parity"] = compare(work, ours, lane, task.dtype)
+        runs.append(run)
+    runs += [{"runner": name, "absent": reason} for name, reason in turns.missing.items()]
+    best = max((r["tokens_per_s"] for r in runs[1:] if "tokens_per_s" in r), default=None)
+    return {
+        "workload": work.name,
+        "about": work.about,
+        "tiny": options.tiny,
+        "device": machine.name,
+        "torch": torch.__version__,
+        "dtype": str(task.dtype).removeprefix("torch."),
+        "keys": {**work.keys, **options.keys},
+        "tokens": batch.num_tokens,
+        "trained_tokens": batch.num_label_tokens,
+        "documents": int(len(batch.cu_seqlens) - 1),
+        "pairs": batch.pairs.count if batch.pairs is not None else None,
+        "busiest_expert": turns.busiest,
+        "flops": flops,
+        "formula": FORMULA,
+        "ceiling_tflops": ceiling / 1e12,
+        "target": work.target,
+        "unit": work.unit,
+        "limit_gib": work.limit_gib,
+        "note": work.note,
+        "ratio_to_best_peer": runs[0]["tokens_per_s"] / best if best and "tokens_per_s" in runs[0] else None,
+        "runs": runs,
+        "profile": turns.profile,
+        "seconds": seconds,
+    }
+
+
+def main() -> int:
+    """Lines of JSON in, a file of JSON for each; what is said on the way goes to stdout."""
+    _import()
+    code = 0
+    for line in sys.stdin:
+        order = json.loads(line)
+        peers = order["options"].pop("peers")
+        options = Options(**order["options"], peers=None if peers is None else tuple(peers))
+        work = WORKLOADS[order["workload"]]
+        file = Path(order["file"])
+        say(f"{work.name}: {work.about}")
+        try:
+            result = measure(tiny(work) if options.tiny else work, options, partial(_write, file))
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        else:
+            _write(file, {**result, "complete": True})
+    return code
+
+
+def _write(file: Path, result: dict[str, Any]) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1))
+    temporary.replace(file)
+
+
+def _import() -> None:
+    """What takes its time, before there is anything to do."""
+    for name in (
+        "torch",
+        "transformers.models.ernie4_5.modeling_ernie4_5",
+        "transformers.models.ernie4_5_moe.modeling_ernie4_5_moe",
+        "transformers.models.llama.modeling_llama",
+        "erniekit.bench.turns",
+        "erniekit.recipes.dpo",
+    ):
+        with suppress(ImportError):
+            import_module(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""WORKLOADS: what is measured. Shapes of real models, the keys a user would write, the data, and who is compared.
+
+Read by command.py and worker.py; no torch here, so that the list prints at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from erniekit.errors import ConfigError
+from erniekit.registry import nearest
+
+ERNIE_03B = dict(
+    model_type="ernie4_5", vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18,
+    num_attention_heads=16, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
+    tie_word_embeddings=True, max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    use_bias=False,
+)  # fmt: skip
+ERNIE_21B = dict(
+    model_type="ernie4_5_moe", vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28,
+    num_attention_heads=20, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
+    tie_word_embeddings=True, max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
+    moe_layer_end_index=27, moe_use_aux_free=True, use_bias=False,
+)  # fmt: skip
+LLAMA_13B = dict(
+    model_type="llama", vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=8,
+    num_attention_heads=40, num_key_value_heads=40, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
+    max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+# What makes any of them small enough for a CPU; the kind of model stays.
+TINY: dict[str, Any] = dict(
+    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
+)
+TINY_EXPERTS: dict[str, Any] = dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_layer_end_index=1)
+
+ON_A_CARD = ("hf+compile", "hf+liger")  # a CPU has no driver for the one and takes half a minute to compile the other
+
+FULL = {"fine_tuning": "Full"}
+LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
+
+
+def within(gib: float) -> dict[str, Any]:
+    """As few layers recomputed as this much memory asks for."""
+    return {"recompute": True, "recompute_granularity": "auto", "memory_limit": gib}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The data of a step. One document a row, or documents of about `mean` tokens end to end; or preference pairs."""
+
+    count: int  # rows a step
+    length: int  # tokens a row
+    mean: int = 0  # of the documents' log-normal lengths; 0: a row is one document
+    spread: float = 0.4  # of their logarithm: the longest of 40 is about twice the mean, or eight times at 0.8
+    masked: float = 0.0  # share of each document's labels that are not trained: its first ones
+    pairs: int = 0  # preference pairs a row: one prompt and two answers each
+    answer: int = 0  # tokens of each answer
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    about: str
+    model: Mapping[str, Any]  # config.json
+    rows: Rows
+    keys: Mapping[str, Any]  # of the run, beside the defaults
+    peers: tuple[str, ...]  # measured unless others are asked for
+    also: tuple[str, ...] = ()  # measured when asked for by name
+    recompute: bool = False  # whether the peers compute layers again in the backward pass
+    together: bool = True  # everybody's weights and states fit the card at once, so that turns alternate
+    skew: bool = False  # the router prefers some experts, as Zipf's law has it
+    limit_gib: float | None = None  # peak memory that is allowed
+    target: float | None = None  # tokens (or pairs) a second to reach on one H200
+    note: str = ""
+
+    @property
+    def stage(self) -> str:
+        return str(self.keys.get("stage", "SFT"))
+
+    @property
+    def lora(self) -> bool:
+        return self.keys["fine_tuning"] == "LoRA"
+
+    @property
+    def unit(self) -> str:
+        """What `target` counts a second."""
+        return "pairs" if self.rows.pairs and not self.lora else "tokens"
+
+    @property
+    def possible(self) -> tuple[str, ...]:
+        return (*self.peers, *self.also)
+
+
+_DENSE = ("hf", "hf+compile")
+_EXPERTS = ("unsloth", "peft-attention")
+_8K, _32K, _128K = 8192, 32768, 131072
+_PAIRS = Rows(1, _8K, pairs=2, answer=512)
+_DPO = {"stage": "DPO", "max_prompt_len": 4096}
+_NO_128K = "hf is left out: it gave no step in five minutes at this length; --peers hf tries it"
+
+_ALL = (
+    Workload("A1", "0.3B, every weight, one document of 8K", ERNIE_03B, Rows(1, _8K), FULL, _DENSE, target=118e3),
+    Workload("A1b", "the same, four rows a step", ERNIE_03B, Rows(4, _8K), FULL, _DENSE, target=126e3),
+    Workload(
+        "A2-none", "0.3B, every weight, 32K of documents of about 1K, no label masked",
+        ERNIE_03B, Rows(1, _32K, mean=1024), FULL, _DENSE, target=210e3,
+    ),
+    Workload(
+        "A2-half", "the same, half the labels masked",
+        ERNIE_03B, Rows(1, _32K, mean=1024, masked=0.5), FULL, _DENSE, target=235e3,
+    ),
+    Workload(
+        "A2-wide", "none masked, some documents far longer: up to eight times the mean",
+        ERNIE_03B, Rows(1, _32K, mean=1024, spread=0.8), FULL, _DENSE,
+    ),
+    Workload(
+        "B1-100", "0.3B, every weight, one document of 128K", ERNIE_03B, Rows(1, _128K), FULL, (), ("hf",),
+        recompute=True, together=False, limit_gib=100, target=14e3, note=_NO_128K,
+    ),
+    Workload(
+        "B1-30", "the same in 30 GiB, layers recomputed", ERNIE_03B, Rows(1, _128K), {**FULL, **within(30)}, (),
+        ("hf",), recompute=True, together=False, limit_gib=30, target=12.5e3, note=_NO_128K,
+    ),
+    Workload(
+        "C1-85", "21B-A3B, LoRA on attention, dense, shared and routed experts, one document of 8K",
+        ERNIE_21B, Rows(1, _8K), LORA, _EXPERTS, ("peft",), together=False, limit_gib=85, target=24e3,
+    ),
+    Workload(
+        "C1-60", "the same in 60 GiB, layers recomputed", ERNIE_21B, Rows(1, _8K), {**LORA, **within(60)}, ("unsloth",),
+        ("peft", "peft-attention"), recompute=True, together=False, limit_gib=60, target=16e3,
+    ),
+    Workload(
+        "C1-skew", "C1-85 with uneven experts", ERNIE_21B, Rows(1, _8K), LORA, ("unsloth",), ("peft-attention",),
+        together=False, skew=True, limit_gib=85,
+    ),
+    Workload(
+        "C3", "21B-A3B, the same adapters, one document of 32K", ERNIE_21B, Rows(1, _32K), {**LORA, **within(110)},
+        ("unsloth",), ("peft", "peft-attention"), recompute=True, together=False, limit_gib=110, target=13e3,
+    ),
+    Workload(
+        "E1", "0.3B, every weight, DPO with a live reference, prompt 3072 + answers 512, four pairs a step",
+        ERNIE_03B, Rows(1, 2 * _8K, pairs=4, answer=512), {**FULL, **_DPO}, ("hf",), ("hf+compile",), target=28,
+    ),
+    Workload(
+        "E2-live", "21B-A3B, DPO with LoRA, 8K, live reference", ERNIE_21B, _PAIRS, {**LORA, **_DPO},
+        ("unsloth",), ("peft-attention", "peft"), together=False, target=17e3,
+    ),
+    Workload(
+        "E2-cached", "the same, reference computed beforehand", ERNIE_21B, _PAIRS,
+        {**LORA, **_DPO, "reference_logps": "cached"}, ("unsloth",), ("peft-attention", "peft"), together=False,
+        target=23e3,
+    ),
+    Workload(
+        "F1", "Llama-13B shape, 8 layers, every weight, 4 x 4K", LLAMA_13B, Rows(4, 4096), {**FULL, "stage": "PT"},
+        ("hf+liger", "hf"), ("hf+compile",), together=False, target=38e3,
+    ),
+)  # fmt: skip
+WORKLOADS = {workload.name: workload for workload in _ALL}
+
+
+def chosen(words: Iterable[str]) -> list[Workload]:
+    """`C1` is every C1-..., `C1-60` one of them; none given is all, in the table's order."""
+    wanted = [word.strip() for word in words if word.strip()]
+    for word in wanted:
+        if not any(_matches(name, word) for name in WORKLOADS):
+            near = nearest(word, list(WORKLOADS))
+            raise ConfigError(
+                f"no workload {word!r}",
+                where="--only",
+                fix=f"did you mean {near[0]}?" if near else "choose from: " + ", ".join(WORKLOADS),
+            )
+    return [w for name, w in WORKLOADS.items() if not wanted or any(_matches(name, word) for word in wanted)]
+
+
+def _matches(name: str, word: str) -> bool:
+    return name == word or name.startswith(word + "-")
+
+
+def tiny(workload: Workload) -> Workload:
+    """The same kind of work at a size a CPU does in a second; memory limits and targets are the real size's."""
+    experts = TINY_EXPERTS if "moe_k" in workload.model else {}
+    groups = 4 if workload.model["num_key_value_heads"] == workload.model["num_attention_heads"] else 2
+    model = {**workload.model, **TINY, **experts, "num_key_value_heads": groups}
+    rows = workload.rows
+    length = {_8K: 64, 2 * _8K: 128, _32K: 128, _128K: 192}.get(rows.length, 48)
+    rows = replace(rows, length=length, mean=24 if rows.mean else 0, answer=8 if rows.pairs else 0)
+    peers, also = (tuple(p for p in names if p not in ON_A_CARD) for names in (workload.peers, workload.also))
+    keys = {**workload.keys, **({"lora_rank": 8} if workload.lora else {})}
+    if "memory_limit" in keys:
+        keys["memory_limit"] = 1e-6  # nothing fits, so that layers are recomputed here as well
+    peers = peers or also[:1]  # what is too slow at the real size is not at this one
+    return replace(
+        workload, model=model, rows=rows, keys=keys, peers=peers, also=also, limit_gib=None, target=None, note=""
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a workload is measured; travels to its process as JSON."""
+
+    peers: tuple[str, ...] | None = None  # None: the workload's own
+    steps: int = 8  # timed, of each
+    warmup: int = 3
+    tiny: bool = False
+    profile: bool = False
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of our run, over the workload's
+    seed: int = 0
+    seconds: float | None = None  # left for this workload: later peers are not started beyond it

@@ -1,0 +1,221 @@
+"""Attention over packed documents on a CUDA card, as one op that compiled layers may hold. Called by models/layers.
+
+cuDNN's varlen plan where its package is installed, FlashAttention else; attention.py has the reference. Rows of one
+document need none of this. B batch, L length, T = B * L tokens, N heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+
+from erniekit.kernels import cudnn_packed
+
+ROOM = 64  # documents a pack has room for; more of them take the next multiple, and one compilation more
+
+
+class Packs(NamedTuple):
+    """The documents of a batch in tensors whose shapes stay the same from pack to pack."""
+
+    bounds: torch.Tensor  # int32 [room + 1], in the flattened tokens
+    sizes: torch.Tensor  # int64 on the host, read without waiting: documents, the longest, the longest list of keys
+    key_index: torch.Tensor | None = None  # int64 [2 T], as data.types.SharedKeys
+    key_bounds: torch.Tensor | None = None  # int32 [room + 1]
+
+
+def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -> Packs:
+    """Padded with documents of no length, and keys that nobody looks at."""
+    documents = cu_seqlens.numel() - 1
+    room = -(-documents // ROOM) * ROOM + 1
+    bounds = _padded(cu_seqlens, room, tokens)
+    if shared is None:
+        return Packs(bounds, torch.tensor([documents, longest, longest]))
+    keys = shared.index.numel()
+    index = _padded(shared.index, -(-keys // (2 * tokens)) * 2 * tokens, 0)
+    return Packs(bounds, torch.tensor([documents, longest, shared.longest]), index, _padded(shared.bounds, room, keys))
+
+
+def _padded(x: torch.Tensor, size: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, size - x.numel()), value=value)
+
+
+def for_kernel(
+    cu_seqlens: torch.Tensor | None, longest: int | None, shared: Any, positions: torch.Tensor
+) -> tuple[str | None, Packs | None]:
+    """The back end for a batch and its documents; (None, None) where there is none. Once a batch, not compiled."""
+    if not positions.is_cuda or not _has_triton() or (cu_seqlens is not None and longest is None):
+        return None, None
+    if cu_seqlens is None or longest is None:
+        return "rows", None
+    return backend_for(positions.device), packs_of(cu_seqlens, longest, shared, positions.numel())
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def backend_for(device: torch.device) -> str:
+    """By what measured fastest and is right: cuDNN from Hopper on, FlashAttention elsewhere and where the same bits are
+    asked for each time (cuDNN's own way to those takes up to 32 GiB)."""
+    if torch.are_deterministic_algorithms_enabled() or _capability(device) < (9, 0):
+        return "flash"
+    return "flash" if cudnn_packed.library() is None else "cudnn"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: Packs, backend: str) -> torch.Tensor:
+    """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq * D]. backend: cudnn | flash."""
+    flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
+    out, _ = torch.ops.erniekit.packed_attention(*flat, backend, *packs)
+    return out.view(*q.shape[:2], -1)
+
+
+# Defined by hand: what `custom_op` wraps around a function costs the host as much as the launch itself.
+_LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
+_PACKS = "str backend, Tensor bounds, Tensor sizes, Tensor? key_index, Tensor? key_bounds"
+_LIBRARY.define(f"packed_attention(Tensor q, Tensor k, Tensor v, {_PACKS}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "packed_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, "
+    f"{_PACKS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _listed(k: torch.Tensor, key_index: torch.Tensor | None) -> torch.Tensor:
+    """Keys of every token or, where documents share some, of the list they look at."""
+    return k if key_index is None else k.index_select(0, key_index)
+
+
+def _shape(
+    q: torch.Tensor, k: torch.Tensor, sizes: torch.Tensor, bounds: torch.Tensor, lower_right: bool
+) -> cudnn_packed.Shape:
+    documents, most, most_keys = sizes.tolist()
+    return cudnn_packed.Shape(
+        documents=cudnn_packed.bucket(documents, 8, bounds.numel() - 1),
+        longest=cudnn_packed.bucket(most, 512, q.shape[0]),
+        longest_keys=cudnn_packed.bucket(most_keys, 512, k.shape[0]),
+        tokens=q.shape[0],
+        keys=k.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        q_width=q.stride(0),
+        kv_width=k.stride(0),
+        dtype=q.dtype,
+        lower_right=lower_right,
+        deterministic=False,
+    )
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: str,
+    bounds: torch.Tensor,
+    sizes: torch.Tensor,
+    key_index: torch.Tensor | None,
+    key_bounds: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, Nq * D], what backward needs of the softmax [T * Nq])."""
+    T, heads, D = q.shape
+    k, v = _listed(k, key_index), _listed(v, key_index)
+    if backend == "cudnn":
+        shape = _shape(q, k, sizes, bounds, key_bounds is not None)
+        where = cudnn_packed.offsets(bounds, key_bounds, shape)
+        out = q.new_empty(T, heads * D)
+        stats = q.new_empty(T * heads, dtype=torch.float32)
+        cudnn_packed.forward(q, k, v, out, stats, where, shape)
+        return out, stats
+    ends = bounds if key_bounds is None else key_bounds
+    _, most, most_keys = sizes.tolist()
+    out, stats, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, ends, most, most_keys, 0.0, True, False, scale=D**-0.5
+    )
+    return out.reshape(T, heads * D), stats.reshape(-1)
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    backend: str,
+    bounds: torch.Tensor,
+    sizes: torch.Tensor,
+    key_index: torch.Tensor | None,
+    key_bounds: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v; a key that several documents saw gets their sum in fp32."""
+    T, heads, D = q.shape
+    tokens = k.shape[0]
+    k, v = _listed(k, key_index), _listed(v, key_index)
+    grad = grad.contiguous()
+    if backend == "cudnn":
+        shape = _shape(q, k, sizes, bounds, key_bounds is not None)
+        where = cudnn_packed.offsets(bounds, key_bounds, shape)
+        fresh = torch.empty_like if key_index is None else torch.zeros_like  # nobody writes keys past the last list
+        grads = (torch.empty_like(q), fresh(k), fresh(v))
+        cudnn_packed.backward((q, k, v), out, stats, grad, grads, where, shape)
+    else:
+        ends = bounds if key_bounds is None else key_bounds
+        _, most, most_keys = sizes.tolist()
+        none = torch.empty(0, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.view(T, heads, D), q, k, v, out.view(T, heads, D), stats.view(heads, T), bounds, ends, most,
+            most_keys, 0.0, True, none, none, scale=D**-0.5,
+        )  # fmt: skip
+        if key_bounds is not None:  # past the last list it leaves what it found
+            known = (torch.arange(k.shape[0], device=q.device) < key_bounds[-1])[:, None, None]
+            grads = (grads[0], *(torch.where(known, t, 0) for t in grads[1:]))
+    if key_index is None:
+        return grads
+    # A key is in few lists, most often two: added in fp32 from zero, any order gives the same bits for two.
+    sums = (
+        t.new_zeros(tokens, *t.shape[1:], dtype=torch.float32).index_add_(0, key_index, t.float()) for t in grads[1:]
+    )
+    grad_k, grad_v = (t.to(q.dtype) for t in sums)
+    return grads[0], grad_k, grad_v
+
+
+_LIBRARY.impl("packed_attention", _forward, "CUDA")
+_LIBRARY.impl("packed_attention_backward", _backward, "CUDA")
+
+
+@torch.library.register_fake("erniekit::packed_attention")
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *packs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    T, heads, D = q.shape
+    return q.new_empty(T, heads * D), q.new_empty(T * heads, dtype=torch.float32)
+
+
+@torch.library.register_fake("erniekit::packed_attention_backward")
+def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *qkv, ctx.backend, bounds, sizes, key_index, key_bounds = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*qkv, *output, bounds, sizes, key_index, key_bounds)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    grads: tuple[Any, ...] = (None, None, None)
+    if grad is not None:
+        *known, bounds, sizes, key_index, key_bounds = ctx.saved_tensors
+        grads = torch.ops.erniekit.packed_attention_backward(
+            grad, *known, ctx.backend, bounds, sizes, key_index, key_bounds
+        )
+    return *grads, None, None, None, None, None
+
+
+torch.library.register_autograd("erniekit::packed_attention", _gradient, setup_context=_keep)

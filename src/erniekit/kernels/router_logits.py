@@ -1,0 +1,78 @@
+"""A router's logits, x @ weight^T in fp32, at the price of a 16-bit product. Called by models/layers/router.py.
+
+x is bf16 already. An fp32 weight is the sum of three bf16 parts (8 + 8 + 8 bits), products of bf16 are exact in fp32,
+and so the sum over the parts is the fp32 product. T tokens, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, H], weight [E, H] -> fp32 [T, E]."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
+        return torch.ops.erniekit.router_logits(x, weight)
+    return F.linear(x.float(), weight.float())
+
+
+def parts_of(value: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """bf16 tensors whose sum is an fp32 one, the largest first; three leave nothing but what bf16 cannot hold."""
+    out = []
+    for _ in range(count):
+        out.append(value.to(torch.bfloat16))
+        value = value - out[-1].float()
+    return out
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of bf16 matrices, in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+@torch.library.custom_op("erniekit::router_logits", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+def _forward(x, weight):  # type: ignore[no-untyped-def]
+    parts = torch.cat(parts_of(weight, 3))
+    return _product(x, parts.t()).view(x.shape[0], 3, -1).sum(1)
+
+
+@_forward.register_fake
+def _(x, weight):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "erniekit::router_logits_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]",
+)
+def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
+    out, (high, middle, low) = [], parts_of(grad, 3)
+    if wanted[0]:
+        # The answer is rounded to x's 8 bits: of the product of two sums, what is below 16 bits is left out.
+        most, rest = parts_of(weight, 2)
+        out.append(_product(torch.cat([high, middle, high], 1), torch.cat([most, most, rest])).to(x.dtype))
+    if wanted[1]:
+        out.append(_product(torch.cat([high, middle, low], 1).t(), x).view(3, *weight.shape).sum(0))
+    return out
+
+
+@_backward.register_fake
+def _(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
+    return [tensor.new_empty(tensor.shape) for tensor, want in zip((x, weight), wanted) if want]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    wanted = [bool(want) for want in ctx.needs_input_grad[:2]]
+    found = iter(torch.ops.erniekit.router_logits_backward(grad.contiguous(), *ctx.saved_tensors, wanted))
+    return tuple(next(found) if want else None for want in wanted)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,99 @@
+"""AdamW, and the squares of gradients, each over many tensors in one launch. Called by kernels/adamw.py.
+
+Tensors are given by address: a row of `tensors` (int64) says where a tensor's fp32 weight, its moments, its 16-bit
+weight and its count of updates are, and how long it is; `chunks` (int32 pairs) says which tensor a program works on,
+and where in it. Addresses are read on the device, so nothing is compiled or copied anew for another set of tensors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(6)  # of `tensors`: master, average, square, weight, step, length
+
+
+@triton.jit
+def _lanes(address, first, kind: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to the BLOCK elements from `first` on. Known to lie on 16 bytes, they are read 16 bytes at a time."""
+    pointers = address.to(tl.pointer_type(kind)) + first + tl.arange(0, BLOCK)
+    if ALIGNED:
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), BLOCK)
+    return pointers
+
+
+@triton.jit
+def _updated(g, p, m, v, lr_decay, step_size, root, rest1, beta2, rest2, eps):
+    """In torch's order: the decay, both moments, the move."""
+    p -= lr_decay * p
+    m += rest1 * (g - m)
+    v = beta2 * v + rest2 * g * g
+    p -= step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    return p, m, v
+
+
+@triton.jit
+def update(
+    tensors, grads, chunks, scale, good,
+    lr, lr_decay, rest1, log_beta1, beta2, rest2, log_beta2, eps,
+    GRAD: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """scale: what gradients are multiplied by; good: 0 leaves everything as it is; both on the device. rest: 1 - beta.
+    WEIGHT: the type of the 16-bit weights, fp32 where there are none. Counts of updates include this one."""
+    if tl.load(good) != 0:
+        tensor = tl.load(chunks + 2 * tl.program_id(0))
+        start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * BLOCKS)
+        row = tensors + tensor * COLUMNS
+        grad, master, average, square = tl.load(grads + tensor), tl.load(row), tl.load(row + 1), tl.load(row + 2)
+        weight, length = tl.load(row + 3), tl.load(row + 5)
+        step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        factor = tl.load(scale)
+        # fp64: 1 - beta ** step loses half its digits in fp32 when the step is small.
+        size = tl.div_rn(lr, (1.0 - tl.exp(step * log_beta1)).to(tl.float32))
+        root = tl.sqrt_rn((1.0 - tl.exp(step * log_beta2)).to(tl.float32))
+        for k in range(BLOCKS):
+            first = start + k * BLOCK
+            g_at = _lanes(grad, first, GRAD, ALIGNED, BLOCK)
+            p_at = _lanes(master, first, tl.float32, ALIGNED, BLOCK)
+            m_at = _lanes(average, first, tl.float32, ALIGNED, BLOCK)
+            v_at = _lanes(square, first, tl.float32, ALIGNED, BLOCK)
+            w_at = _lanes(weight, first, WEIGHT, ALIGNED, BLOCK)
+            if first + BLOCK <= length:  # a mask would be known lane by lane only, and so would be the reads
+                g, p, m, v = tl.load(g_at).to(tl.float32) * factor, tl.load(p_at), tl.load(m_at), tl.load(v_at)
+                p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
+                tl.store(p_at, p)
+                tl.store(m_at, m)
+                tl.store(v_at, v)
+                if tl.float32 != WEIGHT:
+                    tl.store(w_at, p.to(WEIGHT))
+            elif first < length:
+                own = first + tl.arange(0, BLOCK) < length
+                g = tl.load(g_at, own, other=0.0).to(tl.float32) * factor
+                p, m, v = tl.load(p_at, own, other=0.0), tl.load(m_at, own, other=0.0), tl.load(v_at, own, other=0.0)
+                p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
+                tl.store(p_at, p, own)
+                tl.store(m_at, m, own)
+                tl.store(v_at, v, own)
+                if tl.float32 != WEIGHT:
+                    tl.store(w_at, p.to(WEIGHT), own)
+
+
+@triton.jit
+def squares(
+    grads, lengths, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """sums[program]: the squares of a chunk's elements, fp32, added in one order whatever runs beside."""
+    tensor = tl.load(chunks + 2 * tl.program_id(0))
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    grad, length = tl.load(grads + tensor), tl.load(lengths + tensor)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(BLOCKS):
+        first = start + k * BLOCK
+        at = _lanes(grad, first, GRAD, ALIGNED, BLOCK)
+        if first + BLOCK <= length:
+            g = tl.load(at).to(tl.float32)
+            total += g * g
+        elif first < length:
+            g = tl.load(at, first + tl.arange(0, BLOCK) < length, other=0.0).to(tl.float32)
+            total += g * g
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))

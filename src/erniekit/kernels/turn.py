@@ -1,0 +1,64 @@
+"""A fused projection to queries, keys and values with their positions, on a CUDA card. Called by models/layers.
+
+rope.py is the reference. Compiled layers take the kernel in as it is (triton_op), so that it costs the host nothing of
+its own. B batch, L length, T = B * L tokens, N heads, D head_dim, C = (Nq + 2 Nkv) * D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import triton_op, wrap_triton
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int, halves: bool) -> QKV:
+    """qkv [B, L, C]; cos, sin fp32 [B, L, 1, D / 2] -> q [B, L, Nq, D], k, v [B, L, Nkv, D]."""
+    half = cos.shape[-1]
+    return _turn(qkv, cos.reshape(-1, half), sin.reshape(-1, half), heads, kv_heads, halves)
+
+
+@triton_op("erniekit::turn", mutates_args={})
+def _turn(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int, halves: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from erniekit.kernels.triton import rope
+
+    B, L, _ = qkv.shape
+    D = 2 * cos.shape[-1]
+    counts = (heads, kv_heads, kv_heads)
+    given = [t.unflatten(-1, (n, D)) for t, n in zip(qkv.split([n * D for n in counts], dim=-1), counts)]
+    q, k, v = (qkv.new_empty(B, L, n, D) for n in counts)
+    rope.launch(wrap_triton(rope.turn), given, [t.view(B * L, -1) for t in (q, k, v)], cos, sin, halves, False)
+    return q, k, v
+
+
+@triton_op("erniekit::turn_back", mutates_args={})
+def _turn_back(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool
+) -> torch.Tensor:
+    """Gradients of q, k, v [B, L, N, D], laid out in any way -> that of the projection [B, L, C]."""
+    from erniekit.kernels.triton import rope
+
+    B, L, _, D = q.shape
+    counts = [t.shape[2] for t in (q, k, v)]
+    out = q.new_empty(B, L, sum(counts) * D)
+    parts = out.view(B * L, -1).split([n * D for n in counts], dim=-1)
+    rope.launch(wrap_triton(rope.turn), (q, k, v), parts, cos, sin, halves, True)
+    return out
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, cos, sin, _, _, ctx.halves = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradient(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+    # A head's channels side by side: what the kernel reads; all else lies as it comes.
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    return _turn_back(q, k, v, *ctx.saved_tensors, ctx.halves), None, None, None, None, None
+
+
+_turn.register_autograd(_gradient, setup_context=_keep)

@@ -1,0 +1,21 @@
+"""torch.compile of decoder layers. Used by apply.py, and by whoever runs the odd batch of another shape."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+
+def compile_layers(part: nn.Module, one_graph: bool) -> None:
+    """Each decoder layer as a whole: they are alike, so one compilation serves them all. one_graph: nothing in it may
+    fall back to Python, which on one card nothing does."""
+    for layer in part.layers:  # type: ignore[union-attr]
+        if hasattr(layer, "attn"):
+            layer.forward = torch.compile(layer.forward, fullgraph=one_graph, dynamic=False if one_graph else None)
+
+
+def eager() -> AbstractContextManager[None]:
+    """Compiled layers run as they are written: a batch of another shape is not worth a compilation."""
+    return torch.compiler.set_stance("force_eager")

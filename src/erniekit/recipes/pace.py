@@ -1,0 +1,95 @@
+"""What makes steps fast on the device at hand: whether layers are compiled, and how few of them are computed again.
+
+Called by fit.py and doctor.py once device, ranks and model are known; each answer is a note with its reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from erniekit.config import RunConfig
+from erniekit.config.note import Note
+from erniekit.devices.base import Device
+from erniekit.models.config import DecoderConfig
+from erniekit.parallel.mesh import World
+
+GIB = 1024**3
+USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
+SPARE = GIB  # kernels' own workspaces
+KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
+
+
+def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
+    return cfg.derive(*_compile(cfg, device, world), *_recompute(cfg, device, world, model))
+
+
+def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
+    if cfg.model.compile is not None:
+        return
+    why_not = None
+    if device.type != "cuda":
+        why_not = "no NVIDIA card"
+    elif importlib.util.find_spec("triton") is None:
+        why_not = "triton is not installed"
+    elif world.size > 1:
+        why_not = "several ranks"
+    elif cfg.precision.compute_type == "fp32":
+        why_not = "fp32"
+    elif cfg.train.stage == "SFT" and not cfg.data.packing:
+        why_not = "rows of many lengths; packing: True makes them of one"
+    reason = why_not or "one NVIDIA card and rows of one length; write compile: False to leave it"
+    yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
+
+
+def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
+    m = cfg.memory
+    if not m.recompute or m.recompute_granularity != "auto":
+        return
+    yield Note("recompute_granularity", "auto", "full", "whole layers, as few as needed")
+    limit = m.memory_limit * GIB if m.memory_limit else (device.total_memory or 0) * USABLE
+    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
+    if world.size > 1 or not limit:
+        return
+    count = layers_to_recompute(model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen)
+    kept = tuple(range(count, model.num_layers))
+    reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
+    yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
+
+
+def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
+    """Of the weights, how many are trained; an adapter's are a few in a hundred at most."""
+    if not cfg.lora.lora:
+        return 1.0
+    return min(1.0, 2.0 * cfg.lora.lora_rank / model.hidden_size)
+
+
+def layers_to_recompute(model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int) -> int:
+    """The fewest layers that must be computed again for a step to fit in `limit` bytes."""
+    weights = model.parameters()
+    fixed = weights * 2 + weights * trained * (2 + KEPT_STATE) + head_room(model, rows)
+    kept = [saved_per_token(model, layer) * tokens for layer in range(model.num_layers)]
+    start = 2 * model.hidden_size * tokens  # what a layer that is computed again starts from
+    most = max(kept)
+    need = fixed + sum(kept) + 2 * most + SPARE  # and a layer's gradients and what they are made of
+    for count in range(model.num_layers + 1):
+        if need <= limit:
+            return count
+        if count < model.num_layers:
+            need -= kept[count] - start
+    return model.num_layers
+
+
+def head_room(model: DecoderConfig, rows: int) -> float:
+    """The loss: logits of some rows, and the head's gradient summed in fp32."""
+    return rows * model.vocab_size * 2 + 4 * model.vocab_size * model.hidden_size
+
+
+def saved_per_token(model: DecoderConfig, layer: int) -> float:
+    """Bytes a layer keeps of a token from forward to backward, in 16 bit."""
+    D = model.head_dim
+    heads = (model.num_heads + 2 * model.num_kv_heads) * D + model.num_heads * D
+    rest = 3.0 * model.intermediate_size
+    if model.moe is not None and model.sparse(layer):
+        rest = 3 * model.moe.shared_width + 2.2 * model.moe.choices * model.moe.width
+    return 2 * (4 * model.hidden_size + heads + rest) + 4 * model.num_heads

@@ -1,0 +1,203 @@
+"""`erniekit data preview RECIPE | FILE...`: a few rows as the model would see them, the trained tokens marked.
+
+Called by cli/main.py; the web page asks for `--json`. Imports no torch, so that it answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from erniekit.checkpoint.hub import resolve_model
+from erniekit.config import RunConfig, load, need
+from erniekit.data.assemble import Dropped
+from erniekit.data.formats import Raw, detect, rows
+from erniekit.data.formats.files import decode
+from erniekit.data.preference import PairRules, PairSample, Preference
+from erniekit.data.text_rows import Place, PlainText, documents
+from erniekit.data.tokenise import Job
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.data.types import IGNORE, Conversation, Message, Problem, Sample
+from erniekit.log import colour_on, paint, say
+
+READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of the answer that a pair rejects
+MOST_TOKENS = 2000  # shown of a row
+COUNTED_BYTES = 256 * 2**20  # larger files are not read to their end for the number of their rows
+
+Piece = tuple[str, int]
+Shown = tuple[list[Piece], str]  # what a row becomes, or why it becomes nothing
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def preview_command(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="erniekit data preview", description="Rows as the model would see them.")
+    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to pass over first")
+    parser.add_argument("--rows", dest="count", type=int, default=5, metavar="N", help="rows to show")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    given, words = parser.parse_known_args(args)
+    told = preview(load(words, "data"), max(0, given.start), max(1, given.count))
+    if given.json:
+        print(json.dumps(told, ensure_ascii=True))
+    else:
+        say("\n".join(lines(told)))
+    return 0
+
+
+def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
+    """`rows` of the training files from number `start` on; `total`: how many there are, 0 where not counted."""
+    need(cfg, "train_dataset_path")
+    files = [Path(path).expanduser() for path in cfg.data.train_dataset_path]
+    tokenizer = _tokenizer(cfg)
+    formats = cfg.data.train_dataset_type or ("auto",) * len(files)  # as many: config/rules/batch.py sees to it
+    readers = [_reader(cfg, file, None if name == "auto" else name, tokenizer) for file, name in zip(files, formats)]
+    stream = ((n, line, raw) for n, file in enumerate(files) for line, raw in _raw_rows(cfg, file))
+    wanted = list(islice(stream, start, start + count))
+    small = sum(file.stat().st_size for file in files if file.is_file()) <= COUNTED_BYTES
+    total = start + len(wanted) + sum(1 for _ in stream) if small and wanted else 0
+    out = []
+    for n, line, raw in wanted:
+        shown, problem = readers[n][1](line, raw)
+        row: dict[str, Any] = {"file": str(files[n]), "line": line, "pieces": joined(shown[:MOST_TOKENS])}
+        if tokenizer is not None:
+            row |= {"tokens": len(shown), "trained": sum(part != READ for _, part in shown)}
+        out.append(row | ({"problem": problem} if problem else {}))
+    return {"format": ", ".join(dict.fromkeys(name for name, _ in readers)), "total": total, "rows": out}
+
+
+def _tokenizer(cfg: RunConfig) -> Tokenizer | None:
+    """None without a model: rows are then shown as what is said, not as tokens."""
+    if cfg.model.tokenizer_name:
+        return load_tokenizer(Path(cfg.model.tokenizer_name).expanduser())
+    name = cfg.model.model_name_or_path
+    return load_tokenizer(resolve_model(name, cfg.model.download_hub)) if name else None
+
+
+def _raw_rows(cfg: RunConfig, file: Path) -> Iterator[tuple[int, Raw]]:
+    if cfg.train.stage != "PT":
+        return rows(file)
+    return ((found.row, found.raw) for found in documents(file, Place()))
+
+
+def _reader(
+    cfg: RunConfig, file: Path, format: str | None, tokenizer: Tokenizer | None
+) -> tuple[str, Callable[[int, Raw], Shown]]:
+    """The name of the file's format, and what a row of it becomes."""
+    if cfg.train.stage == "PT":
+        return "text", lambda line, raw: text_pieces(raw, tokenizer, cfg.data.max_seq_len)
+    found = detect(file) if format is None else None
+    pairs = PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token) if cfg.train.stage == "DPO" else None
+    name = format or (found.format if found else "")
+    compat = cfg.train.compat == "erniekit" and pairs is None
+    job = Job(str(file), name, tokenizer, cfg.data.max_seq_len, cfg.data.overlong, compat, pairs)  # type: ignore[arg-type]
+    return name, lambda line, raw: row_pieces(job, line, raw)
+
+
+def row_pieces(job: Job, line: int, raw: Raw) -> Shown:
+    parsed = job.read(raw, line)
+    if isinstance(parsed, Problem):
+        return [], parsed.reason
+    out: list[Piece] = []
+    for said in parsed:
+        if job.tokenizer is None:
+            out += said_pieces(said)
+            continue
+        made = job.assemble(said)
+        if isinstance(made, Dropped):
+            return [], made.reason
+        sample = made.sample
+        out += pair_pieces(sample, job.tokenizer) if isinstance(sample, PairSample) else pieces(sample, job.tokenizer)
+    return out, ""
+
+
+def pieces(sample: Sample, tokenizer: Tokenizer) -> list[Piece]:
+    """labels[i] is what position i must say, so token i + 1 is marked; the last target is shown itself."""
+    ids, labels = sample.ids.tolist(), sample.labels.tolist()
+    if labels[-1] != IGNORE:
+        ids = [*ids, labels[-1]]
+    parts = [READ, *(TRAINED if label != IGNORE else READ for label in labels)]
+    return list(zip(tokenizer.pieces(ids), parts))
+
+
+def pair_pieces(pair: PairSample, tokenizer: Tokenizer) -> list[Piece]:
+    """The prompt once, then both answers; the prompt's last token starts each of them (preference_assemble.py)."""
+    ids, labels = pair.ids.tolist(), pair.labels.tolist()
+    out = [(text, READ) for text in tokenizer.pieces(ids[: pair.shared + 1])]
+    for begin, end, part in ((pair.shared, pair.rejected, TRAINED), (pair.rejected, len(ids), REJECTED)):
+        answer, scored = ids[begin + 1 : end], labels[begin:end]
+        if scored[-1] != IGNORE:
+            answer = [*answer, scored[-1]]
+        texts = tokenizer.pieces(answer)
+        out += [("\n", READ), *((text, part if on != IGNORE else READ) for text, on in zip(texts, scored))]
+    return out
+
+
+def said_pieces(said: Conversation | Preference) -> list[Piece]:
+    def turn(message: Message, part: int) -> Piece:
+        trained = message.role == "assistant" and message.trained
+        return f"{message.role}: {message.content}\n", part if trained else READ
+
+    if isinstance(said, Conversation):
+        return [turn(message, TRAINED) for message in said.messages]
+    out = [turn(message, READ) for message in said.prompt]
+    out += [turn(message, TRAINED) for message in said.chosen]
+    return out + [turn(message, REJECTED) for message in said.rejected]
+
+
+def text_pieces(raw: Raw, tokenizer: Tokenizer | None, max_seq_len: int) -> Shown:
+    """Of pre-training: every token but the first is predicted."""
+    try:
+        row = raw.decode("utf-8") if isinstance(raw, PlainText) else decode(raw)
+    except (ValueError, RecursionError) as error:
+        return [], f"not usable: {error}"
+    if isinstance(raw, Problem):
+        return [], raw.reason
+    text = row.get("text") if isinstance(row, dict) else row
+    if not isinstance(text, str) or not text:
+        return [], "the row has no `text`"
+    if tokenizer is None:
+        return [(text, TRAINED)], ""
+    shown = tokenizer.pieces(tokenizer.encode_text(text)[:max_seq_len])
+    return [(piece, TRAINED if n else READ) for n, piece in enumerate(shown)], ""
+
+
+def joined(found: Sequence[Piece]) -> list[Piece]:
+    """Bytes that make up one letter together, as that letter."""
+    out: list[Piece] = []
+    held: list[int] = []
+    for at, (text, part) in enumerate(found):
+        byte = _BYTE.fullmatch(text)
+        if byte:
+            held.append(int(byte[1], 16))
+            follows = found[at + 1] if at + 1 < len(found) else ("", -1)
+            if _BYTE.fullmatch(follows[0]) and follows[1] == part:
+                continue
+            text, held = bytes(held).decode("utf-8", errors="replace"), []
+        out.append((text, part))
+    return out
+
+
+def lines(told: dict[str, Any]) -> Iterable[str]:
+    """For people: trained tokens green (or in brackets), those of a rejected answer yellow (or in double ones)."""
+    marks = {READ: ("", "", ("dim",)), TRAINED: ("[", "]", ("green", "bold")), REJECTED: ("[[", "]]", ("yellow",))}
+    for row in told["rows"]:
+        place = paint(f"{row['file']}:{row['line']}", "bold")
+        yield f"{place}: {row['trained']:,} of {row['tokens']:,} tokens trained" if row.get("tokens") else place
+        if row.get("problem"):
+            yield f"  not used: {row['problem']}"
+            continue
+        text, runs = "", list[Piece]()
+        for piece, part in row["pieces"]:
+            if runs and runs[-1][1] == part:
+                runs[-1] = (runs[-1][0] + piece, part)
+            else:
+                runs.append((piece, part))
+        for run, part in runs:
+            before, after, styles = marks[part]
+            text += paint(run, *styles) if colour_on() else f"{before}{run}{after}"
+        yield "  " + text.replace("\n", "\n  ")
+    yield f"{told['total']:,} rows, {told['format']}" if told["total"] else told["format"]

@@ -1,0 +1,252 @@
+"""An OpenAI-compatible server seen from the terminal: which models it has, and an answer piece by piece.
+
+Used by chat.py. The standard library does all of it, so that a client needs no extra and imports no torch.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.serve.speech import Delta, Speech
+
+CONNECT_S = 5.0
+LINE_BYTES = 8 * 2**20  # of one event; also of a whole answer
+# An address for listening everywhere is no address to call.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class NoAnswer(ErnieKitError):
+    """A server that is absent, refuses or breaks off. status: what it replied, 0 when it did not."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", status: int = 0) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
+    path: str = "/v1"
+    secure: bool = False
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.secure else 'http'}://{host}:{self.port}{self.path}"
+
+
+def is_address(word: str) -> bool:
+    """http://host:port, with or without /v1, or host:port."""
+    return bool(re.match(r"https?://", word, re.IGNORECASE) or re.fullmatch(r"(\[[\da-fA-F:]+\]|[\w.-]+):\d+", word))
+
+
+def address_of(word: str) -> Address:
+    try:
+        parts = urlsplit(word if "://" in word else f"http://{word}")
+        secure = parts.scheme.lower() == "https"
+        port = parts.port or (443 if secure else 80)
+        host = parts.hostname or ""
+    except ValueError:
+        host = ""
+    if not host:
+        raise ConfigError(f"{word} is not a server's address", where="command line", fix="http://HOST:PORT")
+    if parts.username is not None:
+        raise ConfigError(
+            "a server's address holds a name or a password, which other users of this machine can read",
+            where="command line",
+            fix="put the key into a file: api_key_file=FILE, or into ERNIEKIT_API_KEY",
+        )
+    path = parts.path.rstrip("/")
+    return Address(EVERYWHERE.get(host, host), port, path if path.endswith("/v1") else f"{path}/v1", secure)
+
+
+@dataclass
+class Answer:
+    """What was said so far. finish: stop, length, interrupt, or the server's own word for another end."""
+
+    text: str = ""
+    thought: str = ""
+    finish: str | None = None
+    usage: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Client:
+    """timeout: seconds without a word from the server. model: the one to ask for, once `choose_model` has run."""
+
+    address: Address
+    key: str | None = field(default=None, repr=False)
+    timeout: float = 600.0
+    model: str = "default"
+
+    def choose_model(self, wanted: str | None = None) -> None:
+        """The first the server offers, or the one asked for by name."""
+        try:
+            with self._request("GET", "/models", None) as response:
+                page = json.loads(response.read(LINE_BYTES))
+            names = [str(card["id"]) for card in page["data"]]
+        except NoAnswer as error:
+            if error.status != 404:
+                raise
+            names = []  # servers without that page know `default`
+        except (ValueError, TypeError, KeyError):
+            raise NoAnswer(
+                "what answers there is no OpenAI-compatible server", where=self.address.url, fix="check host and port"
+            ) from None
+        if wanted and names and wanted not in names:
+            raise ConfigError(
+                f"the server has no model {wanted!r}", where="served_model_name", fix=f"one of: {', '.join(names)}"
+            )
+        self.model = wanted or (names[0] if names else "default")
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], wishes: Mapping[str, Any], into: Answer
+    ) -> Generator[Delta, None, None]:
+        """Thoughts and words as they come, collected in `into`. Closing the iterator hangs up: the server stops too."""
+        body = {"model": self.model, "messages": list(messages), **wishes}
+        try:
+            yield from self._answer(body, into)
+        except NoAnswer as error:
+            if into.text or into.thought or "max_tokens" not in body or not _lacks_room(error):
+                raise
+            # Many servers refuse a longest answer for which the rest of the context is too short. It is a limit, not
+            # a wish for that many words: without it the context is the limit.
+            yield from self._answer({name: value for name, value in body.items() if name != "max_tokens"}, into)
+
+    def _answer(self, body: dict[str, Any], into: Answer) -> Iterator[Delta]:
+        with self._request("POST", "/chat/completions", body) as response:
+            speech = Speech()  # servers that do not tell thoughts apart leave their tags in the text
+            events = self._events(response) if body.get("stream") else self._whole(response)
+            for event in events:
+                for delta in _deltas(event, speech, into):
+                    yield _book(delta, into)
+            for delta in speech.add("", last=True):
+                yield _book(delta, into)
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        while line := response.readline(LINE_BYTES):
+            word, _, data = line.strip().partition(b":")
+            if word != b"data":
+                continue  # a comment that keeps the line open, or a field OpenAI does not use
+            if data.strip() == b"[DONE]":
+                return
+            event = self._read(data)
+            if event.get("error"):
+                self._refused(0, event)
+            yield event
+        raise NoAnswer(
+            "the server broke off", where=self.address.url, fix="see what its own output says, and ask again"
+        )
+
+    def _whole(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        event = self._read(response.read())
+        event.pop("usage", None)  # told unasked here; in a stream only to who asks for it
+        for choice in event.get("choices") or ():
+            choice["delta"] = choice.get("message") or {}
+        yield event
+
+    def _read(self, data: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict):
+            raise NoAnswer("the server said something that is no answer", where=self.address.url, fix="check the URL")
+        return event
+
+    @contextmanager
+    def _request(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self.address.secure else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        with closing(kind(self.address.host, self.address.port, timeout=CONNECT_S)) as connection:
+            try:
+                connection.connect()
+                connection.sock.settimeout(self.timeout)
+            except (OSError, UnicodeError) as error:
+                raise self._absent(error) from None
+            try:
+                connection.request(method, self.address.path + path, data, headers)
+                # Closing the connection alone leaves the socket open: the response reads from its own file.
+                with closing(connection.getresponse()) as response:
+                    if response.status != 200:
+                        self._refused(response.status, self._error(response))
+                    yield response
+            except TimeoutError:
+                raise NoAnswer(
+                    f"the server said nothing for {self.timeout:g} s",
+                    where=self.address.url,
+                    fix="raise request_timeout",
+                ) from None
+            except (OSError, http.client.HTTPException) as error:
+                raise NoAnswer(
+                    f"the connection broke: {error or type(error).__name__}",
+                    where=self.address.url,
+                    fix="see whether the server still runs, and ask again",
+                ) from None
+
+    def _absent(self, error: Exception) -> NoAnswer:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return NoAnswer(
+            f"no server answers: {why}",
+            where=self.address.url,
+            fix=f"start one: erniekit server DIR --port {self.address.port}; or open a folder: erniekit chat DIR",
+        )
+
+    def _error(self, response: http.client.HTTPResponse) -> dict[str, Any]:
+        try:
+            told = json.loads(response.read(LINE_BYTES))
+        except (ValueError, RecursionError):
+            told = None
+        return told if isinstance(told, dict) else {}
+
+    def _refused(self, status: int, told: Mapping[str, Any]) -> NoReturn:
+        """In the server's own words: OpenAI's shape, or one of those seen elsewhere."""
+        error = told.get("error") or told
+        words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+        fixes = {
+            401: "give the server's key: api_key_file=FILE, or ERNIEKIT_API_KEY",
+            404: "check the URL and served_model_name",
+            429: "the server is busy: ask again",
+            503: "the server is starting or stopping: ask again",
+        }
+        fix = fixes.get(status, "start anew with clear, or change the key it names")
+        text = " ".join(str(words or f"status {status}").split())[:500]
+        raise NoAnswer(f"the server refused: {text}", where=self.address.url, fix=fix, status=status)
+
+
+def _lacks_room(error: NoAnswer) -> bool:
+    return error.status == 400 and any(word in error.what.lower() for word in ("context", "max_tokens", "too long"))
+
+
+def _deltas(event: Mapping[str, Any], speech: Speech, into: Answer) -> Iterator[Delta]:
+    into.usage = event.get("usage") or into.usage
+    choices = event.get("choices") or [{}]
+    choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
+    said = choice.get("delta")
+    said = said if isinstance(said, dict) else {}
+    thought = said.get("reasoning_content") or said.get("reasoning")
+    if isinstance(thought, str) and thought:
+        yield Delta("reasoning", thought)
+    if isinstance(said.get("content"), str):
+        yield from speech.add(said["content"])
+    into.finish = choice.get("finish_reason") or into.finish
+
+
+def _book(delta: Delta, into: Answer) -> Delta:
+    if delta.kind == "reasoning":
+        into.thought += delta.text
+    else:
+        into.text += delta.text
+    return delta

@@ -1,0 +1,240 @@
+"""`erniekit webui`: the page put together, guarded and served. Called by cli/main.py.
+
+The page starts the same commands a person would type, as processes of their own; it holds no run inside.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import socket
+import tempfile
+import warnings
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import ConfigError
+from erniekit.log import paint, say
+from erniekit.webui.guard import Guard, is_loopback, new_token
+from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
+from erniekit.webui.paths import Roots
+from erniekit.webui.runs import Runs
+
+STATIC = Path(__file__).parent / "static"
+HOME = "erniekit-webui"  # of the jobs, in the first root
+UPLOAD = "1mb"  # recipes are all that is ever uploaded
+USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto]"
+
+
+@dataclass(frozen=True)
+class Settings:
+    host: str = "127.0.0.1"
+    port: int = 7860
+    roots: tuple[str, ...] = ()
+    lang: str = "auto"  # the browser's
+    names: tuple[str, ...] = ()  # further names the machine is reached by
+
+
+def webui_command(args: list[str]) -> int:
+    settings = settings_from(args)
+    if find_spec("gradio") is None or find_spec("uvicorn") is None:
+        raise ConfigError("gradio is not installed", where="erniekit webui", fix='pip install "erniekit[webui]"')
+    listening = bind(settings.host, settings.port)
+    settings = replace(settings, port=listening.getsockname()[1])
+    token = None if is_loopback(settings.host) else os.environ.get(TOKEN_VARIABLE) or new_token()
+    serve(make_app(settings, token), listening, address(settings, token))
+    return 0
+
+
+def settings_from(args: list[str]) -> Settings:
+    """key=value or --key value; `root` may hold several folders, and come several times."""
+    found = Settings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not equals:
+            value = words.pop(0) if word.startswith("--") and words else ""
+        if not value:
+            raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
+        if name == "host":
+            found = replace(found, host=value)
+        elif name == "port":
+            found = replace(found, port=_port(value, "port"))
+        elif name == "root":
+            found = replace(found, roots=(*found.roots, *(folder for folder in value.split(",") if folder)))
+        elif name == "name":
+            found = replace(found, names=(*found.names, *value.split(",")))
+        elif name == "lang" and value in ("en", "zh", "auto"):
+            found = replace(found, lang=value)
+        else:
+            raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
+    return found
+
+
+def _port(text: str, where: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise ConfigError(f"{text!r} is no port", where=where, fix="a number from 0 to 65535; 0 takes a free one")
+    return int(text)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host.strip("[]"), port))
+    except OSError as error:
+        listening.close()
+        where = f"host={host} port={port}"
+        raise ConfigError(
+            f"cannot listen: {error.strerror or error}", where=where, fix="port=0 takes a free one"
+        ) from None
+    return listening
+
+
+def address(settings: Settings, token: str | None) -> str:
+    host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "[::]") else settings.host
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"http://{host}:{settings.port}/" + (f"?token={token}" if token else "")
+
+
+def make_app(settings: Settings, token: str | None = None) -> Guard:
+    """The whole application: gradio's, behind the guard. Uploads go to a folder of this process alone."""
+    uploads = tempfile.mkdtemp(prefix="erniekit-webui-")
+    atexit.register(shutil.rmtree, uploads, ignore_errors=True)
+    # Read by gradio when it is imported: nothing is reported.
+    os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=uploads)
+    # The script in a chart holds its numbers, and is not meant to run.
+    warnings.filterwarnings("ignore", message="A `<script>` tag was found")
+    import gradio as gr
+    from fastapi import FastAPI
+
+    page = build(settings)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    gr.mount_gradio_app(
+        app,
+        page,
+        path="/",
+        theme=theme(),
+        css=(STATIC / "page.css").read_text(encoding="utf-8"),
+        head=f"<script>{(STATIC / 'page.js').read_text(encoding='utf-8')}</script>",
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        enable_monitoring=False,
+        show_error=True,
+        max_file_size=UPLOAD,
+    )
+    return Guard(app, settings.host, settings.port, token, files=[uploads], names=settings.names)
+
+
+def build(settings: Settings) -> Any:
+    """The page itself, as gradio's Blocks."""
+    import gradio as gr
+
+    from erniekit import __version__
+    from erniekit.webui.pages.chat import ChatPage
+    from erniekit.webui.pages.desk import Desk, Labels
+    from erniekit.webui.pages.evaluate import EvaluatePage
+    from erniekit.webui.pages.export import ExportPage
+    from erniekit.webui.pages.frame import Frame
+    from erniekit.webui.pages.runs import RunsPage
+    from erniekit.webui.pages.train import TrainPage
+
+    roots = Roots(settings.roots)
+    jobs = Jobs(roots.folders[0] / HOME, roots)
+    labels = Labels("en" if settings.lang == "auto" else settings.lang)
+    desk = Desk(jobs, Runs(jobs), jobs.roots, labels)
+    with gr.Blocks(title="erniekit", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+        frame = Frame(desk, __version__)
+        kinds = {"train": TrainPage, "runs": RunsPage, "evaluate": EvaluatePage, "chat": ChatPage, "export": ExportPage}
+        named: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
+        with gr.Tabs(selected="train", elem_id="ek-tabs") as tabs:
+            for name, kind in kinds.items():
+                with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as named[name]:
+                    parts[name] = kind(desk)
+        frame.wire(page, settings.lang)
+        frame.tabs(tabs, named, parts["runs"], parts["train"])
+        for name in ("train", "evaluate", "chat", "export"):
+            parts[name].on_open(page)
+            for handler, outputs in parts[name].files():
+                named[name].select(handler, None, outputs, show_progress="hidden")
+    return page
+
+
+def theme() -> Any:
+    """System fonts: nothing is fetched from elsewhere."""
+    import gradio as gr
+
+    text = [
+        "-apple-system",
+        "Segoe UI",
+        "Roboto",
+        "Arial",
+        "PingFang SC",
+        "Microsoft YaHei",
+        "Noto Sans CJK SC",
+        "sans-serif",
+    ]
+    code = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
+    base = gr.themes.Base(
+        primary_hue=gr.themes.colors.blue,
+        neutral_hue=gr.themes.colors.zinc,
+        spacing_size="sm",
+        radius_size="md",
+        text_size="sm",
+        font=text,
+        font_mono=code,
+    )
+    return base.set(
+        body_background_fill="#f6f6f3",
+        body_background_fill_dark="#161618",
+        block_background_fill="#ffffff",
+        block_background_fill_dark="#1f1f22",
+        block_border_width="1px",
+        block_label_background_fill="transparent",
+        block_title_text_weight="600",
+        button_primary_background_fill="#2a78d6",
+        button_primary_background_fill_hover="#1f66bd",
+        button_primary_text_color="#ffffff",
+        button_large_text_size="14px",
+        button_large_text_weight="600",
+        button_large_padding="8px 14px",
+        button_small_text_weight="600",
+        button_secondary_background_fill="#ffffff",
+        button_secondary_background_fill_dark="#29292c",
+        button_secondary_border_color="#d5d4cc",
+        button_secondary_border_color_dark="#4a4a4f",
+        button_border_width="1px",
+        input_background_fill="#fafaf8",
+        input_background_fill_dark="#29292c",
+        input_border_color="#d5d4cc",
+        input_border_color_dark="#4a4a4f",
+        input_border_width="1px",
+        block_info_text_color="#75736c",
+        block_info_text_color_dark="#98968d",
+        block_title_text_color="#2d2d30",
+        block_title_text_color_dark="#e8e8ea",
+    )
+
+
+def serve(app: Guard, listening: socket.socket, url: str) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            say(f"{paint('ready', 'green', 'bold')}: {url}")
+            say("Ctrl-C ends the page; runs it has started go on, and are found again.")
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, server_header=False
+    )
+    Server(config).run(sockets=[listening])

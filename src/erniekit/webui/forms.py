@@ -1,0 +1,395 @@
+"""Forms from the declared keys: what a page may ask for, its values as YAML and back, and what is wrong with them.
+
+Called by the pages and by jobs.py, which checks every recipe here again before anything is started.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from erniekit.config.convert import convert
+from erniekit.config.field import Key
+from erniekit.config.flat import DEFAULTS, KEYS, canonical
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.webui.paths import KEYS as PATH_KEYS
+from erniekit.webui.paths import Roots
+
+Kind = Literal["text", "number", "flag", "choice", "path", "list"]
+Values = Mapping[str, Any]
+
+# Whoever may set these runs programs, opens the machine or reads a secret: the command line's owner alone may.
+NEVER = {
+    "engine_python": "it names a program to run",
+    "engine_args": "it is handed to a program as it is",
+    "host": "the page's server listens on this machine alone",
+    "allow_unauthenticated": "the page's server listens on this machine alone",
+    "api_key_file": "it names a secret",
+    "wandb_api_key": "a secret; set WANDB_API_KEY before starting the page",
+    "wandb_http_proxy": "a secret",
+    "allow_pickle": "such weights can run programs",
+    "master": "several machines are started from their command lines",
+    "nnodes": "several machines are started from their command lines",
+    "node_rank": "several machines are started from their command lines",
+}
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One field of a form. `default` is a list for `list`, None or a value for the others."""
+
+    key: str
+    kind: Kind
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    basic: bool = False
+    low: float | None = None
+    high: float | None = None
+    section: str = ""
+    whole: bool = False  # a number without a fraction
+    optional: bool = False  # may be left empty
+
+
+@dataclass(frozen=True)
+class Form:
+    page: str
+    command: str  # the word of the CLI that takes its recipe
+    fields: tuple[FieldSpec, ...]
+    fixed: dict[str, Any]  # what the page itself says, such as the stage
+    needed: tuple[str, ...]  # keys without which the command stops
+
+    def field(self, key: str) -> FieldSpec:
+        return next(f for f in self.fields if f.key == key)
+
+    @property
+    def basic(self) -> tuple[FieldSpec, ...]:
+        return tuple(f for f in self.fields if f.basic)
+
+    def by_section(self) -> dict[str, list[FieldSpec]]:
+        """The fields that are not basic, by the topic they belong to."""
+        out: dict[str, list[FieldSpec]] = {}
+        for f in self.fields:
+            if not f.basic:
+                out.setdefault(f.section, []).append(f)
+        return out
+
+    def defaults(self) -> dict[str, Any]:
+        return {f.key: f.default for f in self.fields}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`key` is empty where the values are wrong together and none of them alone."""
+
+    key: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.fix})" if self.fix else self.what
+
+
+@dataclass(frozen=True)
+class _Page:
+    command: str
+    fixed: dict[str, Any]
+    needed: tuple[str, ...]
+    sections: tuple[str, ...] = ()  # every key of these
+    keys: tuple[str, ...] = ()  # and these; they are the basic ones where no section is named
+    defaults: dict[str, Any] = field(default_factory=dict)  # where the key's own would surprise
+
+
+# What stands for "not given" where a key's default would not: a folder of its own, all devices that share a copy.
+UNSET: dict[str, Any] = {"output_dir": "", "sharding_parallel_degree": -1}
+
+
+_TRAIN = ("model", "data", "train", "lora", "optim", "precision", "memory", "checkpoint", "tracking", "parallel")
+_FOR_TRAIN = ("nproc_per_node", "devices", "max_restarts")
+_TRAIN_NEEDS = ("model_name_or_path", "train_dataset_path")
+_PAGES: dict[str, _Page] = {
+    "train.sft": _Page("train", {"stage": "SFT"}, _TRAIN_NEEDS, (*_TRAIN, "moe"), _FOR_TRAIN),
+    "train.dpo": _Page("train", {"stage": "DPO"}, _TRAIN_NEEDS, (*_TRAIN, "dpo", "moe"), _FOR_TRAIN),
+    "train.pt": _Page("train", {"stage": "PT"}, ("model_name_or_path",), (*_TRAIN, "moe"), _FOR_TRAIN),
+    "evaluate": _Page(
+        "eval",
+        {},
+        ("model_name_or_path", "eval_dataset_path"),
+        keys=(
+            "model_name_or_path", "lora_path", "eval_dataset_path", "eval_dataset_type", "max_seq_len", "batch_size",
+            "max_evaluate_steps", "compute_type", "device", "stage", "output_dir",
+        ),
+    ),
+    "chat": _Page(
+        "server",
+        {},
+        ("model_name_or_path",),
+        keys=(
+            "model_name_or_path", "lora_path", "lora_modules", "engine", "port", "compute_type", "device",
+            "max_model_len", "max_new_tokens", "temperature", "top_p", "repetition_penalty", "enable_thinking",
+            "max_num_seqs", "served_model_name",
+        ),
+        defaults={"port": 0},
+    ),
+    "export": _Page(
+        "export",
+        {},
+        ("output_dir",),
+        keys=(
+            "output_dir", "model_name_or_path", "lora_path", "save_format", "max_shard_size", "copy_tokenizer",
+            "compute_type", "device", "probe_tokens",
+        ),
+    ),
+    "split": _Page(
+        "split",
+        {},
+        ("output_dir",),
+        keys=("output_dir", "model_name_or_path", "save_format", "max_shard_size", "copy_tokenizer"),
+    ),
+}  # fmt: skip
+PAGES = tuple(_PAGES)
+STAGES = {"SFT": "train.sft", "DPO": "train.dpo", "PT": "train.pt"}
+COMMANDS = tuple(dict.fromkeys([p.command for p in _PAGES.values()] + ["doctor"]))
+
+
+def form(page: str) -> Form:
+    """The form of a page; what a later version brings, and what no page may set, is not in it."""
+    spec = _page(page)
+    names = [*spec.keys] if not spec.sections else _of_sections(spec)
+    fields = tuple(_field(KEYS[name], spec) for name in names if name not in spec.fixed)
+    return Form(page, spec.command, fields, dict(spec.fixed), spec.needed)
+
+
+def page_of(command: str, values: Values) -> str:
+    """The page whose form a recipe of this command fills."""
+    if command in ("train", "doctor"):
+        return STAGES.get(str(values.get("stage", "SFT")), "train.sft")
+    return next(name for name, spec in _PAGES.items() if spec.command == command)
+
+
+def to_yaml(values: Values, page: str) -> str:
+    """A recipe: what differs from the defaults, in the order the keys are declared. Unknown keys raise."""
+    import yaml
+
+    spec = _page(page)
+    given = {canonical(name): value for name, value in {**values, **spec.fixed}.items()}
+    if unknown := [name for name in given if name not in KEYS]:
+        raise ConfigError(f"unknown key {unknown[0]!r}", where=unknown[0], fix="")
+    told = {}
+    for name, k in KEYS.items():
+        if name not in given or k.secret:
+            continue
+        if name in UNSET and str(given[name]).strip() == str(UNSET[name]):
+            continue
+        value = _typed(k, given[name])
+        if value != DEFAULTS[name] or name in spec.fixed or name in UNSET:
+            told[name] = list(value) if isinstance(value, tuple) else value
+    if not told:
+        return ""
+    return str(yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=False))
+
+
+def from_yaml(text: str, name: str = "recipe.yaml") -> dict[str, Any]:
+    """What a recipe gives, by declared key and in the form's types; a ConfigError names the line as the CLI would."""
+    from erniekit.config.sources import collect
+
+    with tempfile.TemporaryDirectory(prefix="erniekit-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_bytes(text.encode("utf-8", errors="surrogatepass"))
+        try:
+            found = collect([str(file)], "train")
+        except ErnieKitError as error:
+            raise _renamed(error, str(file), name) from None
+    out = {key: list(g.value) if isinstance(g.value, tuple) else g.value for key, g in found.given.items()}
+    if found.sectioned or out.get("input_dir") or out.get("data_filelist"):
+        out.setdefault("stage", "PT")
+    return out
+
+
+def check(values: Values, page: str, roots: Roots | None = None) -> list[Problem]:
+    """Everything wrong with these values: each alone, then together as the command would say it. Empty: good."""
+    spec = _page(page)
+    given = {canonical(name): value for name, value in {**spec.fixed, **values}.items()}
+    problems = check_alone(given, roots)
+    missing = [name for name in spec.needed if not _given(given.get(name))]
+    texts = ("train_dataset_path", "input_dir", "data_filelist")
+    if page == "train.pt" and not any(_given(given.get(name)) for name in texts):
+        missing.append("train_dataset_path")
+    if page == "evaluate" and _given(given.get("output_dir")):  # the result of a run can be evaluated by itself
+        missing = [name for name in missing if name != "model_name_or_path"]
+    problems += [Problem(name, f"{name} must be given", KEYS[name].help) for name in missing]
+    return problems or _together({k: v for k, v in given.items() if _given(v)}, spec.command)
+
+
+def check_alone(values: Values, roots: Roots | None) -> list[Problem]:
+    """What is wrong with each of these by itself: for a look at the data, which needs less than a run."""
+    return [problem for name, value in values.items() if (problem := _alone(name, value, roots))]
+
+
+def checked(text: str, command: str, roots: Roots) -> dict[str, Any]:
+    """A recipe's values, every path resolved; a ConfigError with all that is wrong. Jobs start from nothing else."""
+    values = from_yaml(text)
+    if problems := check(values, page_of(command, values), roots):
+        raise ConfigError(
+            "; ".join(p.what for p in problems),
+            where=", ".join(p.key for p in problems if p.key) or "recipe",
+            fix="; ".join(p.fix for p in problems if p.fix),
+        )
+    return roots.settle(values)
+
+
+def default_of(name: str) -> Any:
+    value = DEFAULTS.get(name)
+    return list(value) if isinstance(value, tuple) else value
+
+
+# ---- one key
+
+
+def _page(page: str) -> _Page:
+    if page not in _PAGES:
+        raise ConfigError(f"unknown page {page!r}", where="page", fix="one of " + ", ".join(_PAGES))
+    return _PAGES[page]
+
+
+def _of_sections(spec: _Page) -> list[str]:
+    wanted = [k for k in KEYS.values() if k.section in spec.sections or k.name in spec.keys]
+    return [k.name for k in wanted if not k.later and not k.secret and k.name not in NEVER and _is_today(k)]
+
+
+# Second names of other keys, switches the page itself sets, and what only a script of ERNIEKit's would give.
+_ELSEWHERE = (
+    "from_scratch", "lora", "bf16", "fp16", "no_cuda", "do_train", "do_eval", "per_device_train_batch_size",
+    "sep_parallel_degree", "use_expert_parallel", "lr_scheduler", "eval_tasks", "use_global_causal_attn",
+    "dataset_type", "download_hub", "disable_ckpt_quant",
+)  # fmt: skip
+
+
+def _is_today(k: Key) -> bool:
+    return k.name not in _ELSEWHERE
+
+
+def _field(k: Key, spec: _Page) -> FieldSpec:
+    default = {**DEFAULTS, **UNSET, **spec.defaults}[k.name]
+    return FieldSpec(
+        key=k.name,
+        kind=_kind(k),
+        default=list(default) if isinstance(default, tuple) else default,
+        help=k.help,
+        choices=_offered(k),
+        basic=k.basic if spec.sections else True,
+        low=k.low,
+        high=k.high,
+        section=k.section,
+        whole=k.item == "int",
+        optional=k.optional or k.is_list,
+    )
+
+
+def _kind(k: Key) -> Kind:
+    if k.is_list:
+        return "list"
+    if k.name in PATH_KEYS:
+        return "path"
+    if k.choices:
+        return "choice"
+    return {"int": "number", "float": "number", "bool": "flag"}.get(k.item, "text")  # type: ignore[return-value]
+
+
+def _offered(k: Key) -> tuple[str, ...]:
+    """The choices without the words that change nothing here."""
+    return tuple(c for c in k.choices if c not in k.idle)
+
+
+def _typed(k: Key, value: Any) -> Any:
+    """As the key declares it; what cannot be converted stays as it is, for check() to complain about."""
+    if isinstance(value, str) and not value.strip() and not (k.choices and "" in k.choices):
+        return k.default
+    if value is None:
+        return None if k.optional else k.default
+    try:
+        return convert(k, value, k.name)
+    except ErnieKitError:
+        return list(value) if isinstance(value, tuple) else value
+
+
+def _given(value: Any) -> bool:
+    return value not in (None, "", (), []) and not (isinstance(value, str) and not value.strip())
+
+
+def _alone(name: str, value: Any, roots: Roots | None) -> Problem | None:
+    if name in NEVER:
+        if name in KEYS and value == KEYS[name].default:
+            return None
+        return Problem(name, f"{name} cannot be set from the page", NEVER[name])
+    if name not in KEYS:
+        return Problem(name, f"unknown key {name!r}", "erniekit train --help all lists the keys")
+    if not _given(value):
+        return None
+    try:
+        for text in _texts(value):
+            _check_text(text, name, is_word=KEYS[name].item == "str" and name not in PATH_KEYS)
+        convert(KEYS[name], value, name)
+        if roots is not None:
+            roots.settle_one(name, value)
+    except ErnieKitError as error:
+        return Problem(name, _short(error.what), error.fix)
+    return None
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name)
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+
+
+MAX_TEXT = 4096  # of any one word of a form
+
+
+def _check_text(text: str, key: str, is_word: bool) -> None:
+    if len(text) > MAX_TEXT:
+        raise ConfigError(f"{key} is {len(text):,} characters long", where=key, fix=f"at most {MAX_TEXT:,}")
+    if any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise ConfigError(f"{key} holds a control character", where=key, fix="one line of plain text")
+    if is_word and text.startswith("-"):  # an engine that is started might take it for an option
+        raise ConfigError(f"{key} begins with a dash", where=key, fix="begin it with a letter or a digit")
+
+
+# ---- all together
+
+
+def _together(given: dict[str, Any], command: str) -> list[Problem]:
+    from erniekit.config import later, load
+
+    try:
+        cfg = load([], command, given)
+    except ErnieKitError as error:
+        return [Problem(_named(error, given), _short(error.what), error.fix)]
+    return [
+        Problem(item.key, f"not in this version: {item.what}", item.today) for item in later(cfg, command) if item.stops
+    ]
+
+
+def _named(error: ErnieKitError, given: Values) -> str:
+    """The given key that an error speaks of first; none where it speaks of none."""
+    words = f"{error.where} {error.what}".replace(",", " ").replace(":", " ").replace("=", " ").split()
+    return next((word for word in words if word in given), "")
+
+
+def _renamed(error: ErnieKitError, file: str, name: str) -> ErnieKitError:
+    what, where, fix = (_short(text.replace(file, name)) for text in (error.what, error.where, error.fix))
+    return type(error)(what, where=where, fix=fix)
+
+
+def _short(text: str) -> str:
+    """Errors repeat what was typed, however much that was."""
+    return text if len(text) <= 400 else text[:397] + "..."

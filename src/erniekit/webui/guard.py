@@ -1,0 +1,197 @@
+"""Guard: what every request to the page passes first. Foreign hosts and origins, wrong tokens and stray paths get 403.
+
+Wrapped around the whole application by app.py; plain ASGI, so that streams pass through unbuffered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+TOKEN = "token"  # of the URL that is printed at the start
+LOCAL = ("localhost", "127.0.0.1", "::1")
+HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    # The page needs nothing from elsewhere; gradio's own code writes styles and evaluates templates.
+    (
+        b"content-security-policy",
+        b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'; base-uri 'self'; "
+        b"form-action 'self'",
+    ),
+)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(24)
+
+
+class Guard:
+    """`token` None: none is asked for, as on a loopback address. `files`: folders of which files may be asked for."""
+
+    def __init__(
+        self, app: Any, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
+        files: Sequence[str | Path] = (), names: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        if token is None and not is_loopback(host):
+            raise ValueError("an address that other machines reach needs a token")
+        self.app, self.token = app, token
+        self.open = not is_loopback(host)
+        self.files = [Path(os.path.realpath(f)) for f in files]
+        self.names = {host.strip("[]").lower(), *LOCAL, *(n.lower() for n in names)}
+        if self.open:
+            self.names.add(socket.gethostname().lower())
+        self.cookie = f"erniekit-{port}"  # two pages on one machine share its cookies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in reversed(scope["headers"])}
+        wrong = self._host(headers) or self._origin(scope, headers) or self._path(scope)
+        if wrong:
+            await refuse(scope, send, wrong)
+            return
+        if self.token is not None and not self._has_cookie(headers):
+            query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+            given = next((value for name, value in query if name == TOKEN), "")
+            if not same(given, self.token):
+                await refuse(scope, send, "open the address that was printed when the page was started: it has a token")
+            elif scope["type"] == "http":
+                await self._admit(scope, send, [(name, value) for name, value in query if name != TOKEN])
+            else:
+                await self.app(scope, receive, send)
+            return
+        await self.app(scope, receive, _with_headers(send))
+
+    def _host(self, headers: dict[bytes, bytes]) -> str:
+        """DNS rebinding: a foreign name that was made to point here. A number cannot be rebound."""
+        given = headers.get(b"host", b"").decode("latin-1").lower()
+        name = host_name(given)
+        if name in self.names or (self.open and _is_address(name)):
+            return ""
+        return "this page has another address"
+
+    def _origin(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
+        """Another site's page must not press our buttons."""
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if origin:
+            found = urlsplit(origin) if "://" in origin else None
+            if found is None or found.netloc != headers.get(b"host", b"").decode("latin-1").lower():
+                return "a page of another address asked for this"
+        elif headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
+            return "a page of another address asked for this"
+        return ""
+
+    def _path(self, scope: Scope) -> str:
+        """Paths that climb, and files by name from elsewhere than the folders that are served."""
+        path = _decoded(scope["path"])
+        raw = scope.get("raw_path") or b""
+        if "\x00" in path or "\\" in path or ".." in path.split("/") or b"%00" in raw.lower():
+            return "there is nothing here"
+        _, by_name, file = path.partition("file=")
+        if not by_name:
+            return ""
+        try:
+            real = Path(os.path.realpath(file if file.startswith("/") else f"/{file}"))
+        except (OSError, ValueError):
+            return "there is nothing here"
+        return "" if any(folder in real.parents for folder in self.files) else "there is nothing here"
+
+    def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
+        try:
+            jar = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
+        except CookieError:
+            return False
+        return self.cookie in jar and same(jar[self.cookie].value, self._mark())
+
+    def _mark(self) -> str:
+        """What the cookie holds: whoever reads it does not have the token of the URL."""
+        return hashlib.sha256(f"erniekit {self.token}".encode()).hexdigest()
+
+    async def _admit(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
+        """The token moves from the URL, which is seen and kept, into a cookie."""
+        target = "/" + scope["path"].lstrip("/") + (f"?{urlencode(query)}" if query else "")
+        secure = "; Secure" if scope.get("scheme") == "https" else ""
+        cookie = f"{self.cookie}={self._mark()}; Path=/; HttpOnly; SameSite=Strict{secure}"
+        started = {
+            "type": "http.response.start",
+            "status": 303,
+            "headers": [(b"location", target.encode("latin-1", "ignore")), (b"set-cookie", cookie.encode()), *HEADERS],
+        }
+        await send(started)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def refuse(scope: Scope, send: Send, why: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": why[:100]})
+        return
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), *HEADERS]
+    await send({"type": "http.response.start", "status": 403, "headers": headers})
+    await send({"type": "http.response.body", "body": f"403: {why}\n".encode()})
+
+
+def same(given: str, right: str) -> bool:
+    """In a time that does not tell how much of it was right."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), right.encode())
+
+
+def host_name(host: str) -> str:
+    """`[::1]:7860`, `localhost:7860` -> the name."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _decoded(path: str) -> str:
+    """As often as it was encoded: a server behind this one may decode once more."""
+    for _ in range(3):
+        plain = unquote(path)
+        if plain == path:
+            break
+        path = plain
+    return path
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            have = {name.lower() for name, _ in message.get("headers", ())}
+            more = [(name, value) for name, value in HEADERS if name not in have]
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return sending

@@ -1,0 +1,347 @@
+"""Jobs: recipes run through the CLI as children of their own session; they outlive the page and are found again.
+
+The pages start, watch and stop runs here. A job is a folder `<root>/jobs/<id>/`: recipe.yaml, command.txt, log.txt,
+job.json. Nothing is started that forms.checked has not passed, and never through a shell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from erniekit.errors import ConfigError
+from erniekit.webui import forms, process
+from erniekit.webui.paths import Roots
+
+State = Literal["running", "ended", "failed", "stopped", "lost"]
+TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
+PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
+MAX_RECIPE = 100_000  # characters
+OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
+TOKEN_VARIABLE = "ERNIEKIT_WEBUI_TOKEN"
+
+_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class JobError(ConfigError):
+    """A job that is not there, is not in a state for it, or cannot be started."""
+
+
+class Child(Protocol):
+    """What Jobs asks of a started process; subprocess.Popen is one."""
+
+    pid: int
+
+    def wait(self) -> int: ...
+
+
+Launch = Callable[[list[str], Path, Path], Child]  # argv, the log to append to, the working directory
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    word: str  # train, eval, export, split, server, doctor
+    who: str  # whose session started it; a label, no protection
+    argv: list[str]
+    created: float  # seconds since 1970
+    began: float  # of the last start: a resumed job has several
+    output_dir: str = ""
+    pid: int = 0
+    identity: str = ""  # of the process: see process.py
+    state: State = "running"
+    code: int | None = None
+    asked_to_stop: bool = False
+    ended: float | None = None
+    starts: int = 1
+    folder: str = ""
+
+    @property
+    def recipe(self) -> Path:
+        return Path(self.folder) / "recipe.yaml"
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder) / "log.txt"
+
+    @property
+    def command(self) -> str:
+        """What a person would type to do the same."""
+        return f"erniekit {self.word} {self.recipe}"
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
+
+@dataclass(frozen=True)
+class LogPart:
+    text: str
+    offset: int  # where the next part starts
+
+    @property
+    def html(self) -> str:
+        return escape(self.text)
+
+
+class Jobs:
+    def __init__(self, root: str | Path, roots: Roots | None = None, launch: Launch | None = None) -> None:
+        """`root`: where jobs are kept; `roots`: where paths of recipes may lie, besides."""
+        self.root = Path(os.path.realpath(root))
+        self.folder = self.root / "jobs"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.base = roots or Roots()
+        self.roots = self.base.with_folder(self.root)
+        self._launch = launch or start_process
+        self._lock = threading.RLock()
+        self._mine: set[str] = set()  # children of this process, whose exit code will be known
+
+    # ---- start, stop, again
+
+    def start(self, word: str, recipe: str, who: str = "") -> Job:
+        """Run `erniekit WORD` on this recipe (YAML text). Raises a ConfigError with everything wrong with it."""
+        if word not in forms.COMMANDS:
+            raise JobError(f"{word!r} is no job", where="command", fix="one of " + ", ".join(forms.COMMANDS))
+        if len(recipe) > MAX_RECIPE:
+            raise JobError("the recipe is too long", where="recipe", fix=f"at most {MAX_RECIPE:,} characters")
+        values = forms.checked(recipe, word, self.roots)
+        with self._lock:
+            id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
+            folder = self.folder / id
+            if word in OWN_OUTPUT and not values.get("output_dir"):
+                values["output_dir"] = str(folder / "output")
+            output = str(values.get("output_dir") or "")
+            self._refuse_shared(word, output)
+            folder.mkdir()
+            argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
+            now = time.time()
+            job = Job(id, word, _label(who), argv, now, now, output, folder=str(folder))
+            self._write_recipe(job, values)
+            return self._run(job)
+
+    def stop(self, id: str, force: bool = False) -> Job:
+        """Ask it to end: training saves first. `force` ends it and what it started at once."""
+        with self._lock:
+            job = self.get(id)
+            if not job.is_running:
+                return job
+            self._write(replace(job, asked_to_stop=True))
+        # To the process alone: a launcher tells its ranks itself, and a rank told twice would not save.
+        process.send(job.pid, job.identity, signal.SIGKILL if force else signal.SIGTERM, group=force)
+        return self.get(id)
+
+    def resume(self, id: str) -> Job:
+        """The same recipe in the same folder once more: training goes on from its newest checkpoint."""
+        with self._lock:
+            job = self.get(id)
+            if job.is_running:
+                raise JobError("this job is still running", where=id, fix="stop it first")
+            if job.word != "train":
+                raise JobError(f"a job of `{job.word}` cannot be resumed", where=id, fix="start it again")
+            values = forms.checked(job.recipe.read_text(encoding="utf-8"), job.word, self.roots)
+            self._refuse_shared(job.word, job.output_dir)
+            if values.pop("overwrite_output_dir", False):  # it would start anew
+                self._write_recipe(job, values)
+            fresh: dict[str, Any] = dict(
+                state="running", code=None, asked_to_stop=False, ended=None, pid=0, identity=""
+            )
+            return self._run(replace(job, **fresh, began=time.time(), starts=job.starts + 1))
+
+    def delete(self, id: str) -> None:
+        """Remove the job's folder, and its output where that lies inside; anything elsewhere stays."""
+        with self._lock:
+            job = self.get(id)
+            if job.is_running:
+                raise JobError("this job is still running", where=id, fix="stop it first")
+            folder = self.folder / job.id
+            if folder.is_symlink() or Path(os.path.realpath(folder)).parent != self.folder:
+                raise JobError("this is no folder of a job", where=id, fix="remove it by hand")
+            shutil.rmtree(folder)
+
+    # ---- look
+
+    def list(self, who: str | None = None) -> list[Job]:
+        """All jobs, newest first; those of one session with `who`."""
+        ids = sorted((p.name for p in self.folder.iterdir() if _ID.fullmatch(p.name)), reverse=True)
+        found = [job for id in ids if (job := self._read(id))]
+        return [self._now(job) for job in found if who is None or job.who == who]
+
+    def get(self, id: str) -> Job:
+        job = self._read(id) if isinstance(id, str) and _ID.fullmatch(id) else None
+        if job is None:
+            raise JobError("there is no such job", where=str(id)[:40], fix="choose one of the list")
+        return self._now(job)
+
+    def recipe(self, id: str) -> str:
+        return self.get(id).recipe.read_text(encoding="utf-8")
+
+    def log_tail(self, id: str, after: int = -1) -> LogPart:
+        """The log from offset `after` on; -1, or more than TAIL_BYTES behind, gives its end."""
+        path = self.get(id).log
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = after if max(0, size - TAIL_BYTES) <= after <= size else max(0, size - TAIL_BYTES)
+                file.seek(start)
+                raw = file.read(TAIL_BYTES)
+        except FileNotFoundError:
+            return LogPart("", 0)
+        raw = raw[: len(raw) - _unfinished(raw)]
+        return LogPart(plain(raw.decode("utf-8", errors="replace")), start + len(raw))
+
+    def server_url(self, id: str) -> str:
+        """Where a job of `server` answers (`http://127.0.0.1:PORT/v1`); empty until it is ready, and when it is not."""
+        job = self.get(id)
+        if job.word != "server" or not job.is_running:
+            return ""
+        found = re.findall(r"^ready: (http://\S+)", self.log_tail(id).text, re.MULTILINE)
+        return found[-1] if found else ""
+
+    # ---- inside
+
+    def _refuse_shared(self, word: str, output: str) -> None:
+        """Two trainings in one folder: the second would be refused by the trainer, later and less plainly."""
+        if word != "train":
+            return
+        for job in self.list():
+            if job.is_running and job.word == "train" and job.output_dir == output:
+                raise JobError(
+                    f"job {job.id} is training into the same folder",
+                    where=f"output_dir: {output}",
+                    fix="choose another output_dir, or leave it empty for a folder of its own",
+                )
+
+    def _run(self, job: Job) -> Job:
+        """Under the lock. What is known is on disk before the process is, so that it cannot be lost unseen."""
+        (Path(job.folder) / "command.txt").write_text(job.command + "\n", encoding="utf-8")
+        self._write(job)
+        try:
+            child = self._launch(job.argv, job.log, self.base.folders[0])
+        except OSError as error:
+            self._write(replace(job, state="failed", code=-1, ended=time.time()))
+            raise JobError(f"the job could not be started: {error}", where=job.id, fix="see the log") from None
+        job = replace(job, pid=child.pid, identity=process.identity(child.pid))
+        self._write(job)
+        self._mine.add(job.id)
+        threading.Thread(target=self._wait, args=(job.id, child), daemon=True, name=f"job {job.id}").start()
+        return job
+
+    def _wait(self, id: str, child: Child) -> None:
+        code = child.wait()
+        with self._lock:
+            self._mine.discard(id)
+            job = self._read(id)
+            if job is not None:  # else deleted
+                state = _state(job, code)
+                self._write(replace(job, state=state, code=code, ended=time.time()))
+
+    def _now(self, job: Job) -> Job:
+        """The job with the state it is in; one that nobody waited for is judged by what it left behind."""
+        if job.state != "running" or process.is_same(job.pid, job.identity):
+            return job
+        with self._lock:
+            fresh = self._read(job.id) or job
+            if fresh.state != "running" or fresh.id in self._mine:  # about to be told by the thread that waits
+                return fresh
+        return replace(fresh, state=_judged(fresh))
+
+    def _write_recipe(self, job: Job, values: dict[str, Any]) -> None:
+        text = forms.to_yaml(values, forms.page_of(job.word, values))
+        _replace(job.recipe, text)
+
+    def _write(self, job: Job) -> None:
+        stored = {name: value for name, value in asdict(job).items() if name != "folder"}
+        _replace(self.folder / job.id / "job.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+
+    def _read(self, id: str) -> Job | None:
+        try:
+            stored = json.loads((self.folder / id / "job.json").read_text(encoding="utf-8"))
+            return Job(**{**stored, "id": id, "folder": str(self.folder / id)})
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def start_process(argv: list[str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """A session of its own: neither the page's end nor Ctrl-C in its terminal reaches it."""
+    env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    env |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
+        )
+
+
+def plain(text: str) -> str:
+    """Terminal text as lines: no colours, and of a line that was drawn over and over the last state."""
+    text = _ANSI.sub("", text).replace("\r\n", "\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+def _state(job: Job, code: int) -> State:
+    if code == PREEMPTED:
+        return "stopped"
+    if code == 0:
+        return "stopped" if job.asked_to_stop and job.word == "server" else "ended"
+    return "stopped" if job.asked_to_stop and (code < 0 or code in (130, 137, 143)) else "failed"
+
+
+def _judged(job: Job) -> State:
+    """Of a process that ended while no page was there to wait for it: its run.json, else the end of its log."""
+    if job.word == "train":
+        told = _story(Path(job.output_dir) / "run.json", job.began)
+        if told in ("finished", "stopped", "failed"):
+            return {"finished": "ended", "stopped": "stopped", "failed": "failed"}[told]  # type: ignore[return-value]
+    try:
+        with job.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            end = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return "lost"
+    if re.search(r"^error: ", end, re.MULTILINE):
+        return "failed"
+    return "stopped" if job.asked_to_stop else "lost"
+
+
+def _story(path: Path, since: float) -> str:
+    """The status a run wrote down, if it did so after `since`."""
+    try:
+        if path.stat().st_mtime < since:
+            return ""
+        return str(json.loads(path.read_text(encoding="utf-8")).get("status", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def _label(who: str) -> str:
+    return "".join(c for c in str(who) if c.isprintable())[:80]
+
+
+def _unfinished(raw: bytes) -> int:
+    """Bytes at the end that start a character whose rest is not written yet."""
+    for back in range(1, min(4, len(raw)) + 1):
+        byte = raw[-back]
+        if byte >= 0xC0:
+            return back if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

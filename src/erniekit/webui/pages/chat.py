@@ -1,0 +1,250 @@
+"""The Chat tab: load a model as a server of this machine, talk to it, see it think. Put together by app.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from erniekit.errors import ErnieKitError
+from erniekit.webui.charts import empty
+from erniekit.webui.forms import form
+from erniekit.webui.jobs import Job
+from erniekit.webui.pages.desk import Desk, notice, problems_html
+from erniekit.webui.pages.fields import Fields, recipe
+from erniekit.webui.pages.watch import pill
+from erniekit.webui.talk import models, speak
+from erniekit.webui.words import say
+
+ROWS = (("model_name_or_path",), ("lora_path",), ("compute_type", "device"), ("max_model_len", "engine"))
+SAMPLING = (("temperature", "top_p"), ("max_new_tokens", "repetition_penalty"), ("enable_thinking",))
+EVERY_S = 1.0
+DRAWN_S = 0.06  # between two pictures of a growing answer
+LOG_LINES = 12  # of a server that did not start
+History = list[dict[str, Any]]
+
+
+class ChatPage:
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.form = form("chat")
+        self.fields = Fields("chat", desk, ("model_name_or_path", "lora_path"))
+        self.job, self.timer = gr.State(""), gr.Timer(EVERY_S, active=False)
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=4, min_width=320):
+                self._model_side()
+            with gr.Column(scale=8, min_width=420):
+                self._talk_side()
+        self._wire()
+
+    def _model_side(self) -> None:
+        labels = self.desk.labels
+        with gr.Group():
+            self._rows(ROWS)
+        with gr.Row():
+            self.load = labels.make(
+                gr.Button, {"value": "chat.load"}, variant="primary", min_width=100, elem_id="chat-load"
+            )
+            self.unload = labels.make(
+                gr.Button, {"value": "chat.unload"}, min_width=100, interactive=False, elem_id="chat-unload"
+            )
+        self.status = gr.HTML(empty(say("chat.not_loaded", labels.lang)), elem_id="chat-status")
+        self.speaker = labels.make(
+            gr.Radio, {"label": "chat.speaker", "info": "chat.speaker.info"}, choices=[], visible=False,
+            interactive=True, elem_id="chat-speaker",
+        )  # fmt: skip
+        with labels.make(gr.Accordion, {"label": "chat.sampling"}, open=False):
+            self.asked = Fields("chat", self.desk)  # of each question, not of the server
+            with gr.Group():
+                for row in SAMPLING:
+                    with gr.Row():
+                        for key in row:
+                            self.asked.add(self.form.field(key))
+            self.system = labels.make(gr.Textbox, {"label": "chat.system"}, lines=2, elem_id="chat-system")
+
+    def _rows(self, rows: tuple[tuple[str, ...], ...]) -> None:
+        for row in rows:
+            with gr.Row():
+                for key in row:
+                    self.fields.add(self.form.field(key))
+
+    def _talk_side(self) -> None:
+        labels = self.desk.labels
+        self.window = labels.make(
+            gr.Chatbot,
+            {"placeholder": "chat.empty"},
+            height=520,
+            show_label=False,
+            layout="bubble",
+            buttons=["copy"],
+            feedback_options=None,
+            elem_id="chat-window",
+        )
+        self.message = labels.make(
+            gr.Textbox,
+            {"placeholder": "chat.message"},
+            show_label=False,
+            container=False,
+            max_lines=6,
+            elem_id="chat-message",
+        )
+        with gr.Row():
+            self.send = labels.make(gr.Button, {"value": "chat.send"}, variant="primary", elem_id="chat-send")
+            self.halt = labels.make(gr.Button, {"value": "chat.stop"}, elem_id="chat-stop")
+            self.clear = labels.make(gr.Button, {"value": "chat.clear"}, elem_id="chat-clear")
+
+    def _wire(self) -> None:
+        desk = self.desk
+        told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
+        self.state = [self.job, self.timer, self.status, self.unload, self.speaker]
+        self.load.click(self._load, [desk.lang, desk.who, self.job, *self.fields.components], self.state, **told)
+        self.unload.click(self._unload, [desk.lang, self.job], self.state, **told)
+        self.timer.tick(self._tick, [desk.lang, self.job], self.state, **told)
+        desk.lang.change(self._tick, [desk.lang, self.job], self.state, **told)
+        inputs = [desk.lang, self.job, self.speaker, self.message, self.window, self.system, *self.asked.components]
+        asking = [
+            trigger(self._say, inputs, [self.window, self.message], show_progress="hidden", concurrency_limit=16)
+            for trigger in (self.send.click, self.message.submit)
+        ]
+        self.halt.click(None, None, None, cancels=asking)
+        self.clear.click(lambda: ([], ""), None, [self.window, self.message], cancels=asking, show_progress="hidden")
+
+    def on_open(self, page: Any) -> None:
+        page.load(self._again, [self.desk.lang, self.desk.who], self.state, show_progress="hidden")
+        for handler, outputs in self.files():
+            page.load(handler, None, outputs, show_progress="hidden")
+
+    def files(self) -> list[tuple[Any, list[Any]]]:
+        return [self.fields.files()]
+
+    # ---- the server
+
+    def _load(self, lang: str, who: str, id: str, *raw: Any) -> list[Any]:
+        text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.desk)
+        if problems:
+            raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
+        try:
+            if id:
+                self.desk.jobs.stop(id)
+            return self._tick(lang, self.desk.jobs.start("server", text, who).id)
+        except ErnieKitError as error:
+            raise notice(error) from None
+
+    def _unload(self, lang: str, id: str) -> list[Any]:
+        if id:
+            try:
+                self.desk.jobs.stop(id)
+            except ErnieKitError as error:
+                raise notice(error) from None
+        return self._none(lang)
+
+    def _again(self, lang: str, who: str) -> list[Any]:
+        """The server this browser loaded before, if it still runs."""
+        mine = [job for job in self.desk.jobs.list(who) if job.word == "server" and job.is_running] if who else []
+        return self._tick(lang, mine[0].id) if mine else [gr.skip()] * len(self.state)
+
+    def _none(self, lang: str) -> list[Any]:
+        nothing = empty(say("chat.not_loaded", lang))
+        return ["", gr.Timer(active=False), nothing, gr.update(interactive=False), gr.update(visible=False)]
+
+    def _tick(self, lang: str, id: str) -> list[Any]:
+        if not id:
+            return self._none(lang)
+        try:
+            job = self.desk.jobs.get(id)
+            url = self.desk.jobs.server_url(id)
+            names = models(url) if url else []
+        except ErnieKitError:
+            return self._none(lang)
+        waiting = job.is_running and not url
+        speaker = (
+            gr.update(choices=names, value=names[0], visible=len(names) > 1) if names else gr.update(visible=False)
+        )
+        return [
+            id,
+            gr.Timer(active=waiting),
+            self._status(job, url, lang),
+            gr.update(interactive=job.is_running),
+            speaker,
+        ]
+
+    def _status(self, job: Job, url: str, lang: str) -> str:
+        log = self.desk.jobs.log_tail(job.id).text.strip().splitlines()
+        if url:
+            head, more = pill("ended", say("chat.ready", lang)), f"<code>{escape(url)}</code>"
+        elif job.is_running:
+            head, more = pill("running", say("chat.loading", lang)), f"<span>{escape(log[-1] if log else '')}</span>"
+        else:
+            head = pill(job.state, say(f"state.{job.state}", lang))
+            more = f'<pre class="ek-report bad">{escape(chr(10).join(log[-LOG_LINES:]))}</pre>'
+        return f'<div class="ek-status" data-ready="{int(bool(url))}"><div class="ek-line">{head}{more}</div></div>'
+
+    # ---- the conversation
+
+    def _say(
+        self, lang: str, id: str, speaker: str | None, message: str, history: History, system: str, *raw: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        if not (message or "").strip():
+            yield gr.skip(), gr.skip()
+            return
+        url = self.desk.jobs.server_url(id) if id else ""
+        if not url:
+            raise gr.Error(say("chat.not_loaded", lang), print_exception=False)
+        told = [*({"role": "system", "content": system.strip()} for _ in [0] if (system or "").strip())]
+        told += [*_plain(history), {"role": "user", "content": message}]
+        history = [*history, {"role": "user", "content": message}]
+        yield history, ""
+        try:
+            for thought, answer in _growing(speak(url, told, **self._options(speaker, raw))):
+                yield [*history, *_turn(thought, answer, say("chat.thinking", lang))], gr.skip()
+        except ErnieKitError as error:
+            raise notice(error) from None
+
+    def _options(self, speaker: str | None, raw: tuple[Any, ...]) -> dict[str, Any]:
+        values = self.asked.values(raw)
+        return {
+            "model": speaker or "default",
+            "max_tokens": int(values.get("max_new_tokens", 1024)),
+            "temperature": float(values.get("temperature", 0.95)),
+            "top_p": float(values.get("top_p", 0.7)),
+            "repetition_penalty": float(values.get("repetition_penalty", 1.0)),
+            "enable_thinking": bool(values.get("enable_thinking", False)),
+        }
+
+
+def _growing(parts: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Thought and answer so far, no more often than eyes see; the last of them always."""
+    said = {"thought": "", "answer": ""}
+    drawn = 0.0
+    for kind, text in parts:
+        said[kind] += text
+        if time.monotonic() - drawn >= DRAWN_S:
+            drawn = time.monotonic()
+            yield said["thought"], said["answer"]
+    yield said["thought"], said["answer"]
+
+
+def _turn(thought: str, answer: str, title: str) -> History:
+    out: History = []
+    if thought:
+        state = "done" if answer else "pending"
+        out.append({"role": "assistant", "content": thought, "metadata": {"title": title, "status": state}})
+    if answer or not thought:
+        out.append({"role": "assistant", "content": answer})
+    return out
+
+
+def _plain(history: History) -> list[dict[str, str]]:
+    """What was said, without thoughts: as plain text by role."""
+    out = []
+    for turn in history:
+        if (turn.get("metadata") or {}).get("title"):
+            continue
+        content = turn["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        out.append({"role": turn["role"], "content": content})
+    return out

@@ -1,0 +1,26 @@
+"""The Evaluate tab: loss and perplexity of a model on evaluation files. Put together by app.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from erniekit.webui.pages.desk import Desk
+from erniekit.webui.pages.job_form import JobForm
+
+ROWS = (
+    ("model_name_or_path", "eval_dataset_path"),
+    ("lora_path", "stage", "compute_type"),
+    ("max_seq_len", "batch_size", "max_evaluate_steps"),
+    ("device", "eval_dataset_type", "output_dir"),
+)
+
+
+class EvaluatePage:
+    def __init__(self, desk: Desk) -> None:
+        self.form = JobForm(desk, "evaluate", ROWS, "evaluate.start")
+
+    def on_open(self, page: Any) -> None:
+        self.form.on_open(page)
+
+    def files(self) -> list[tuple[Any, list[Any]]]:
+        return [self.form.files()]

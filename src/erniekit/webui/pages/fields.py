@@ -1,0 +1,133 @@
+"""Fields: declared keys as the components of a form, their values out of it and into it. Used by every page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.webui.forms import FieldSpec, Problem, check, from_yaml, to_yaml
+from erniekit.webui.pages.desk import Desk, as_problem, folders, notice
+from erniekit.webui.words import help_of, label_of
+
+MAX_RECIPE = 100_000  # characters
+FEW = 4  # choices that fit side by side
+
+
+class Fields:
+    """Components by key, in the order they were made; those of `offers` offer the folders and files there are."""
+
+    def __init__(self, page: str, desk: Desk, offers: Sequence[str] = ()) -> None:
+        self.page, self.desk, self.labels = page, desk, desk.labels
+        now = folders(desk) if offers else {}
+        self.found: dict[str, list[str]] = {key: now[key] for key in offers}
+        self.specs: dict[str, FieldSpec] = {}
+        self.components: list[Any] = []
+
+    def add(self, spec: FieldSpec, **options: Any) -> Any:
+        """The component of one key; `value` in options stands for the default."""
+        key = spec.key
+        kind, says = self._kind(spec, options)
+        says |= options.pop("says", {})
+        options = {"min_width": 140, "interactive": True, "elem_id": f"{self.page}-{key}", **options}
+        component = self.labels.make(kind, says, **options)
+        self.specs[key] = spec
+        self.components.append(component)
+        return component
+
+    def _kind(self, spec: FieldSpec, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        key, kind = spec.key, spec.kind
+        says: dict[str, Any] = {"label": lambda lang: label_of(key, lang), "info": lambda lang: help_of(key, lang)}
+        options.setdefault("value", spec.default)
+        if kind == "flag" and spec.default is None:  # undecided is a value of its own
+            options.update(value="", choices=["", "True", "False"])
+            return gr.Dropdown, says
+        if kind == "flag":
+            return gr.Checkbox, says
+        if kind == "number":
+            options.setdefault("precision", 0 if spec.whole else None)
+            return gr.Number, says
+        if kind == "choice":
+            options["choices"] = list(spec.choices)
+            return (gr.Radio if len(spec.choices) <= FEW else gr.Dropdown), says
+        if key in self.found or (kind == "list" and spec.choices):
+            several = kind == "list"
+            options.setdefault("value", [] if several else None)
+            options.update(
+                choices=list(spec.choices or self.found[key]),
+                multiselect=several,
+                allow_custom_value=not spec.choices,
+            )
+            return gr.Dropdown, says
+        if kind == "list":
+            options["value"] = _words(spec.default)
+        return gr.Textbox, says
+
+    def values(self, raw: Sequence[Any]) -> dict[str, Any]:
+        """What the components hold, by key; lists typed as words are split at commas."""
+        out: dict[str, Any] = {}
+        for (key, spec), value in zip(self.specs.items(), raw):
+            if spec.kind == "list" and isinstance(value, str):
+                value = [word.strip() for word in value.split(",") if word.strip()]
+            if value is None or value == "" or value == []:
+                if spec.default in (None, "", []):
+                    continue
+                value = spec.default if not spec.optional else value
+            out[key] = value
+        return out
+
+    def updates(self, values: Mapping[str, Any]) -> list[Any]:
+        """Every component set to its value, or back to its default."""
+        out = []
+        for (key, spec), component in zip(self.specs.items(), self.components):
+            value = values.get(key, spec.default)
+            if spec.kind == "list" and isinstance(component, gr.Textbox):
+                value = _words(value)
+            elif spec.kind == "flag" and spec.default is None:
+                value = "" if value is None else str(value)
+            out.append(gr.update(value=value))
+        return out
+
+    def files(self) -> tuple[Any, list[Any]]:
+        """A handler and its outputs: what fields that name files offer, found again."""
+        keys = [key for key in self.specs if key in self.found]
+
+        def again() -> list[Any]:
+            now = folders(self.desk)
+            return [gr.update(choices=now[key]) for key in keys]
+
+        return again, [self.components[list(self.specs).index(key)] for key in keys]
+
+    def rest(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What is given for keys without a component."""
+        return {key: value for key, value in values.items() if key not in self.specs}
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+
+
+def recipe(values: Mapping[str, Any], more: str, page: str, desk: Desk) -> tuple[str, list[Problem]]:
+    """The YAML of a form and what is wrong with it; `more` is YAML of keys the form has no field for."""
+    try:
+        given = {**values, **(from_yaml(more, "more keys") if more.strip() else {})}
+        problems = check(given, page, desk.roots)
+        return to_yaml(given, page), problems
+    except ErnieKitError as error:
+        return to_yaml(values, page), [as_problem(error)]
+
+
+def uploaded(file: str) -> dict[str, Any]:
+    """The values of a recipe that was uploaded. Its name comes from the browser: nothing but uploads is read."""
+    real = Path(os.path.realpath(file))
+    if Path(os.path.realpath(os.environ.get("GRADIO_TEMP_DIR", os.devnull))) not in real.parents:
+        raise notice(ConfigError("this file was not uploaded", where="recipe", fix="choose it again"))
+    try:
+        with real.open(encoding="utf-8", errors="replace") as opened:
+            return from_yaml(opened.read(MAX_RECIPE))
+    except ErnieKitError as error:
+        raise notice(error) from None

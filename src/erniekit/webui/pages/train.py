@@ -1,0 +1,258 @@
+"""The Train tab: a form from the declared keys, the recipe it makes, a look at the data, the doctor, and the run live.
+
+Put together by app.py. The right side shows one thing at a time; pressing Start turns it to the live run.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from erniekit.errors import ErnieKitError
+from erniekit.webui.charts import empty
+from erniekit.webui.forms import STAGES, FieldSpec, Form, form, from_yaml, page_of, to_yaml
+from erniekit.webui.pages.desk import Desk, as_problem, notice, problems_html
+from erniekit.webui.pages.fields import Fields, recipe, uploaded
+from erniekit.webui.pages.look_at_data import LookAtData
+from erniekit.webui.pages.watch import Watch
+from erniekit.webui.preview import doctor
+from erniekit.webui.words import help_of, label_of, say
+
+# Rows of the first card; what is basic and not here goes to the drawer of its section.
+FIRST: tuple[tuple[str, ...], ...] = (
+    ("model_name_or_path", "train_dataset_path"),
+    ("fine_tuning", "compute_type", "device"),
+    ("learning_rate", "max_steps", "num_train_epochs"),
+    ("batch_size", "gradient_accumulation_steps", "max_seq_len"),
+    ("output_dir",),
+)
+# Drawers: their title, the sections whose basic keys they hold, and further keys worth a field of their own.
+DRAWERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("train.drawer.data", ("model", "data"), ("train_dataset_prob", "packing", "overlong", "input_dir")),
+    ("train.drawer.lora", ("lora",), ("rslora", "lora_target_modules")),
+    ("train.drawer.optim", ("optim",), ("warmup_ratio", "max_grad_norm", "adam_beta2")),
+    (
+        "train.drawer.layout",
+        ("parallel", "memory", "precision", "launch"),
+        ("sharding_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "nproc_per_node"),
+    ),
+    ("train.drawer.saves", ("checkpoint", "tracking", "train"), ("max_evaluate_steps", "load_best_model_at_end")),
+)
+DPO_FIELDS = ("loss_type", "beta", "sft_loss_ratio", "label_smoothing", "max_prompt_len", "reference_free")
+WIDE = ("model_name_or_path", "train_dataset_path", "output_dir", "eval_dataset_path")
+OFFERS = ("model_name_or_path", "train_dataset_path", "eval_dataset_path")
+MORE_LINES = 4
+
+
+class TrainPage:
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.forms: dict[str, Form] = {stage: form(page) for stage, page in STAGES.items()}
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=6, min_width=420):
+                self._form()
+            with gr.Column(scale=5, min_width=420, elem_classes="ek-side"):
+                self._side()
+        self._wire()
+
+    # ---- what is seen
+
+    def _form(self) -> None:
+        labels = self.desk.labels
+        self.fields = Fields("train", self.desk, OFFERS)
+        keys = {**{f.key: f for f in self.forms["SFT"].fields}, **{f.key: f for f in self.forms["DPO"].fields}}
+        self.stage = labels.make(
+            gr.Radio,
+            {"label": "train.stage", "info": "train.stage.info"},
+            choices=list(STAGES),
+            value="SFT",
+            elem_id="train-stage",
+        )
+        with gr.Group():
+            for row in FIRST:
+                with gr.Row():
+                    for key in row:
+                        self._field(keys[key])
+        shown = {key for row in FIRST for key in row}
+        for title, sections, further in DRAWERS:
+            wanted = [f for f in keys.values() if f.section in sections and (f.basic or f.key in further)]
+            self._drawer(title, [f for f in wanted if f.key not in shown])
+        self.dpo = self._drawer("train.drawer.dpo", [keys[key] for key in DPO_FIELDS], visible=False)
+        with labels.make(gr.Accordion, {"label": "train.drawer.more"}, open=False):
+            self._more([f for f in keys.values() if f.key not in self.fields.specs])
+
+    def _field(self, spec: FieldSpec) -> None:
+        options: dict[str, Any] = {"min_width": 300} if spec.key in WIDE else {}
+        if spec.key == "output_dir":
+            options.update(value="", says={"placeholder": "train.own_folder"})
+        self.fields.add(spec, **options)
+
+    def _drawer(self, title: str, specs: list[FieldSpec], visible: bool = True) -> Any:
+        with self.desk.labels.make(gr.Accordion, {"label": title}, open=False, visible=visible) as drawer:
+            for at in range(0, len(specs), 3):
+                with gr.Row():
+                    for spec in specs[at : at + 3]:
+                        self._field(spec)
+        return drawer
+
+    def _more(self, specs: list[FieldSpec]) -> None:
+        """Every other key: found by name, explained, and written into a piece of YAML."""
+        labels = self.desk.labels
+        labels.heading("train.more.hint", elem_classes="ek-hint")
+        with gr.Row(equal_height=True):
+            self.more_key = labels.make(
+                gr.Dropdown,
+                {"label": "train.more.key"},
+                choices=sorted(f.key for f in specs),
+                value=None,
+                elem_id="train-more-key",
+                min_width=220,
+            )
+            self.more_value = labels.make(gr.Textbox, {"label": "train.more.value"}, elem_id="train-more-value")
+            self.more_add = labels.make(gr.Button, {"value": "train.more.add"}, elem_id="train-more-add", min_width=80)
+        self.more_help = gr.HTML("", elem_classes="ek-hint")
+        self.more = labels.make(
+            gr.Textbox, {"label": "train.more.keys"}, lines=MORE_LINES, elem_id="train-more", placeholder="key: value"
+        )
+
+    def _side(self) -> None:
+        labels = self.desk.labels
+        with gr.Row():
+            self.start = labels.make(gr.Button, {"value": "train.start"}, variant="primary", elem_id="train-start")
+            self.look = labels.make(gr.Button, {"value": "train.preview"}, elem_id="train-preview")
+            self.doctor = labels.make(gr.Button, {"value": "train.doctor"}, elem_id="train-doctor")
+        self.problems = gr.HTML("", elem_id="train-problems")
+        with gr.Tabs(selected="recipe", elem_id="train-panes") as self.panes:
+            with labels.make(gr.Tab, {"label": "train.pane.recipe"}, id="recipe"):
+                self.command = labels.make(
+                    gr.Code,
+                    {"label": "recipe.command"},
+                    value="erniekit train recipe.yaml",
+                    language="shell",
+                    interactive=False,
+                    lines=1,
+                    elem_id="train-command",
+                )
+                self.yaml = labels.make(
+                    gr.Code,
+                    {"label": "recipe.yaml"},
+                    language="yaml",
+                    interactive=False,
+                    lines=12,
+                    elem_id="train-yaml",
+                    elem_classes="ek-recipe",
+                )
+                with gr.Row():
+                    self.save = labels.make(gr.Button, {"value": "recipe.download"}, elem_id="train-download")
+                    self.load = labels.make(
+                        gr.UploadButton,
+                        {"label": "recipe.load"},
+                        file_types=[".yaml", ".yml", ".json"],
+                        elem_id="train-load",
+                    )
+                    self.clear = labels.make(gr.Button, {"value": "recipe.clear"}, elem_id="train-clear")
+            with labels.make(gr.Tab, {"label": "train.pane.data"}, id="data"):
+                self.data = LookAtData(self.desk)
+            with labels.make(gr.Tab, {"label": "train.pane.doctor"}, id="doctor"):
+                self.report = gr.HTML(empty(say("doctor.none", labels.lang)), elem_id="train-report")
+            with labels.make(gr.Tab, {"label": "train.pane.live"}, id="live"):
+                self.live = Watch(self.desk, "train", "train")
+
+    # ---- what happens
+
+    def _wire(self) -> None:
+        desk = self.desk
+        form_inputs = [desk.lang, self.stage, self.more, *self.fields.components]
+        told = dict(outputs=[self.yaml, self.problems], show_progress="hidden", concurrency_limit=None)
+        changes = [c.change for c in (self.stage, self.more, desk.lang, *self.fields.components)]
+        gr.on(changes, self._recipe, form_inputs, trigger_mode="always_last", **told)
+        self.stage.change(lambda stage: gr.update(visible=stage == "DPO"), self.stage, self.dpo, show_progress="hidden")
+        self.more_key.change(self._explain, [desk.lang, self.more_key], self.more_help, show_progress="hidden")
+        self.more_add.click(
+            self._add, [self.more_key, self.more_value, self.more], [self.more, self.more_value], show_progress="hidden"
+        )
+        self.save.click(None, self.yaml, None, js="text => { erniekitSave(text, 'recipe.yaml'); }")
+        self.form_outputs = [self.stage, self.more, *self.fields.components]
+        self.load.upload(self._load, [self.load], self.form_outputs, show_progress="minimal")
+        self.clear.click(lambda: self.filled({}), None, self.form_outputs, show_progress="hidden")
+        run_inputs = [desk.lang, desk.who, *form_inputs[1:]]
+        self.start.click(self._start, run_inputs, [self.panes, *self.live.started], concurrency_limit=None)
+        for button, pane, handler, outputs in (
+            (self.look, "data", self._preview, self.data.outputs),
+            (self.doctor, "doctor", self._doctor, [self.report]),
+        ):
+            button.click(_turn_to(pane), None, self.panes, show_progress="hidden").then(
+                handler, form_inputs, outputs, show_progress="minimal", concurrency_limit=2
+            )
+
+    def on_open(self, page: Any) -> None:
+        """A page that is opened: what its browser had started, the files there are now, and what the form says."""
+        self.live.on_open(page)
+        for handler, outputs in self.files():
+            page.load(handler, None, outputs, show_progress="hidden")
+        form_inputs = [self.desk.lang, self.stage, self.more, *self.fields.components]
+        page.load(self._recipe, form_inputs, [self.yaml, self.problems], show_progress="hidden")
+
+    def files(self) -> list[tuple[Any, list[Any]]]:
+        return [self.fields.files()]
+
+    def _values(self, stage: str, raw: tuple[Any, ...]) -> dict[str, Any]:
+        """Without the keys other stages have, whose fields are hidden."""
+        known = {f.key for f in self.forms[stage].fields}
+        return {key: value for key, value in self.fields.values(raw).items() if key in known}
+
+    def _recipe(self, lang: str, stage: str, more: str, *raw: Any) -> tuple[str, str]:
+        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.desk)
+        return text, problems_html(problems, lang)
+
+    def _explain(self, lang: str, key: str | None) -> str:
+        return f"<b>{key}</b> {label_of(key, lang)}. {help_of(key, lang)}" if key else ""
+
+    def _add(self, key: str | None, value: str, more: str) -> tuple[Any, Any]:
+        if not key or not value.strip():
+            return gr.skip(), gr.skip()
+        kept = [line for line in (more or "").splitlines() if not line.startswith(f"{key}:")]
+        return "\n".join([*kept, f"{key}: {value.strip()}"]), ""
+
+    def _load(self, file: str) -> list[Any]:
+        return self.filled(uploaded(file))
+
+    def filled(self, values: dict[str, Any]) -> list[Any]:
+        """The form set to a recipe's values; keys without a field go to the piece of YAML beside it."""
+        page = page_of("train", values)
+        stage = next(stage for stage, name in STAGES.items() if name == page)
+        rest = {key: value for key, value in self.fields.rest(values).items() if key != "stage"}
+        fixed = set(self.forms[stage].fixed)
+        more = "\n".join(line for line in to_yaml(rest, page).splitlines() if line.partition(":")[0] not in fixed)
+        return [stage, more, *self.fields.updates({"output_dir": "", **values})]
+
+    def _start(self, lang: str, who: str, stage: str, more: str, *raw: Any) -> list[Any]:
+        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.desk)
+        if problems:
+            raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
+        try:
+            job = self.desk.jobs.start("train", text, who)
+        except ErnieKitError as error:
+            raise notice(error) from None
+        return [gr.update(selected="live"), *self.live.first(job, lang)]
+
+    def _preview(self, lang: str, stage: str, more: str, *raw: Any) -> list[Any]:
+        values = self._values(stage, raw)
+        try:
+            given = {**values, **(from_yaml(more) if more else {})}
+        except ErnieKitError as error:
+            return self.data.failed(as_problem(error), lang)
+        return self.data.shown(given, stage, lang)
+
+    def _doctor(self, lang: str, stage: str, more: str, *raw: Any) -> str:
+        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.desk)
+        if problems:
+            return problems_html(problems, lang)
+        report = doctor(text, self.desk.roots)
+        return f'<pre class="ek-report {"good" if report.ok else "bad"}">{escape(report.text)}</pre>'
+
+
+def _turn_to(pane: str) -> Any:
+    return lambda: gr.update(selected=pane)

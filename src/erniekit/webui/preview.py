@@ -1,0 +1,180 @@
+"""A look before a run: rows of a dataset with the tokens that are trained in colour, and the doctor's report.
+
+Called by the train page. Both are asked of the CLI in a child process with a time limit; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import ConfigError
+from erniekit.webui import forms
+from erniekit.webui.jobs import TOKEN_VARIABLE, plain
+from erniekit.webui.paths import Roots
+
+PREVIEW_S, DOCTOR_S = 60.0, 300.0
+MAX_OUTPUT = 4 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    trained: bool
+    rejected: bool = False  # trained too, as the answer that a pair rejects
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as the model sees it; `problem` says why it is not used."""
+
+    file: str
+    line: int
+    pieces: tuple[Piece, ...] = ()
+    tokens: int = 0
+    trained: int = 0
+    problem: str = ""
+
+    @property
+    def html(self) -> str:
+        """Escaped; trained tokens are <mark>, those of a rejected answer <mark class="rejected">."""
+        if self.problem:
+            return f'<span class="bad-row">{escape(self.problem)}</span>'
+        return "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`total`: rows of all files, 0 where they were not counted; `error`: what stopped it, as the CLI says it."""
+
+    rows: tuple[Row, ...] = ()
+    total: int = 0
+    format: str = ""
+    error: str = ""
+
+    @property
+    def html(self) -> str:
+        if self.error:
+            return f'<pre class="error">{escape(self.error)}</pre>'
+        lines = (
+            f'<div class="row"><div class="row-head">{escape(Path(row.file).name)}:{row.line}'
+            f"{'' if row.problem else f' &middot; {row.trained}/{row.tokens}'}</div>"
+            f'<div class="row-text">{row.html}</div></div>'
+            for row in self.rows
+        )
+        return f'<div class="preview">{"".join(lines)}</div>'
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `erniekit doctor` said. `ok` only if every check passed."""
+
+    ok: bool
+    text: str
+    seconds: float = 0.0
+    timed_out: bool = False
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def html(self) -> str:
+        return f'<pre class="{"ok" if self.ok else "error"}">{escape(self.text)}</pre>'
+
+
+def preview(
+    values: Mapping[str, Any], roots: Roots, page: str = "train.sft", start: int = 0, count: int = 10,
+    timeout: float = PREVIEW_S, evaluation: bool = False,
+) -> Preview:  # fmt: skip
+    """Rows `start` to `start + count` of the files these values name, read with their model's tokenizer."""
+    which = "eval" if evaluation else "train"
+    wanted = (
+        "model_name_or_path", "tokenizer_name", "download_hub", "max_seq_len", "overlong", "stage", "compat",
+        "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "input_dir",
+    )  # fmt: skip
+    kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
+    kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
+    problems = forms.check_alone(kept, roots)
+    if not kept.get("train_dataset_path"):
+        return Preview(error=f"{which}_dataset_path must be given")
+    if problems:
+        return Preview(error="\n".join(map(str, problems)))
+    recipe = forms.to_yaml(roots.settle(kept), page)
+    words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
+    done = run(["data", "preview"], recipe, timeout, words)
+    if done.timed_out:
+        return Preview(error=f"no answer within {timeout:.0f} s")
+    if not done.ok:
+        return Preview(error=done.text)
+    return _parsed(done.text)
+
+
+def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
+    """`erniekit doctor` on a recipe (YAML text); its files go to a folder that is removed."""
+    try:
+        values = forms.checked(recipe, "doctor", roots)
+    except ConfigError as error:
+        return Report(False, str(error))
+    with tempfile.TemporaryDirectory(prefix="erniekit-doctor-") as folder:
+        values = {**values, "output_dir": folder}
+        return run(["doctor"], forms.to_yaml(values, forms.page_of("doctor", values)), timeout)
+
+
+def run(words: list[str], recipe: str, timeout: float, more: list[str] | None = None) -> Report:
+    """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended."""
+    began = time.monotonic()
+    env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    with tempfile.TemporaryDirectory(prefix="erniekit-") as folder, tempfile.TemporaryFile() as out:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(recipe, encoding="utf-8")
+        argv = [sys.executable, "-m", "erniekit", *words, str(file), *(more or [])]
+        child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**env, "NO_COLOR": "1"},
+            start_new_session=True,
+        )  # fmt: skip
+        late = False
+        try:
+            child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        out.seek(0)
+        text = plain(out.read(MAX_OUTPUT).decode("utf-8", errors="replace")).strip().replace(str(file), "recipe.yaml")
+    return Report(child.returncode == 0 and not late, text, round(time.monotonic() - began, 2), late, text.splitlines())
+
+
+def _marked(piece: Piece) -> str:
+    if not piece.trained:
+        return escape(piece.text)
+    kind = ' class="rejected"' if piece.rejected else ""
+    return f"<mark{kind}>{escape(piece.text)}</mark>"
+
+
+def _parsed(text: str) -> Preview:
+    try:
+        told = json.loads(text[text.index("{") :].splitlines()[0])
+        rows = tuple(
+            Row(
+                str(row["file"]),
+                int(row["line"]),
+                tuple(Piece(str(t), part > 0, part == 2) for t, part in row.get("pieces", ())),
+                int(row.get("tokens", 0)),
+                int(row.get("trained", 0)),
+                str(row.get("problem", "")),
+            )
+            for row in told["rows"]
+        )
+        return Preview(rows, int(told["total"]), str(told["format"]))
+    except (ValueError, KeyError, TypeError, IndexError):
+        return Preview(error=text[-2000:])

@@ -1,0 +1,59 @@
+"""Which process is meant: a pid alone may be somebody else's by now; with its start time and the boot it is not.
+
+Used by jobs.py, which finds its children again after the page was closed or started anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+
+def identity(pid: int) -> str:
+    """Boot and start time of a living process as an opaque text; empty when it is gone (a zombie is gone)."""
+    if pid <= 0:
+        return ""
+    try:
+        # "pid (name) state ppid ... start": the name may hold spaces and brackets, so count from the last ")"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "" if Path("/proc/self/stat").exists() else _asked(pid)
+    return "" if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+
+
+def is_same(pid: int, told: str) -> bool:
+    return bool(told) and identity(pid) == told
+
+
+def send(pid: int, told: str, number: signal.Signals, group: bool = False) -> bool:
+    """Send a signal to that very process, or to its whole session; False when it is no longer there."""
+    handle = -1
+    try:
+        if hasattr(os, "pidfd_open"):  # held from before the check on, it cannot come to mean another process
+            handle = os.pidfd_open(pid)
+        if not is_same(pid, told):
+            return False
+        if group:
+            os.killpg(pid, number)
+        elif handle >= 0:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(pid, number)
+    except OSError as error:
+        if error.errno in (errno.ESRCH, errno.EINVAL):  # it is gone
+            return False
+        raise
+    finally:
+        if handle >= 0:
+            os.close(handle)
+    return True
+
+
+def _asked(pid: int) -> str:
+    """Where there is no /proc."""
+    done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5)
+    return done.stdout.strip()

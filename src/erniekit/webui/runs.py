@@ -1,0 +1,231 @@
+"""What a run has written so far: curves out of metrics.jsonl as it grows, the runs list, and runs side by side.
+
+Called by the pages every few seconds; a file is read from where the last reading ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import ErnieKitError
+from erniekit.webui import forms
+from erniekit.webui.jobs import Job, Jobs
+
+METRICS, STORY = "metrics.jsonl", "run.json"
+MAX_POINTS = 1000  # of a series handed to a page: more than its pixels
+_CHUNK = 8 * 2**20  # bytes read at once
+
+
+@dataclass
+class Series:
+    """One metric: finite values by step."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float | None:
+        return self.values[-1] if self.values else None
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One line of the runs list."""
+
+    id: str
+    word: str
+    who: str
+    state: str
+    created: float
+    stage: str
+    model: str
+    step: int
+    total_steps: int  # 0: not known yet
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_second: float | None
+    seconds: float  # from the start to the end, or to now
+    output_dir: str
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else 0.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One metric of several runs on the steps that any of them has, and the settings in which they differ."""
+
+    metric: str
+    steps: list[int]
+    values: dict[str, list[float | None]]  # run -> a value for every step; None where it has none
+    differences: dict[str, dict[str, Any]]  # key -> run -> value
+
+
+class Reader:
+    """The metrics of one file, read as it grows; begins anew when the file was replaced (a resumed run cuts it)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.series: dict[str, Series] = {}
+        self._at, self._inode = 0, -1
+
+    def read(self) -> dict[str, Series]:
+        try:
+            with self.path.open("rb") as file:
+                told = os.fstat(file.fileno())
+                if told.st_ino != self._inode or told.st_size < self._at:
+                    self.series, self._at, self._inode = {}, 0, told.st_ino
+                file.seek(self._at)
+                while part := file.read(_CHUNK):
+                    whole = part.rfind(b"\n") + 1  # the rest is a line that is still being written
+                    if not whole:
+                        break
+                    self._at += whole
+                    file.seek(self._at)
+                    for line in part[:whole].splitlines():
+                        self._add(line)
+        except OSError:
+            self.series, self._at, self._inode = {}, 0, -1
+        return self.series
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        step = record.get("global_step") if isinstance(record, dict) else None
+        if not isinstance(step, int):
+            return
+        for name, value in record.items():
+            numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name != "global_step" and numeric and math.isfinite(value):
+                series = self.series.setdefault(name, Series())
+                series.steps.append(step)
+                series.values.append(float(value))
+
+
+class Runs:
+    """The metrics of the jobs of one `Jobs`; safe to ask from several threads."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
+        self._readers: dict[str, Reader] = {}
+        self._given: dict[str, tuple[int, dict[str, Any]]] = {}  # recipes by job, as of their time of change
+        self._lock = threading.Lock()
+
+    def series(self, id: str, limit: int = MAX_POINTS) -> dict[str, Series]:
+        """Every metric of a run so far, at most `limit` points each: loss, learning_rate, tokens_per_second, ..."""
+        return {name: thinned(series, limit) for name, series in self._all(self.jobs.get(id)).items()}
+
+    def rows(self, who: str | None = None, words: Iterable[str] = ("train",)) -> list[RunRow]:
+        """The runs list, newest first."""
+        wanted = set(words)
+        return [self._row(job) for job in self.jobs.list(who) if job.word in wanted]
+
+    def row(self, id: str) -> RunRow:
+        return self._row(self.jobs.get(id))
+
+    def results(self, id: str) -> dict[str, Any]:
+        """The numbers a finished job of `train` or `eval` left: all_results.json; empty before."""
+        return _json(Path(self.jobs.get(id).output_dir) / "all_results.json")
+
+    def compare(self, ids: Sequence[str], metric: str = "loss", limit: int = MAX_POINTS) -> Compared:
+        jobs = [self.jobs.get(id) for id in dict.fromkeys(ids)]
+        found = {job.id: thinned(self._all(job).get(metric, Series()), limit) for job in jobs}
+        steps = sorted({step for series in found.values() for step in series.steps})
+        values: dict[str, list[float | None]] = {}
+        for id, series in found.items():
+            at = dict(zip(series.steps, series.values))
+            values[id] = [at.get(step) for step in steps]
+        return Compared(metric, steps, values, differences({job.id: self._values(job) for job in jobs}))
+
+    def _all(self, job: Job) -> dict[str, Series]:
+        if not job.output_dir:
+            return {}
+        path = Path(job.output_dir) / METRICS
+        with self._lock:
+            reader = self._readers.setdefault(str(path), Reader(path))
+            return {name: Series([*s.steps], [*s.values]) for name, s in reader.read().items()}
+
+    def _values(self, job: Job) -> dict[str, Any]:
+        try:
+            changed = job.recipe.stat().st_mtime_ns
+            known = self._given.get(job.id)
+            if known is None or known[0] != changed:
+                known = self._given[job.id] = changed, forms.from_yaml(job.recipe.read_text(encoding="utf-8"))
+            return known[1]
+        except (OSError, ErnieKitError):
+            return {}
+
+    def _row(self, job: Job) -> RunRow:
+        found, given = self._all(job), self._values(job)
+        story = _json(Path(job.output_dir) / STORY) if job.output_dir else {}
+        loss = found.get("loss", Series())
+        total = story.get("total_steps", 0)
+
+        def last(name: str) -> float | None:
+            return found.get(name, Series()).last
+
+        return RunRow(
+            id=job.id,
+            word=job.word,
+            who=job.who,
+            state=job.state,
+            created=job.created,
+            stage=str(given.get("stage", "")),
+            model=Path(str(given.get("model_name_or_path") or "")).name,
+            step=loss.steps[-1] if loss.steps else 0,
+            total_steps=total if isinstance(total, int) else 0,
+            loss=loss.last,
+            eval_loss=last("eval_loss"),
+            tokens_per_second=last("tokens_per_second"),
+            seconds=max(0.0, (job.ended or time.time()) - job.began),
+            output_dir=job.output_dir,
+        )
+
+
+def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most `limit` points: first, last, and the lowest and highest of each stretch between: no spike is lost."""
+    count = len(series)
+    if count <= max(limit, 4):
+        return series
+    stretches, inner = (max(limit, 4) - 2) // 2, count - 2
+    keep = [0]
+    for n in range(stretches):
+        part = range(1 + n * inner // stretches, 1 + (n + 1) * inner // stretches)
+        low, high = min(part, key=series.values.__getitem__), max(part, key=series.values.__getitem__)
+        keep += sorted({low, high})
+    keep.append(count - 1)
+    return Series([series.steps[i] for i in keep], [series.values[i] for i in keep])
+
+
+def differences(recipes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The keys that are not the same in all recipes, with the value of each run (its default where not given)."""
+    names = dict.fromkeys(name for values in recipes.values() for name in values)
+    out = {}
+    for name in names:
+        row = {id: values.get(name, forms.default_of(name)) for id, values in recipes.items()}
+        if len({json.dumps(value, sort_keys=True, default=str) for value in row.values()}) > 1:
+            out[name] = row
+    return out
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

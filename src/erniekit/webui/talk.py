@@ -1,0 +1,70 @@
+"""A conversation with a server of ours over its OpenAI interface, streamed. Called by the Chat tab; standard library.
+
+The address comes from a job's own log, so it is always this machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from erniekit.errors import ErnieKitError
+
+ANSWER_S = 600.0
+ASK_S = 5.0
+# Proxies of the environment are for other machines.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+class TalkError(ErnieKitError):
+    """The server refused, failed or is gone."""
+
+
+def models(url: str) -> list[str]:
+    """What can be asked for: the model, and adapters by name."""
+    with _ask(url + "/models", None, ASK_S) as answer:
+        return [str(one["id"]) for one in json.load(answer)["data"]]
+
+
+def speak(url: str, messages: Sequence[Mapping[str, str]], **options: Any) -> Iterator[tuple[str, str]]:
+    """("thought" or "answer", next words) until it ends. Closing the iterator hangs up, and the server stops."""
+    body = {"messages": list(messages), "stream": True, **options}
+    with _ask(url + "/chat/completions", body, ANSWER_S) as lines:
+        for raw in lines:
+            line = raw.decode("utf-8", errors="replace").strip()
+            if not line.startswith("data:"):
+                continue
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise TalkError(str(event["error"].get("message", "the server failed")), where="chat", fix="ask again")
+            for choice in event.get("choices", ()):
+                delta = choice.get("delta", {})
+                if delta.get("reasoning_content"):
+                    yield "thought", delta["reasoning_content"]
+                if delta.get("content"):
+                    yield "answer", delta["content"]
+    raise TalkError("the answer broke off", where="chat", fix="see the server's log; load the model again")
+
+
+def _ask(url: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        return _open(request, timeout=seconds)
+    except urllib.error.HTTPError as error:
+        raise TalkError(_told(error), where="chat", fix="") from None
+    except (urllib.error.URLError, OSError) as error:
+        raise TalkError(f"the server does not answer: {error}", where="chat", fix="load the model again") from None
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {error.code}"

@@ -1,0 +1,31 @@
+"""Every word of the page in English and Chinese: say(key, lang) for its own, help_of and label_of for declared keys.
+
+Called by the pages. A key that has no Chinese help keeps its English one; the page's own words have both, always.
+"""
+
+from __future__ import annotations
+
+from erniekit.config.flat import KEYS
+from erniekit.webui.words_keys import HELP_ZH, LABELS
+from erniekit.webui.words_page import WORDS
+
+LANGUAGES = {"en": "English", "zh": "中文"}
+
+
+def say(key: str, lang: str = "en", **values: object) -> str:
+    """The text of a key of WORDS; `values` fill its {names}. An unknown key is shown as it is."""
+    english, chinese = WORDS.get(key, (key, key))
+    text = chinese if lang == "zh" else english
+    return text.format(**values) if values else text
+
+
+def help_of(key: str, lang: str = "en") -> str:
+    """What a declared key does."""
+    english = KEYS[key].help if key in KEYS else ""
+    return HELP_ZH.get(key, english) if lang == "zh" else english
+
+
+def label_of(key: str, lang: str = "en") -> str:
+    """What a field is called; the key itself where nothing better is known: it is what the recipe will say."""
+    english, chinese = LABELS.get(key, (key, key))
+    return chinese if lang == "zh" else english

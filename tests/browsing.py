@@ -1,0 +1,166 @@
+"""The page of `erniekit webui` in a real Chromium, for tests: the program, the browser, and a person's hands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+PATIENCE_S = 90  # a browser beside other work on two cores
+CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), "")
+
+
+def why_not() -> str:
+    """Why no browser can be driven here, and the command that would change it; empty when one can."""
+    if find_spec("gradio") is None or find_spec("playwright") is None:
+        return 'gradio or playwright is missing: pip install -c constraints.txt -e ".[dev]"'
+    if not CHROMIUM:
+        return "no Chromium: apt-get install -y chromium (Debian's package)"
+    return ""
+
+
+class WebUI:
+    """`erniekit webui` as a process of its own, in a folder."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.log = folder / f"webui-{time.time_ns()}.log"
+        command = [sys.executable, "-m", "erniekit", "webui", "port=0", "lang=en", *words]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ERNIEKIT_CACHE": str(folder / "cache")}
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env)
+        until(lambda: "ready: " in self.text or self.process.poll() is not None, 90)
+        found = re.search(r"ready: (http://\S+)", self.text)
+        assert found, self.text
+        self.url = found[1]
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def close(self) -> None:
+        """As Ctrl-C does: the page ends, its jobs do not."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@contextmanager
+def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        try:
+            context = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True)
+            context.set_default_timeout(PATIENCE_S * 1000)
+            yield context
+        finally:
+            browser.close()
+
+
+class Hands:
+    """What a person does on the page. Fields are named as their keys are: `train-learning_rate`."""
+
+    def __init__(self, context: Any, url: str) -> None:
+        self.page = context.new_page()
+        self.asked: list[str] = []
+        self.faults: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("dialog", lambda dialog: dialog.accept())
+        self.page.goto(url)
+        self.page.wait_for_selector("#train-problems li, #train-problems .ek-good")
+
+    def see(self, selector: str, seconds: float = PATIENCE_S) -> Any:
+        found = self.page.locator(selector).first
+        found.wait_for(state="visible", timeout=seconds * 1000)
+        return found
+
+    def press(self, name: str) -> None:
+        self.see(f"#{name}").click()
+
+    def tab(self, label: str) -> None:
+        """A tab of the page or of a pane, by what is written on it."""
+        self.page.get_by_role("tab", name=label, exact=True).first.click()
+
+    def pane(self, label: str) -> None:
+        self.page.locator("#train-panes").get_by_role("tab", name=label, exact=True).click()
+
+    def drawer(self, label: str) -> None:
+        self.page.get_by_role("button", name=label, exact=False).first.click()
+
+    def type(self, field: str, text: str) -> None:
+        box = self.see(f"#{field} input:visible, #{field} textarea:visible")
+        box.fill(text)
+        box.press("Tab")
+
+    def pick(self, field: str, text: str) -> None:
+        """A value of a list that also takes others: typed, and confirmed."""
+        box = self.see(f"#{field} input")
+        box.click()
+        box.fill(text)
+        box.press("Enter")
+        box.blur()
+
+    def choose(self, field: str, label: str) -> None:
+        self.page.locator(f"#{field} label", has_text=label).first.click()
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).first.inner_text()
+
+    def step(self, watch: str = "train") -> int:
+        found = self.page.locator(f"#{watch}-status [data-step]")
+        return int(found.first.get_attribute("data-step") or 0) if found.count() else 0
+
+    def state(self, watch: str = "train") -> str:
+        found = self.page.locator(f"#{watch}-status [data-state]")
+        return str(found.first.get_attribute("data-state")) if found.count() else ""
+
+    def curve(self, watch: str = "train") -> str:
+        """The drawn line of the first chart."""
+        line = self.page.locator(f"#{watch}-curves .chart path").first
+        return str(line.get_attribute("d")) if line.count() else ""
+
+    def until(self, done: Callable[[], Any], seconds: float, what: str) -> Any:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := done():
+                return found
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"{what}: not within {seconds} s\n{self.page.inner_text('body')[:3000]}")
+
+    def picture(self, path: Path, most_kb: int = 200) -> None:
+        """A screenshot small enough to keep; fewer colours where it would not be."""
+        self.page.mouse.move(0, 0)
+        self.page.evaluate("document.activeElement?.blur()")
+        self.page.wait_for_timeout(300)
+        self.page.screenshot(path=path)
+        if path.stat().st_size > most_kb * 1000:
+            from PIL import Image
+
+            Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def until(done: Callable[[], Any], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert done(), f"not within {seconds} s"

@@ -1,0 +1,122 @@
+"""`erniekit chat` as people use it: a process on a terminal of its own, keys pressed, and what is left when it ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving import Live, tiny_folder, until
+
+pytestmark = pytest.mark.xdist_group("server")
+
+# Ctrl-C reaches a process through its controlling terminal.
+PROGRAM = (
+    "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "from erniekit.cli.main import main; sys.exit(main())"
+)
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+class Terminal:
+    def __init__(self, *words: str) -> None:
+        self._ours, theirs = os.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "chat", *words],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def press(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def wait_for(self, word: str, count: int = 1, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while self.shown.count(word) < count:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {word!r} in {self.shown!r}"
+            try:
+                self.shown += os.read(self._ours, 65536).decode(errors="replace")
+            except OSError:  # the other side is closed
+                assert self.shown.count(word) >= count, f"no {word!r} in {self.shown!r}"
+
+    def end(self) -> int:
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture(scope="module")
+def live(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Slow, and by its random weights never at an end by itself."""
+    server = Live(tiny_folder(paddle, tmp_path_factory.mktemp("served") / "tiny"), "max_model_len=512")
+    (model,) = server.engine.models.values()
+    model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    yield server
+    server.close()
+
+
+def test_ctrl_c_stops_the_answer_and_the_server_and_the_next_one_leaves(live):
+    terminal = Terminal(live.url, "temperature=0", "min_tokens=400")
+    try:
+        terminal.wait_for("User: ")
+        assert f"tiny at {live.url}/v1" in terminal.shown
+        terminal.press("hello\n")
+        until(lambda: live.engine.load().running == 1, 20)
+        terminal.press(CTRL_C)
+        terminal.wait_for("[stopped]")
+        assert live.idle(5)
+        terminal.press(CTRL_C)
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.shown
+    finally:
+        terminal.close()
+
+
+def test_an_end_of_input_leaves(live):
+    terminal = Terminal(live.url)
+    try:
+        terminal.wait_for("User: ")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.full
+def test_a_folder_opened_for_a_conversation_ends_with_it(paddle, tmp_path):
+    terminal = Terminal(str(tiny_folder(paddle, tmp_path / "tiny")), "device=cpu", "temperature=0", "min_tokens=400")
+    try:
+        terminal.wait_for("User: ", seconds=120)
+        terminal.press("hello\n")
+        terminal.wait_for("Assistant: ")
+        terminal.press(CTRL_C)
+        terminal.wait_for("[stopped]")
+        terminal.press("clear\n")
+        terminal.wait_for("cleared")
+        terminal.press("again\n")
+        terminal.wait_for("Assistant: ", 2)
+        terminal.press(CTRL_C)
+        terminal.wait_for("[stopped]", 2)
+        began = time.monotonic()
+        terminal.press(CTRL_C)
+        assert terminal.end() == 0
+        assert time.monotonic() - began < 10
+        assert "Traceback" not in terminal.shown
+    finally:
+        terminal.close()

@@ -1,0 +1,34 @@
+"""The definition of an update in the place of its kernels: a CPU then trains the way a card does, results late.
+
+`optimizer.fused = PlainAdamW()`, or for whole runs `results_come_late(monkeypatch)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from erniekit.kernels.adamw import Rates, Slot, norm_reference, reference
+from erniekit.optim import adamw
+
+
+class PlainAdamW:
+    def update(
+        self,
+        key: str,
+        slots: Sequence[Slot],
+        rates: Rates,
+        scale: torch.Tensor | None = None,
+        good: torch.Tensor | None = None,
+    ) -> None:
+        reference(slots, rates, scale, good)
+
+    def norm(self, key: str, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        return norm_reference(grads)
+
+
+def results_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "fits", lambda tensors: True)
+    monkeypatch.setattr(adamw, "Fused", PlainAdamW)

@@ -1,0 +1,106 @@
+"""`erniekit bench` from the command line: a table, JSON, and mistakes in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from erniekit.bench import worker
+from erniekit.bench.command import Worker
+from erniekit.bench.report import remarks, table
+from erniekit.bench.workloads import WORKLOADS, Options
+from erniekit.cli.main import main
+
+
+def test_packed_sft_and_expert_lora_give_their_peers_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker's process does, without waiting for one to start."""
+    files = {"A2-half": "hf", "C1-85": "peft-attention"}
+    options = asdict(Options(peers=tuple(files.values()), steps=2, warmup=1, tiny=True, profile=True))
+    orders = [{"workload": name, "options": options, "file": str(tmp_path / f"{name}.json")} for name in files]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(order) + "\n" for order in orders)))
+    assert worker.main() == 0
+    for name, peer in files.items():
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        ours, other = result["runs"]
+        assert (ours["runner"], other["runner"]) == ("erniekit", peer)
+        assert other["parity"]["equal"], other["parity"]
+        assert {"loss", "logits"} <= other["parity"]["differences"].keys()
+        assert ("grad_norm" in other["parity"]["differences"]) == (name == "A2-half")  # adapters differ in number
+        assert ours["tokens_per_s"] == pytest.approx(result["tokens"] / ours["step_ms"] * 1000)
+        assert result["ratio_to_best_peer"] == pytest.approx(ours["tokens_per_s"] / other["tokens_per_s"])
+        assert len(ours["step_ms_all"]) == len(other["step_ms_all"]) == 2
+        assert ours["of_ceiling"] > 0
+        assert result["profile"]["busy_ms"] > 0
+
+
+@pytest.mark.full
+def test_every_workload_runs_tiny(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--tiny", "--output_dir", str(tmp_path), "--steps", "2", "--warmup", "1"]
+    assert main(words) == 0
+    told = json.loads((tmp_path / "bench.json").read_text())
+    assert not told["failed"]
+    assert [r["workload"] for r in told["results"]] == list(WORKLOADS)
+    for result in told["results"]:
+        assert "step_ms" in result["runs"][0]
+        for peer in result["runs"][1:]:
+            assert peer.get("absent") or peer["parity"]["equal"], (result["workload"], peer)
+    assert "| A2-half   | erniekit" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "Z9"], "no workload 'Z9'"),
+        (["--peers", "hff"], "did you mean hf?"),
+        (["--steps", "0"], "--steps is 0"),
+        (["attention"], "'attention' is not key=value"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_list_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(WORKLOADS)
+
+
+def test_no_time_left_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--only", "A1,A2", "--seconds-limit", "1", "--output_dir", str(tmp_path)]) == 1
+    assert "time limit: A1, A2-none, A2-half, A2-wide not begun" in capsys.readouterr().out
+
+
+def test_a_worker_is_stopped_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = Worker()
+    slow.run([WORKLOADS["A1"]], Options(tiny=True), tmp_path, seconds=0.2)  # its imports alone take longer
+    assert "stopped by the time limit" in capsys.readouterr().out
+    assert not (tmp_path / "A1.json").exists()
+
+
+def test_the_table_says_who_was_absent_who_failed_and_what_is_short() -> None:
+    ours = {
+        "runner": "erniekit", "step_ms": 80.0, "tokens_per_s": 100e3, "trained_tokens_per_s": 99e3, "mfu": 0.4,
+        "of_ceiling": 0.5, "peak_gib": 101.0, "compile_s": 20.0, "pairs_per_s": None,
+    }  # fmt: skip
+    result = {
+        "workload": "A1", "target": 118e3, "unit": "tokens", "limit_gib": 100, "note": "", "ratio_to_best_peer": None,
+        "runs": [ours, {"runner": "hf", "failed": "out of memory"}, {"runner": "peft", "absent": "pip install peft"}],
+    }  # fmt: skip
+    lines = table([result])
+    assert len({len(line) for line in lines}) == 1
+    assert "100,000" in lines[2]
+    assert "40.0 %" in lines[2]
+    assert "failed" in lines[3]
+    assert "absent" in lines[4]
+    assert remarks([result]) == [
+        "A1: target 118,000 tokens/s, 100,000.0: 85 %, short",
+        "A1: peak 101.0 GiB, ABOVE the limit of 100",
+        "A1: hf: out of memory",
+        "A1: peft is absent: pip install peft",
+    ]

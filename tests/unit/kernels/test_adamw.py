@@ -1,0 +1,150 @@
+"""AdamW over many tensors: the definition is torch's, and the kernels do what the definition says.
+
+The kernels run in a process of their own, where Triton interprets them: it asks before it is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from erniekit.kernels.adamw import Fused, Rates, Slot, norm_reference, reference
+
+RATES = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1)
+LENGTHS = (1, 7, 16, 63, 64, 65, 300, 0, 257)  # around a block of 64 and a chunk of 128; the fastest sizes are larger
+
+
+def slots(grad: torch.dtype, weight: torch.dtype | None, seed: int = 0, shift: int = 0) -> list[Slot]:
+    """shift: elements between a tensor's address and the next that lies on 16 bytes."""
+    random = torch.Generator().manual_seed(seed)
+
+    def made(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(n + shift, generator=random).to(dtype)[shift:]
+
+    return [
+        Slot(
+            made(n, grad), made(n), made(n), made(n).square(), torch.tensor(float(k)),
+            None if weight is None else made(n, weight),
+        )
+        for k, n in enumerate(LENGTHS)
+    ]  # fmt: skip
+
+
+def copies(given: list[Slot]) -> list[Slot]:
+    return [Slot(*(None if t is None else t.clone() for t in slot)) for slot in given]  # type: ignore[arg-type]
+
+
+def far(one: list[Slot], other: list[Slot], fp32: float, low: float) -> None:
+    for a, b in zip(one, other):
+        assert torch.equal(a.step, b.step)
+        for x, y in zip(a[:4], b[:4]):
+            torch.testing.assert_close(x, y, rtol=fp32, atol=fp32)
+        if a.weight is not None and b.weight is not None:
+            torch.testing.assert_close(a.weight.float(), b.weight.float(), rtol=low, atol=low)
+
+
+def test_the_definition_is_torchs_adamw() -> None:
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(50))
+    theirs = torch.optim.AdamW([param], lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, weight_decay=0.1)
+    zeros = [torch.zeros(50) for _ in range(2)]
+    slot = Slot(torch.empty(50), param.detach().clone(), *zeros, torch.zeros(()), torch.empty(50).bfloat16())
+    for _ in range(4):
+        param.grad = torch.randn(50)
+        slot.grad.copy_(param.grad * 2)
+        reference([slot], RATES, scale=torch.tensor(0.5), good=torch.ones(()))
+        theirs.step()
+    torch.testing.assert_close(slot.master, param.detach(), rtol=1e-6, atol=1e-7)
+    assert slot.weight is not None
+    assert torch.equal(slot.weight, slot.master.bfloat16())
+
+
+def test_where_nothing_may_change_the_definition_changes_nothing() -> None:
+    given = slots(torch.float32, torch.bfloat16)
+    before = copies(given)
+    reference(given, RATES, good=torch.zeros(()))
+    far(before, given, 0.0, 0.0)
+
+
+def test_a_norm_of_16_bit_gradients_is_taken_in_fp32() -> None:
+    grads = [torch.full((5000,), 0.01).bfloat16(), torch.full((3000,), 0.02).bfloat16()]
+    want = torch.cat(grads).double().norm()
+    assert float(norm_reference(grads)) == pytest.approx(float(want), rel=1e-6)
+    assert float(norm_reference([])) == 0.0
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_the_kernels_do_what_the_definition_says() -> None:
+    code = f"import runpy; runpy.run_path({__file__!r}, run_name='interpreted')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def updates_equal_the_definition() -> None:
+    fused = Fused(block=64, blocks=2, warps=1)
+    for grad, weight, shift in (
+        (torch.float32, None, 0),
+        (torch.bfloat16, torch.bfloat16, 0),
+        (torch.float32, torch.bfloat16, 0),
+        (torch.bfloat16, torch.bfloat16, 3),
+    ):
+        scale, good = torch.tensor(0.25), torch.ones(())
+        for seed in range(2):  # the second time other tensors under the same key
+            got = slots(grad, weight, seed, shift)
+            want = copies(got)
+            fused.update("some", got, RATES, scale, good)
+            reference(want, RATES, scale, good)
+            far(want, got, 1e-6, 1e-2)  # fp32 rounded in another order; one step of bf16 where a value lies between
+    kinds = {key[1] for key in fused._sent if isinstance(key, tuple)}
+    assert {aligned for _, _, aligned in kinds} == {True, False}
+
+
+def plain_calls_scale_nothing_and_always_write() -> None:
+    got = slots(torch.float32, None)
+    want = copies(got)
+    Fused(64, 2, 1).update("", got, RATES)
+    reference(want, RATES)
+    far(want, got, 1e-6, 0.0)
+
+
+def a_bad_step_changes_no_bit() -> None:
+    got = slots(torch.bfloat16, torch.bfloat16)
+    got[0].grad.fill_(float("nan"))
+    want = copies(got)
+    Fused(64, 2, 1).update("", got, RATES, torch.tensor(float("nan")), torch.zeros(()))
+    assert all(a is None or torch.equal(a, b) for x, y in zip(want, got) for a, b in zip(x[1:], y[1:]))
+
+
+def tensors_in_pieces_are_updated_where_they_are() -> None:
+    master, weight = torch.randn(8, 6)[:, :4], torch.randn(8, 6).bfloat16()[:, 1:5]
+    got = [Slot(torch.randn(4, 8).t(), master, torch.randn(8, 4), torch.rand(8, 4), torch.ones(()), weight)]
+    want = copies(got)
+    Fused(64, 2, 1).update("", got, RATES)
+    reference(want, RATES)
+    far(want, got, 1e-6, 1e-2)
+
+
+def norms_equal_the_definition() -> None:
+    fused = Fused(64, 2, 1)
+    for seed in range(2):
+        grads = [slot.grad for grad in (torch.bfloat16, torch.float32) for slot in slots(grad, None, seed, seed)]
+        got, want = fused.norm("all", grads), torch.cat([g.double() for g in grads]).norm()
+        assert abs(float(got) - float(want)) < 1e-6 * float(want)
+    assert float(fused.norm("none", [])) == 0.0
+    grads[3][0] = float("inf")
+    assert not bool(fused.norm("all", grads).isfinite())
+
+
+if __name__ == "interpreted":
+    updates_equal_the_definition()
+    plain_calls_scale_nothing_and_always_write()
+    a_bad_step_changes_no_bit()
+    tensors_in_pieces_are_updated_where_they_are()
+    norms_equal_the_definition()

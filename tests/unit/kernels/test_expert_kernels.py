@@ -1,0 +1,120 @@
+"""Each Triton kernel of the expert block against its torch twin, run by Triton's interpreter on the CPU.
+
+The interpreter is chosen when triton is first imported, so the checks run in a process of their own: this file as a
+script, once for all tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+T, K, E, H, W = 30, 2, 4, 24, 20  # no multiples of the tiles; the last expert has no rows
+RANKS = {"all": (3, 17, 4), "up": (0, 5, 0), "none": (0, 0, 0)}
+
+
+def cases() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """(name, what to compute with a module of steps): run with the kernels and with their twins."""
+    from erniekit.kernels.moe_permute import by_expert
+
+    torch.manual_seed(0)
+    row_of, place_of, ends = by_expert(torch.rand(T, E - 1).topk(K).indices, E)
+    made, R = torch.randn, T * K
+    x, rows, middle, grad, weights = made(T, H), made(R, H), made(R, 2 * W), made(R, W), torch.rand(R)
+    wide = made(E, 2 * W, H)
+    for name, (g, u, d) in RANKS.items():
+        z, z_down = made(R, g + u), made(R, d)
+        gate, up = ((made(E, W, n).transpose(1, 2), 1.5) if n else None for n in (g, u))
+        down = (made(E, d, W), 1.0) if d else None
+        lows = [(made(E, n, H), scale) for n, scale in ((g, 0.5), (u, 2.0)) if n]
+        tails = [(z[:, a:b], made(E, b - a, H)) for a, b in ((0, g), (g, g + u)) if b > a]
+        narrow = [(z[:, a:b], 0.5 + a) for a, b in ((0, g), (g, g + u)) if b > a]
+        known = (gate, up, down, weights, row_of, ends)
+        for keep in (True, False):
+            yield f"take/{name}/{keep}", lambda s, lows=lows, keep=keep: s.take(x, row_of, K, ends, lows, keep)
+            yield (
+                f"activate_backward/{name}/{keep}",
+                lambda s, z=z, z_down=z_down, known=known, keep=keep: s.activate_backward(
+                    grad, z_down, middle, z, *known, keep
+                ),
+            )
+        yield f"activate/{name}", lambda s, z=z, known=known: s.activate(middle, z, *known)
+        yield f"product/{name}", lambda s, tails=tails: s.product(middle, wide, ends, tails, 0.5)
+        yield f"add_low/{name}", lambda s, tails=tails: s.add_low(rows.clone(), tails, 2.0, ends)
+        if narrow:
+            yield f"outer/{name}", lambda s, narrow=narrow: s.outer(middle[:, W:], narrow, ends, turned=True)
+            yield f"outer_of_tokens/{name}", lambda s, narrow=narrow: s.outer(x, narrow, ends, row_of, K)
+    yield "product_of_tokens", lambda s: s.product(x, wide.transpose(1, 2), ends, [], 1.0, row_of, K)
+    yield "sum_choices", lambda s: s.sum_choices(rows, place_of, K)
+
+
+def run_all() -> None:
+    """As a script: prints name -> the largest difference, or what went wrong."""
+    from types import SimpleNamespace
+
+    import triton.runtime.interpreter as interpreter
+
+    from erniekit.kernels import expert_mlp_rows as twins
+    from erniekit.kernels.triton import expert_products, expert_rows
+
+    usual = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        usual(tensor, scope)
+        # Triton 3.6 takes int() of an array of one element, which numpy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+    small = expert_rows.Tile(16, 16, 4, 2)  # so that experts have several blocks, and rows several columns of tiles
+    expert_rows.TAKE = expert_rows.ACTIVATE = expert_rows.BACKWARD = expert_rows.SUM = small
+    expert_products.OUTER = expert_products.ADD = expert_products.PRODUCT = small
+    expert_products.DEPTH = 16
+    kernels = SimpleNamespace(**{**vars(expert_rows), **vars(expert_products)})
+    told: dict[str, Any] = {}
+    for name in ("take", "activate", "activate_backward", "sum_choices", "outer", "add_low", "product"):
+        mine, theirs = (list(inspect.signature(getattr(m, name)).parameters) for m in (kernels, twins))
+        told[f"signature/{name}"] = 0.0 if mine == theirs else f"{mine} {theirs}"
+    for name, call in cases():
+        try:
+            got, want = ([out] if isinstance(out := call(m), torch.Tensor) else list(out) for m in (kernels, twins))
+            assert [g.shape for g in got] == [w.shape for w in want]
+            errors = [float(((g - w).abs() / (1 + w.abs())).max()) for g, w in zip(got, want) if g.numel()]
+            told[name] = max(errors, default=0.0)
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"[-300:]
+    print(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+KERNELS = ("signature", "take", "activate", "activate_backward", "sum_choices", "outer", "outer_of_tokens", "add_low",
+           "product", "product_of_tokens")  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_kernel_computes_what_its_twin_does(kernel: str, told: dict[str, Any]) -> None:
+    mine = {name: error for name, error in told.items() if name.split("/")[0] == kernel}
+    assert mine
+    # fp32 sums in another order; in backward of terms of 1e3 that cancel
+    assert all(isinstance(error, float) and error <= 1e-4 for error in mine.values()), mine
+
+
+if __name__ == "__main__":
+    run_all()

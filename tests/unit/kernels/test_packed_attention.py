@@ -1,0 +1,45 @@
+"""What packed attention is told of a batch: fixed shapes, whatever documents come. The op itself needs a card
+(tests/device/test_cuda_attention.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from erniekit.kernels.cudnn_packed import bucket
+from erniekit.kernels.packed_attention import ROOM, for_kernel, packs_of
+
+
+def bounds(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def test_packs_of_other_documents_have_the_same_shapes() -> None:
+    few, many = packs_of(bounds(60, 40), 60, None, 100), packs_of(bounds(*[2] * 50), 2, None, 100)
+    assert few.bounds.shape == many.bounds.shape == (ROOM + 1,)
+    assert few.bounds.diff().tolist() == [60, 40, *[0] * (ROOM - 2)]
+    assert few.sizes.tolist() == [2, 60, 60]
+    assert packs_of(bounds(*[1] * (ROOM + 1)), 1, None, ROOM + 1).bounds.shape == (2 * ROOM + 1,)
+
+
+def test_keys_that_documents_share_are_padded_past_the_last_list() -> None:
+    shared = SimpleNamespace(index=torch.tensor([0, 1, 2, 0, 3]), bounds=bounds(3, 2), longest=3)
+    packs = packs_of(bounds(3, 1), 3, shared, 4)
+    assert packs.key_index is not None
+    assert packs.key_bounds is not None
+    assert packs.key_index.tolist() == [0, 1, 2, 0, 3, 0, 0, 0]
+    assert packs.key_bounds[:3].tolist() == [0, 3, 5]
+    assert set(packs.key_bounds[3:].tolist()) == {5}
+
+
+def test_there_is_no_kernel_for_what_is_not_on_a_card() -> None:
+    assert for_kernel(bounds(4), 4, None, torch.arange(4)) == (None, None)
+
+
+def test_sizes_round_up_by_a_quarter_at_most_and_never_past_the_pack() -> None:
+    for size in range(1, 9000, 7):
+        got = bucket(size, 8, 10**9)
+        assert size <= got <= max(8, size * 1.25 + 8)
+    assert bucket(5000, 512, 4999) == 4999
+    assert len({bucket(n, 512, 1 << 17) for n in range(1, 1 << 17)}) < 40

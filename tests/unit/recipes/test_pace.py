@@ -1,0 +1,64 @@
+"""Whether layers are compiled and how many are computed again, by device, ranks, data and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from erniekit.config import load
+from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.recipes.pace import for_device, layers_to_recompute, saved_per_token
+
+GIB = 1024**3
+SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
+MOE = MoEShape(experts=64, choices=6, width=1536, shared_width=3072, start=1, end=27)
+LARGE = replace(SMALL, hidden_size=2560, intermediate_size=12288, num_layers=28, num_heads=20, num_kv_heads=4, moe=MOE)
+ALONE: Any = SimpleNamespace(size=1)
+
+
+def card(kind: str = "cuda") -> Any:
+    return SimpleNamespace(type=kind, total_memory=139 * GIB)
+
+
+def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderConfig = SMALL) -> Any:
+    cfg = load(["model_name_or_path=x", "train_dataset_path=y", *words], "train")
+    return for_device(cfg, device or card(), world, model)
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "ranks", "want"),
+    [
+        (["packing=True"], "cuda", 1, True),
+        (["packing=True"], "cpu", 1, False),
+        (["packing=True"], "cuda", 2, False),
+        (["packing=False"], "cuda", 1, False),
+        (["packing=False", "compile=True"], "cpu", 2, True),
+        (["packing=True", "compile=False"], "cuda", 1, False),
+    ],
+)
+def test_layers_are_compiled_on_one_card_with_rows_of_one_length_or_as_told(
+    words: list[str], device: str, ranks: int, want: bool
+) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    cfg = settled("compute_type=bf16", *words, device=card(device), world=SimpleNamespace(size=ranks))
+    assert cfg.model.compile is want
+
+
+def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:
+    long = ("recompute=True", "recompute_granularity=auto", "max_seq_len=131072", "packing=True")
+    roomy, tight = settled(*long), settled(*long, "memory_limit=40")
+    assert roomy.memory.recompute_granularity == tight.memory.recompute_granularity == "full"
+    assert len(roomy.memory.no_recompute_layers) == 18, "all fits"
+    assert 0 < len(tight.memory.no_recompute_layers) < 18
+    assert any("of 18 layers" in str(note) for note in tight.notes)
+
+
+def test_less_memory_never_means_fewer_layers_computed_again() -> None:
+    counts = [layers_to_recompute(LARGE, 32768, limit * GIB, 0.025, 2048) for limit in (60, 80, 100, 120, 400)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 20
+    assert counts[-1] == 0
+    assert saved_per_token(LARGE, 1) > saved_per_token(SMALL, 1)

@@ -1,0 +1,67 @@
+"""`erniekit webui` before it serves: its words, its address, its refusals; and the page as it is put together."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from erniekit.errors import ConfigError
+from erniekit.webui import app
+from erniekit.webui.app import Settings, address, bind, settings_from
+
+PAGES = Path(app.__file__).parent
+
+
+def test_words_are_taken_with_an_equals_sign_or_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADIO_SERVER_PORT", raising=False)
+    assert settings_from([]) == Settings()
+    assert settings_from(["host=0.0.0.0", "--port", "8080", "root=a,b", "--root=c", "lang=zh"]) == Settings(
+        "0.0.0.0", 8080, ("a", "b", "c"), "zh"
+    )
+
+
+def test_the_port_may_come_from_the_variable_of_the_old_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "8001")
+    assert settings_from([]).port == 8001
+    assert settings_from(["port=9"]).port == 9
+
+
+@pytest.mark.parametrize(
+    "words", [["share=True"], ["port=x"], ["port=70000"], ["lang=fr"], ["recipe.yaml"], ["--host"]]
+)
+def test_what_it_does_not_know_is_refused_with_the_way_out(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_from(words)
+    assert refused.value.fix
+
+
+def test_a_port_in_use_is_told_as_that() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_address_holds_the_token_and_a_name_others_can_use() -> None:
+    assert address(Settings(port=80), None) == "http://127.0.0.1:80/"
+    assert address(Settings("0.0.0.0", 80), "t") == f"http://{socket.gethostname()}:80/?token=t"
+    assert address(Settings("::1", 80), None) == "http://[::1]:80/"
+
+
+def test_the_page_is_put_together_in_the_language_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit[webui]"')
+    page = app.build(Settings(roots=(str(tmp_path),), lang="zh"))
+    named = {block.elem_id: block for block in page.blocks.values() if getattr(block, "elem_id", None)}
+    assert named["train-learning_rate"].label == "学习率"
+    assert {"train-start", "train-curves", "chat-load", "export-start", "split-start", "runs-compare"} <= set(named)
+
+
+def test_the_page_asks_no_other_machine_for_fonts_styles_or_scripts() -> None:
+    for file in (PAGES / "static").iterdir():
+        assert "//" not in re.sub(r"^\s*//.*$", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE), file
+    pytest.importorskip("gradio")
+    assert not app.theme()._stylesheets

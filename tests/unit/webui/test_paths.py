@@ -1,0 +1,102 @@
+"""A path of a form ends inside the roots or is refused, however it is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from erniekit.errors import ConfigError
+from erniekit.webui.paths import PathError, Roots
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Roots:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "leak").symlink_to(tmp_path / "out")
+    (tmp_path / "in" / "near").symlink_to(tmp_path / "in" / "deep")
+    return Roots([tmp_path / "in"])
+
+
+@pytest.mark.parametrize(
+    "text", ["deep", "./deep", "deep/../deep/x.jsonl", "new/folder", "%2e%2e/x", "-x", "a b", "数据"]
+)
+def test_what_lies_inside_is_given_back_as_its_real_path(roots: Roots, text: str) -> None:
+    real = roots.resolve(text)
+    assert real == Path(os.path.realpath(roots.folders[0] / text))
+    assert roots.folders[0] in real.parents
+
+
+def test_a_link_inside_the_roots_is_followed(roots: Roots) -> None:
+    assert roots.resolve("near/x") == roots.folders[0] / "deep" / "x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["..", "../out", "deep/../../out/x", "/etc/passwd", "leak", "leak/x", "/", "~root/x", "a\x00b", "a\nb", "", "  ",
+     "x" * 300, "/".join(["x" * 100] * 20)],
+)  # fmt: skip
+def test_what_leads_out_or_is_no_path_is_refused_by_its_key(roots: Roots, text: str) -> None:
+    with pytest.raises(PathError) as error:
+        roots.resolve(text, "output_dir")
+    assert error.value.where == "output_dir"
+    assert len(error.value.what) < 200, "a message must not repeat ten thousand letters"
+
+
+def test_a_folder_whose_name_begins_like_a_root_is_not_inside(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(PathError):
+        Roots([tmp_path / "run"]).resolve(str(tmp_path / "runs"))
+
+
+def test_further_roots_are_open_too(roots: Roots, tmp_path: Path) -> None:
+    both = roots.with_folder(tmp_path / "out")
+    assert both.resolve(str(tmp_path / "out" / "x")) == tmp_path.resolve() / "out" / "x"
+    assert both.resolve("leak/x") == tmp_path.resolve() / "out" / "x"
+
+
+def test_every_shape_of_a_key_that_holds_paths_is_resolved(roots: Roots) -> None:
+    here = roots.folders[0]
+    settled = roots.settle(
+        {
+            "output_dir": "run",
+            "train_dataset_path": "a.jsonl, b.jsonl",
+            "eval_dataset_path": ["c.jsonl"],
+            "lora_modules": ["mine=run/lora"],
+            "input_dir": "0.3 a 0.7 b",
+            "resume_from_checkpoint": "True",
+            "model_name_or_path": "baidu/ERNIE-4.5-0.3B-PT",
+            "learning_rate": 1e-4,
+        }
+    )
+    assert settled["output_dir"] == str(here / "run")
+    assert settled["train_dataset_path"] == [str(here / "a.jsonl"), str(here / "b.jsonl")]
+    assert settled["eval_dataset_path"] == [str(here / "c.jsonl")]
+    assert settled["lora_modules"] == [f"mine={here / 'run' / 'lora'}"]
+    assert settled["input_dir"] == f"0.3 {here / 'a'} 0.7 {here / 'b'}"
+    assert settled["resume_from_checkpoint"] == "True"
+    assert settled["model_name_or_path"] == "baidu/ERNIE-4.5-0.3B-PT", "a hub id is not a path here"
+    assert settled["learning_rate"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train_dataset_path", ["a.jsonl", "../out/b.jsonl"]),
+        ("lora_modules", ["mine=../out"]),
+        ("lora_modules", ["../out"]),
+        ("lora_modules", ["--flag=deep"]),
+        ("input_dir", "0.3 a 0.7 ../out/b"),
+        ("model_name_or_path", "../out"),
+    ],
+)
+def test_one_path_that_leads_out_is_enough(roots: Roots, key: str, value: object) -> None:
+    with pytest.raises(PathError):
+        roots.settle_one(key, value)
+
+
+def test_a_root_that_is_no_folder_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        Roots([tmp_path / "none"])
