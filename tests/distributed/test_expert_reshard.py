@@ -36,7 +36,7 @@ NAMES = list(LAYOUTS)
 def arrows(*steps: int) -> list[Any]:
     """Each layout to those that follow it in the list."""
     pairs = [(a, NAMES[(i + k) % len(NAMES)]) for k in steps for i, a in enumerate(NAMES)]
-    return [pytest.param(*p, marks=pytest.mark.full) if {*p} & {*HEAVY} or i > 1 else p for i, p in enumerate(pairs)]
+    return [pytest.param(*p, marks=pytest.mark.full) if {*p} & {*HEAVY} or i > 0 else p for i, p in enumerate(pairs)]
 
 
 def named(*names: str) -> list[Any]:

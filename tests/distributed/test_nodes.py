@@ -180,7 +180,8 @@ def pull_the_cable(hosts: list[Host], folder: Path, attempt: int = 0) -> None:
 
 
 # Numbered on arrival, the lost machine has to miss its heartbeats first: ten seconds more.
-@pytest.mark.parametrize("numbered", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("numbered", [True, False])
 def test_a_pulled_cable_is_noticed_on_both_sides_and_the_job_goes_on_when_the_host_is_back(
     hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool
 ) -> None:

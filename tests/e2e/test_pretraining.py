@@ -116,6 +116,7 @@ def test_one_loss_curve_on_1_2_and_4_ranks(ranks: Ranks, workshop, tmp_path, mas
         assert evaluated == pytest.approx(next(r["eval_loss"] for r in alone if "eval_loss" in r), abs=2e-4)
 
 
+@pytest.mark.full
 def test_masks_between_documents_change_the_loss(workshop, tmp_path):
     run(str(workshop), str(tmp_path / "masked"), {})
     run(str(workshop), str(tmp_path / "plain"), dict(use_global_causal_attn=True))

@@ -159,6 +159,7 @@ def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(victims: d
     assert "gloo:all_reduce [[1000]] of default_pg: not done" in report, "torch's flight recorder"
 
 
+@pytest.mark.full
 def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path: Path) -> None:
     nap = start("nap", tmp_path / "nap", hard=60, NAP="1.6")
     evaluation = start("eval", tmp_path / "eval", soft=0.9, hard=1.0)

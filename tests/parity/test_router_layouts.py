@@ -127,6 +127,7 @@ def test_a_layout_changes_neither_router_losses_nor_bias_nor_further_losses(rank
         assert float((whole - boxes[0][1]).abs().max()) <= tolerance, name
 
 
+@pytest.mark.full
 def test_each_of_them_makes_a_difference_that_the_layouts_could_miss() -> None:
     one = alone()
     assert set(one["extras"][0]) == {"router_aux", "router_z", "router_ortho", "mtp_loss"}

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from erniekit.log import warn_once
+
 
 @functools.cache
 def library() -> Any:
@@ -205,6 +207,17 @@ def backward_plan(shape: Shape, device: torch.device) -> Plan:
         grad.set_output(True).set_uid(uid).set_dim(dim).set_stride(stride)
         grad.set_ragged_offset(kv_at if keys else q_at)
     return Plan(g.graph)
+
+
+@functools.cache
+def supported(shape: Shape, device: torch.device) -> bool:
+    """Whether cuDNN has plans for both directions; asked in each, so that both go the same way."""
+    try:
+        forward_plan(shape, device), backward_plan(shape, device)
+    except Exception as problem:  # one of its own kinds, or a library that is too old for the call
+        warn_once(f"packed attention: cuDNN has no plan for {shape}, FlashAttention is used ({problem})")
+        return False
+    return True
 
 
 def _given(where: Offsets) -> dict[int, int]:

@@ -93,11 +93,19 @@ def _listed(k: torch.Tensor, key_index: torch.Tensor | None) -> torch.Tensor:
     return k if key_index is None else k.index_select(0, key_index)
 
 
-def _shape(
-    q: torch.Tensor, k: torch.Tensor, sizes: torch.Tensor, bounds: torch.Tensor, lower_right: bool
-) -> cudnn_packed.Shape:
+def _plan(
+    backend: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    sizes: torch.Tensor,
+    bounds: torch.Tensor,
+    key_bounds: torch.Tensor | None,
+) -> cudnn_packed.Shape | None:
+    """What cuDNN is to do; None: FlashAttention does it."""
+    if backend != "cudnn":
+        return None
     documents, most, most_keys = sizes.tolist()
-    return cudnn_packed.Shape(
+    shape = cudnn_packed.Shape(
         documents=cudnn_packed.bucket(documents, 8, bounds.numel() - 1),
         longest=cudnn_packed.bucket(most, 512, q.shape[0]),
         longest_keys=cudnn_packed.bucket(most_keys, 512, k.shape[0]),
@@ -109,9 +117,10 @@ def _shape(
         q_width=q.stride(0),
         kv_width=k.stride(0),
         dtype=q.dtype,
-        lower_right=lower_right,
+        lower_right=key_bounds is not None,
         deterministic=False,
     )
+    return shape if cudnn_packed.supported(shape, q.device) else None
 
 
 def _forward(
@@ -127,8 +136,8 @@ def _forward(
     """(out [T, Nq * D], what backward needs of the softmax [T * Nq])."""
     T, heads, D = q.shape
     k, v = _listed(k, key_index), _listed(v, key_index)
-    if backend == "cudnn":
-        shape = _shape(q, k, sizes, bounds, key_bounds is not None)
+    shape = _plan(backend, q, k, sizes, bounds, key_bounds)
+    if shape is not None:
         where = cudnn_packed.offsets(bounds, key_bounds, shape)
         out = q.new_empty(T, heads * D)
         stats = q.new_empty(T * heads, dtype=torch.float32)
@@ -160,8 +169,8 @@ def _backward(
     tokens = k.shape[0]
     k, v = _listed(k, key_index), _listed(v, key_index)
     grad = grad.contiguous()
-    if backend == "cudnn":
-        shape = _shape(q, k, sizes, bounds, key_bounds is not None)
+    shape = _plan(backend, q, k, sizes, bounds, key_bounds)
+    if shape is not None:
         where = cudnn_packed.offsets(bounds, key_bounds, shape)
         fresh = torch.empty_like if key_index is None else torch.zeros_like  # nobody writes keys past the last list
         grads = (torch.empty_like(q), fresh(k), fresh(v))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+import torch._dynamo.config
 from torch import nn
+
+SHAPES = 64  # programs of one layer's code at most: rows of evaluation, packs of very many documents
 
 
 def compile_layers(part: nn.Module, one_graph: bool) -> None:
     """Each decoder layer as a whole: they are alike, so one compilation serves them all. one_graph: nothing in it may
     fall back to Python, which on one card nothing does."""
+    torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)  # a limit met ends the run
     for layer in part.layers:  # type: ignore[union-attr]
         if hasattr(layer, "attn"):
             layer.forward = torch.compile(layer.forward, fullgraph=one_graph, dynamic=False if one_graph else None)

@@ -207,6 +207,7 @@ print(peak - start)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from /proc")
 def test_memory_is_bounded_by_a_shard_and_a_layer_not_by_the_model(run: Path, base: Path, tmp_path: Path) -> None:
     """A 16-layer model of 77 MB in shards of 8 MB, merged and proven."""

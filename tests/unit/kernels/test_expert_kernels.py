@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.xdist_group("expert kernels")  # one worker runs the script
+
 T, K, E, H, W = 30, 2, 4, 24, 20  # no multiples of the tiles; the last expert has no rows
 RANKS = {"all": (3, 17, 4), "up": (0, 5, 0), "none": (0, 0, 0)}
 

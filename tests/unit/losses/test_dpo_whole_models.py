@@ -67,6 +67,7 @@ def long_row() -> Batch:
     return replace(batch, pairs=replace(batch.pairs, reference=torch.zeros(2 * len(pairs))))
 
 
+@pytest.mark.full
 def test_a_row_of_32k_tokens_is_trained_without_a_tensor_of_tokens_by_vocabulary():
     """All logits would be 1000 MiB and those of the scored half 500. A chunk's are 2 MiB; the rest is activations of
     a narrow model, 2 MiB each, scores of one segment at a time, and gradients."""
