@@ -10,10 +10,12 @@ import torch
 
 # The first that matches a kernel's name, in lower case.
 KINDS = (
-    ("attention", r"flash|fmha|sdpa|attention|_attn|varlen"),
+    ("attention", r"flash|fmha|sdpa|attention|_attn|varlen|cudnn::fusion"),
+    ("experts' rows", r"^_(?:take|activate|activate_backward|sum_choices|outer|add_low|product)$"),
+    ("positions and swiglu", r"^(?:turn|forward|backward)(?:_\d+)?$"),
     ("grouped", r"grouped|group_gemm|groupproblem|expert.*mm"),
-    ("loss and softmax", r"cross_entropy|token_loss|nll|^(?!triton_).*softmax"),
-    ("optimizer", r"adam|multi_tensor|foreach|lpnorm"),
+    ("loss and softmax", r"^_rows$|cross_entropy|token_loss|nll|^(?!triton_).*softmax"),
+    ("optimizer", r"^(?:update|squares)$|adam|multi_tensor|foreach|lpnorm"),
     ("element-wise", r"^triton_(?:poi|red|per|for)_"),  # what the compiler fused, whatever its name lists
     ("gemm", r"gemm|cutlass|cublas|nvjet|xmma|wgmma|splitk|addmm|\bb?mm\b|matmul|gemv|linear|^triton_tem_"),
     ("copy", r"memcpy|memset|copy"),
@@ -28,10 +30,16 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
-def profile_steps(step: Callable[[int], Any], first: int, count: int, device: torch.device) -> dict[str, Any]:
+def profile_steps(
+    step: Callable[[int], Any], first: int, count: int, device: torch.device, before: int = 0
+) -> dict[str, Any]:
+    """before: so many steps run right ahead, for a card's clocks fall in a long run and its kernels take longer."""
     from torch.profiler import ProfilerActivity, profile
 
     card = device.type == "cuda"
+    for number in range(first, first + before):
+        step(number)
+    first += before
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if card else [])]
     with profile(activities=activities) as recorded:
         for number in range(first, first + count):

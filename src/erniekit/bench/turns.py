@@ -175,8 +175,9 @@ class Turns:
     def _profile(self, lane: Lane) -> None:
         from erniekit.bench.profile import profile_steps
 
-        self.profile = profile_steps(lane.runner.step, lane.next_step, 2, self.task.device)
-        lane.next_step += 2
+        before = min(30, int(3 / statistics.median(lane.seconds))) if self.gauge.card else 0
+        self.profile = profile_steps(lane.runner.step, lane.next_step, 2, self.task.device, before)
+        lane.next_step += before + 2
 
     # --- around it ---
 

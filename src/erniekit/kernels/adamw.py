@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+
+from erniekit.kernels.available import has_triton
 
 ALIGN = 16  # bytes read at once
 
@@ -63,7 +64,7 @@ def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 def fits(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether Fused can work on these: all on NVIDIA cards, and Triton is there."""
     places = {t.device.type for t in tensors}
-    return places == {"cuda"} and torch.version.hip is None and find_spec("triton") is not None
+    return places == {"cuda"} and torch.version.hip is None and has_triton()
 
 
 class Fused:

@@ -9,18 +9,18 @@ W width.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from erniekit.kernels import expert_mlp_rows
+from erniekit.kernels.available import has_triton
 from erniekit.kernels.expert_mlp_rows import Low, Tail, spans
 from erniekit.kernels.moe_permute import Order
 
 HIGHEST_RANK = 128  # what the kernels hold in registers
-READY = importlib.util.find_spec("triton") is not None and hasattr(F, "grouped_mm")
+READY = has_triton() and hasattr(F, "grouped_mm")
 
 
 class Update(NamedTuple):

@@ -7,12 +7,12 @@ document need none of this. B batch, L length, T = B * L tokens, N heads, D head
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 
 from erniekit.kernels import cudnn_packed
+from erniekit.kernels.available import has_triton
 
 ROOM = 64  # documents a pack has room for; more of them take the next multiple, and one compilation more
 
@@ -46,16 +46,11 @@ def for_kernel(
     cu_seqlens: torch.Tensor | None, longest: int | None, shared: Any, positions: torch.Tensor
 ) -> tuple[str | None, Packs | None]:
     """The back end for a batch and its documents; (None, None) where there is none. Once a batch, not compiled."""
-    if not positions.is_cuda or not _has_triton() or (cu_seqlens is not None and longest is None):
+    if not positions.is_cuda or not has_triton() or (cu_seqlens is not None and longest is None):
         return None, None
     if cu_seqlens is None or longest is None:
         return "rows", None
     return backend_for(positions.device), packs_of(cu_seqlens, longest, shared, positions.numel())
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def backend_for(device: torch.device) -> str:

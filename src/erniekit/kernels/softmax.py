@@ -6,21 +6,15 @@ the logits; elsewhere it is plain torch in fp32. R rows, V columns; a target out
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+from erniekit.kernels.available import has_triton
 
 
 def in_place(device: torch.device) -> bool:
     """Whether gradients are written over the logits of this device, in their dtype."""
-    return device.type == "cuda" and _has_triton()
+    return device.type == "cuda" and has_triton()
 
 
 def loss_and_gradient(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.library import triton_op, wrap_triton
+
+from erniekit.kernels.available import has_triton
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -23,7 +24,7 @@ def reference(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = has_triton()  # a constant for who compiles this
 
 
 @triton_op("erniekit::swiglu", mutates_args={})

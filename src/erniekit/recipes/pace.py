@@ -5,12 +5,12 @@ Called by fit.py and doctor.py once device, ranks and model are known; each answ
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from erniekit.config import RunConfig
 from erniekit.config.note import Note
 from erniekit.devices.base import Device
+from erniekit.kernels.available import why_no_triton
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import World
 
@@ -30,8 +30,8 @@ def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
     why_not = None
     if device.type != "cuda":
         why_not = "no NVIDIA card"
-    elif importlib.util.find_spec("triton") is None:
-        why_not = "triton is not installed"
+    elif why_no_triton():
+        why_not = why_no_triton()
     elif world.size > 1:
         why_not = "several ranks"
     elif cfg.precision.compute_type == "fp32":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from erniekit.track.charts import HOVER
+
 STYLE = """
 :root {
   color-scheme: light dark;
@@ -120,55 +122,8 @@ input[type=search] {
 }
 """
 
-# Hover shows the nearest logged step of each series; the filter keeps rows that hold every word typed.
-SCRIPT = """
-'use strict';
-function nearest(steps, step) {
-  let low = 0, high = steps.length - 1;
-  while (high - low > 1) {
-    const mid = (low + high) >> 1;
-    if (steps[mid] <= step) low = mid; else high = mid;
-  }
-  return step - steps[low] <= steps[high] - step ? low : high;
-}
-function line(parts, strong) {
-  const row = document.createElement('div'), value = document.createElement('b');
-  value.textContent = strong;
-  row.append(...parts, value);
-  return row;
-}
-for (const figure of document.querySelectorAll('.chart')) {
-  const data = JSON.parse(figure.querySelector('script').textContent);
-  const svg = figure.querySelector('svg'), cross = svg.querySelector('.cross');
-  const tip = figure.querySelector('.tip'), inner = data.width - data.left - data.right;
-  svg.addEventListener('pointermove', event => {
-    const box = svg.getBoundingClientRect(), scale = data.width / box.width;
-    const share = ((event.clientX - box.left) * scale - data.left) / inner;
-    const wanted = data.low + Math.min(1, Math.max(0, share)) * (data.high - data.low);
-    const main = data.series[0], step = main.steps[nearest(main.steps, wanted)];
-    const at = data.left + (step - data.low) / (data.high - data.low) * inner;
-    cross.setAttribute('x1', at);
-    cross.setAttribute('x2', at);
-    cross.removeAttribute('hidden');
-    tip.replaceChildren(line(['step '], step));
-    for (const one of data.series) {
-      const index = nearest(one.steps, wanted), key = document.createElement('i');
-      key.className = 'key ' + one.look;
-      const where = one.steps[index] === step ? '' : ' (step ' + one.steps[index] + ')';
-      tip.append(line([key, one.name + where + '  '], one.values[index]));
-    }
-    tip.hidden = false;
-    const frame = figure.getBoundingClientRect(), x = at / scale + box.left - frame.left;
-    const room = figure.clientWidth - tip.offsetWidth - 8;
-    const side = x > figure.clientWidth / 2 ? x - tip.offsetWidth - 12 : x + 12;
-    tip.style.left = Math.max(8, Math.min(room, side)) + 'px';
-    tip.style.top = box.top - frame.top + 8 + 'px';
-  });
-  svg.addEventListener('pointerleave', () => {
-    tip.hidden = true;
-    cross.setAttribute('hidden', '');
-  });
-}
+# The filter keeps rows that hold every word typed.
+SEARCH = """
 const search = document.getElementById('search');
 if (search) {
   const only = document.getElementById('only'), count = document.getElementById('shown');
@@ -194,5 +149,5 @@ def document(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<script>{HOVER}{SEARCH}</script>\n</body>\n</html>\n"
     )

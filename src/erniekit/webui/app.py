@@ -18,6 +18,7 @@ from typing import Any
 
 from erniekit.errors import ConfigError
 from erniekit.log import paint, say
+from erniekit.track.charts import HOVER
 from erniekit.webui.guard import Guard, is_loopback, new_token
 from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
 from erniekit.webui.paths import Roots
@@ -121,7 +122,7 @@ def make_app(settings: Settings, token: str | None = None) -> Guard:
         path="/",
         theme=theme(),
         css=(STATIC / "page.css").read_text(encoding="utf-8"),
-        head=f"<script>{(STATIC / 'page.js').read_text(encoding='utf-8')}</script>",
+        head=f"<script>{HOVER}{(STATIC / 'page.js').read_text(encoding='utf-8')}</script>",
         footer_links=[],
         run_history=False,
         ssr_mode=False,

@@ -22,6 +22,11 @@ from erniekit.bench.profile import kind_of, lines, profile_steps, summary
         ("Memcpy HtoD (Pinned -> Device)", "copy"),
         ("void at::native::radixSortKVInPlace<...>", "sort and index"),
         ("_linear_cross_entropy_kernel", "loss and softmax"),
+        ("_rows", "loss and softmax"),
+        ("update", "optimizer"),
+        ("_activate_backward", "experts' rows"),
+        ("turn_0", "positions and swiglu"),
+        ("void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 128>(...)", "attention"),
         ("something_else", "other"),
     ],
 )
