@@ -15,20 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from erniekit.bench.workloads import ERNIE_21B, LLAMA_13B
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs/ERNIE-4.5-21B-A3B"
-ERNIE_21B = dict(
-    model_type="ernie4_5_moe", vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28,
-    num_attention_heads=20, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
-    tie_word_embeddings=True, max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
-    moe_layer_end_index=27, moe_use_aux_free=True,
-)  # fmt: skip
-LLAMA_13B = dict(
-    model_type="llama", vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=8,
-    num_attention_heads=40, num_key_value_heads=40, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
-    max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
 WORDS = ("river", "stone", "lamp", "green", "seven", "quiet", "window", "orchard", "copper", "thunder", "careful")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]

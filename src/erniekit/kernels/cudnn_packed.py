@@ -40,7 +40,6 @@ class Shape(NamedTuple):
     kv_width: int
     dtype: torch.dtype
     lower_right: bool
-    deterministic: bool
 
 
 def bucket(size: int, least: int, most: int) -> int:
@@ -199,7 +198,6 @@ def backward_plan(shape: Shape, device: torch.device) -> Plan:
         stats=g.stats(stats, stats_at),
         max_total_seq_len_q=s.tokens,
         max_total_seq_len_kv=s.keys,
-        use_deterministic_algorithm=s.deterministic,
         **g.common(),
     )
     for uid, keys, grad in zip((D_Q, D_K, D_V), (False, True, True), grads):

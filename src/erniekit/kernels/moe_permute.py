@@ -32,7 +32,7 @@ def count(ids: torch.Tensor, experts: int) -> torch.Tensor:
     return (ids.reshape(-1, 1) == numbers).sum(0)
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """x [T, H] -> rows [R, H]. Backward sums each token's K rows in a fixed order: no atomics, the same bits always."""
 
     @staticmethod
@@ -48,33 +48,33 @@ class _Gather(torch.autograd.Function):
         return rows.view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     """rows [R, H], weights [T, K] -> y [T, H] = sum over k of weights * rows; products in fp32."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, row_of, place_of)
+        ctx.save_for_backward(rows, weights, row_of)
         chosen = rows.index_select(0, place_of).view(*weights.shape, rows.shape[1])
         return (chosen.float() * weights.float()[..., None]).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        rows, weights, row_of, place_of = ctx.saved_tensors
-        per_row = grad.index_select(0, row_of // weights.shape[1])
+        rows, weights, row_of = ctx.saved_tensors
+        per_row = grad.index_select(0, row_of // weights.shape[1]).float()
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = (per_row.float() * weights.reshape(-1)[row_of, None].float()).to(rows.dtype)
+            grad_rows = (per_row * weights.reshape(-1)[row_of, None].float()).to(rows.dtype)
         if ctx.needs_input_grad[1]:
-            dots = (per_row.float() * rows.float()).sum(-1)
-            grad_weights = dots[place_of].view_as(weights).to(weights.dtype)
+            dots = (per_row * rows.float()).sum(-1).to(weights.dtype)
+            grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, row_of, dots).view_as(weights)
         return grad_rows, grad_weights, None, None
 
 
 def gather(x: torch.Tensor, order: Order, k: int) -> torch.Tensor:
-    return _Gather.apply(x, order.row_of, order.place_of, k)
+    return Gather.apply(x, order.row_of, order.place_of, k)
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
-    return _Combine.apply(rows, weights, order.row_of, order.place_of)
+    return Combine.apply(rows, weights, order.row_of, order.place_of)

@@ -113,7 +113,6 @@ def _plan(
         kv_width=k.stride(0),
         dtype=q.dtype,
         lower_right=key_bounds is not None,
-        deterministic=False,
     )
     return shape if cudnn_packed.supported(shape, q.device) else None
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.kernels.moe_permute import Order, by_expert, count, gather
+from erniekit.kernels.moe_permute import Combine, Gather, Order, by_expert, count, gather
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import Range, share
@@ -191,14 +191,8 @@ def _travel(rows: torch.Tensor, sent: list[int], got: list[int], group: ProcessG
     return out
 
 
-class _Take(torch.autograd.Function):
+class _Take(Gather):
     """x [T, H] -> the first rows of an order [R, H], the rest being nobody's here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor, k: int) -> torch.Tensor:
-        ctx.save_for_backward(place_of)
-        ctx.k = k
-        return x.index_select(0, row_of // k)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
@@ -206,7 +200,7 @@ class _Take(torch.autograd.Function):
         return _sum_choices(grad, place_of.view(-1, ctx.k)).to(grad.dtype), None, None, None
 
 
-class _Give(torch.autograd.Function):
+class _Give(Combine):
     """rows [R, H], weights [T, K] -> y [T, H] = sum over the choices answered here of weight * row, in fp32."""
 
     @staticmethod
@@ -215,18 +209,6 @@ class _Give(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weights, row_of)
         return _sum_choices(rows, place_of.view_as(weights), weights).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        rows, weights, row_of = ctx.saved_tensors
-        per_row = grad.index_select(0, row_of // weights.shape[1]).float()
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = (per_row * weights.reshape(-1)[row_of, None].float()).to(rows.dtype)
-        if ctx.needs_input_grad[1]:
-            dots = (per_row * rows.float()).sum(-1).to(weights.dtype)
-            grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, row_of, dots).view_as(weights)
-        return grad_rows, grad_weights, None, None
 
 
 def _sum_choices(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:

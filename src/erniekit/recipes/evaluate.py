@@ -28,14 +28,20 @@ from erniekit.result import RunResult
 from erniekit.track.results import write_results
 
 
+def what_to_evaluate(cfg: RunConfig) -> tuple[Path, bool]:
+    """(folder, whether it is the result of a run)."""
+    output = Path(cfg.train.output_dir or "output")
+    if has_result(output):
+        return output, True
+    need(cfg, "model_name_or_path")
+    return Path(str(cfg.model.model_name_or_path)), False
+
+
 def evaluate_run(cfg: RunConfig) -> RunResult:
     """What is evaluated: the trained result in output_dir when there is one, else model_name_or_path."""
     output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
-    trained = has_result(output)
-    if not trained:
-        need(cfg, "model_name_or_path")
-    source = output if trained else Path(str(cfg.model.model_name_or_path))
+    source, trained = what_to_evaluate(cfg)
     found = find_model(source, hub=cfg.model.download_hub)
     tokenizer, stage = found.tokenizer(), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))

@@ -30,8 +30,8 @@ def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
     why_not = None
     if device.type != "cuda":
         why_not = "no NVIDIA card"
-    elif why_no_triton():
-        why_not = why_no_triton()
+    elif problem := why_no_triton():
+        why_not = problem
     elif world.size > 1:
         why_not = "several ranks"
     elif cfg.precision.compute_type == "fp32":

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from erniekit.api_load import load as load_folder
-from erniekit.config import RunConfig, need
+from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.log import paint, say
 from erniekit.recipes.build import settle
-from erniekit.recipes.evaluate import has_result
+from erniekit.recipes.evaluate import what_to_evaluate
 from erniekit.recipes.experts import ignore_bias
 from erniekit.registry import nearest
 from erniekit.result import RunResult
@@ -136,10 +136,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
     output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
-    trained = has_result(output)
-    if not trained:
-        need(cfg, "model_name_or_path")
-    source = output if trained else Path(str(cfg.model.model_name_or_path))
+    source, _ = what_to_evaluate(cfg)
     model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
     ignore_bias(cfg, model)
     say(f"model    {source}")

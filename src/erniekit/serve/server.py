@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import ipaddress
 import os
 import platform
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.log import say, warn
 from erniekit.serve.engines import EMBEDDED
@@ -101,15 +101,6 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
                 fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or say allow_unauthenticated: True",
             )
         warn(f"anybody who reaches {host}:{cfg.serve.port} can use this server: there is no key")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def bind(host: str, port: int) -> socket.socket:

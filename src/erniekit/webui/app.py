@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.log import paint, say
 from erniekit.track.charts import HOVER
-from erniekit.webui.guard import Guard, is_loopback, new_token
+from erniekit.webui.guard import Guard, new_token
 from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from erniekit.webui.guard import HEADERS, Guard, host_name, is_loopback, new_token
+from erniekit.config.address import is_loopback
+from erniekit.webui.guard import HEADERS, Guard, host_name, new_token
 
 HERE = {"host": "127.0.0.1:7860"}
 
