@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import expert_mlp as block
 from erniekit.kernels.expert_mlp import Update, expert_mlp
 from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
 
@@ -115,23 +114,24 @@ def kernels(tokens: int = 8192, kind: str = "even") -> None:
     show("dA of gate and up, from rows", lambda: products.outer(rows, pair, ends), R * H * GB)
     show("  the same by grouped_mm", lambda: F.grouped_mm(z.t(), rows, offs=ends), R * H * GB)
     show("dB of gate", lambda: products.outer(middle[:, :W], pair[:1], ends, turned=True), R * W * GB)
+    show(
+        "dB of gate and up",
+        lambda: products.outer_of_halves(middle, z, RANK, (2.0, 2.0), ends),
+        2 * R * W * GB,
+    )
     show("dB of down", lambda: products.outer(rows, [(z_down, 2.0)], ends, turned=True), R * H * GB)
     show("  the same by grouped_mm", lambda: F.grouped_mm(rows.t(), z_down, offs=ends), R * H * GB)
     show("dA of down", lambda: products.outer(act, [(z_down, 1.0)], ends), R * W * GB)
     both_tails = [(z[:, :RANK], gate.A), (z[:, RANK:], up.A)]
-    show("add low rank to [R, H]", lambda: products.add_low(rows, both_tails, 1.0, ends), 2 * R * H * GB)
+    one_tail = [(z_down, down.B.transpose(1, 2))]
+    show("add one low rank to [R, H]", lambda: products.add_low(rows, one_tail, 2.0, ends), 2 * R * H * GB)
+    show("add two", lambda: products.add_low(rows, both_tails, 1.0, ends), 2 * R * H * GB)
     big, small = 2.0 * R * H * 2 * W, 2.0 * R * H * W
     gate_up, down_t = s.gate_up.transpose(1, 2), s.down.transpose(1, 2)
     show("gate_up, grouped_mm", lambda: F.grouped_mm(rows, gate_up, offs=ends), flops=big)
-    show("gate_up, ours", lambda: products.product(rows, gate_up, ends, []), flops=big)
-    show("gate_up, ours from tokens", lambda: products.product(s.x, gate_up, ends, [], 1.0, row_of, K), flops=big)
     show("down, grouped_mm", lambda: F.grouped_mm(act, down_t, offs=ends), flops=small)
-    tail = [(z_down, down.B.transpose(1, 2))]
-    show("down, ours with tail", lambda: products.product(act, down_t, ends, tail, 2.0), flops=small)
     show("d act, grouped_mm", lambda: F.grouped_mm(rows, s.down, offs=ends), flops=small)
-    show("d act, ours from tokens", lambda: products.product(s.dy, s.down, ends, [], 1.0, row_of, K), flops=small)
     show("d rows, grouped_mm", lambda: F.grouped_mm(middle, s.gate_up, offs=ends), flops=big)
-    show("d rows, ours with tails", lambda: products.product(middle, s.gate_up, ends, both_tails), flops=big)
 
 
 def before(
@@ -160,18 +160,11 @@ def blocks(tokens: int = 8192, kinds: tuple[str, ...] = ("even", "zipf")) -> Non
     print(f"== whole block with LoRA, {tokens} tokens: ms forward / forward + backward, GiB over what was there")
     compiled = torch.compile(before, fullgraph=True)
     for kind in kinds:
-        for name, call, tail in (
-            ("before, compiled", compiled, None),
-            ("now, tail added", now, False),
-            ("now, tail in product", now, True),
-        ):
+        for name, call in (("before, compiled", compiled), ("now", now)):
             try:
-                if tail is not None:
-                    block._found["cuda"] = block.cuda_steps(tail)
                 print(f"  {kind:5s} {name:22s} {_block(call, Sample(tokens, kind))}", flush=True)
             except Exception as error:
                 print(f"  {kind:5s} {name:22s} FAILED {type(error).__name__}: {str(error).splitlines()[0][:150]}")
-            block._found.pop("cuda", None)
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -216,48 +209,5 @@ def router(tokens: int = 8192) -> None:
             )
 
 
-TILES: dict[str, list[tuple[int, int, int, int]]] = {
-    "TAKE": [(64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3), (32, 128, 4, 3), (64, 256, 8, 2)],
-    "ACTIVATE": [(64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3), (64, 128, 8, 2)],
-    "BACKWARD": [(64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3), (128, 32, 8, 2), (128, 64, 8, 2)],
-    "SUM": [(1, 256, 1, 1), (1, 512, 2, 1), (1, 512, 1, 1), (1, 1024, 4, 1), (1, 1024, 2, 1)],
-    "OUTER": [(64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5), (128, 128, 4, 3), (128, 64, 4, 4), (64, 256, 8, 3)],
-    "PRODUCT": [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3)],
-}
-
-
-def sweep(tokens: int = 8192) -> None:
-    """Each kernel with other tiles: (rows, columns, warps, stages)."""
-    from erniekit.kernels.triton import expert_products as products
-    from erniekit.kernels.triton import expert_rows as rows_
-
-    s, R = Sample(tokens, "even"), tokens * K
-    row_of, place_of, ends = s.order
-    gate, up, down = s.updates
-    rows, middle, act, z, z_down = random(R, H), random(R, 2 * W), random(R, W), random(R, 2 * RANK), random(R, RANK)
-    flat, both = s.weights.reshape(-1), [(gate.A, 1.0), (up.A, 1.0)]
-    g, u, d = (gate.B.transpose(1, 2), 2.0), (up.B.transpose(1, 2), 2.0), (down.A, 1.0)
-    tails, pair = [(z[:, :RANK], gate.A), (z[:, RANK:], up.A)], [(z[:, :RANK], 1.0), (z[:, RANK:], 1.0)]
-    calls: dict[str, tuple[Any, Callable[[], Any]]] = {
-        "TAKE": (rows_, lambda: rows_.take(s.x, row_of, K, ends, both)),
-        "ACTIVATE": (rows_, lambda: rows_.activate(middle, z, g, u, d, flat, row_of, ends)),
-        "BACKWARD": (rows_, lambda: rows_.activate_backward(act, z_down, middle, z, g, u, d, flat, row_of, ends)),
-        "SUM": (rows_, lambda: rows_.sum_choices(rows, place_of, K)),
-        "OUTER": (products, lambda: products.outer(s.x, pair, ends, row_of, K)),
-        "PRODUCT": (products, lambda: products.product(middle, s.gate_up, ends, tails)),
-    }
-    for name, (module, call) in calls.items():
-        usual, found = getattr(module, name), []
-        for tile in TILES[name]:
-            setattr(module, name, rows_.Tile(*tile))
-            try:
-                found.append((clock(call), tile))
-            except Exception as error:
-                print(f"  {name} {tile} FAILED {type(error).__name__}: {str(error).splitlines()[0][:100]}")
-        setattr(module, name, usual)
-        told = ", ".join(f"{'x'.join(map(str, tile))} {ms:.3f}" for ms, tile in sorted(found))
-        print(f"  {name:9s} now {'x'.join(map(str, usual))}: {told}", flush=True)
-
-
-PARTS = {"kernels": kernels, "zipf": lambda: kernels(kind="zipf"), "blocks": blocks, "router": router, "sweep": sweep}
+PARTS = {"kernels": kernels, "zipf": lambda: kernels(kind="zipf"), "blocks": blocks, "router": router}
 PARTS["long"] = lambda: blocks(32768, ("even",))

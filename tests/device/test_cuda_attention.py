@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from erniekit.kernels import cudnn_packed
+from erniekit.bench.profile import kernels_of
+from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.attention import attention, reference
-from erniekit.kernels.packed_attention import packed_attention, packs_of
+from erniekit.kernels.packed_attention import backend_for, packed_attention, packs_of
 from erniekit.kernels.rope import ROTATIONS, cos_sin, inverse_frequencies
 from erniekit.kernels.turn import turned
 
@@ -62,13 +63,26 @@ def answer_and_gradient(qkv, grad, cos, sin, heads, kv_heads, style, bounds, lon
 
 def attend(x, cos, sin, heads, kv_heads, halves, packs, kernel):
     q, k, v = turned(x, cos, sin, heads, kv_heads, halves)
-    return attention(q, k, v).flatten(2) if packs is None else packed_attention(q, k, v, packs, kernel)
+    if packs is None:
+        return (flash4.row_attention if kernel == "flash4" else attention)(q, k, v).flatten(2)
+    return packed_attention(q, k, v, packs, kernel)
 
 
 def kernels(packed: bool) -> list[str]:
-    if not packed:
-        return ["rows"]
-    return ["flash"] + (["cudnn"] if cudnn_packed.library() is not None else [])
+    found = ["flash"] + (["cudnn"] if cudnn_packed.library() is not None else []) if packed else ["rows"]
+    return found + (["flash4"] if flash4.library() is not None else [])
+
+
+def test_flash4_is_chosen_where_it_is_installed_and_never_where_the_same_bits_are_asked_for() -> None:
+    if flash4.library() is None:
+        pytest.skip("flash-attn-4 is not installed")
+    device = torch.device("cuda", 0)
+    assert [backend_for(device, 8, D, packed) for packed in (False, True)] == ["flash4", "flash4"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert [backend_for(device, 8, D, packed) for packed in (False, True)] == ["rows", "flash"]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("style", ["pairs", "halves"])
@@ -119,6 +133,26 @@ def test_answers_that_share_a_prompt_equal_the_reference(heads: int, kv_heads: i
         assert error(got[1], want[1]) < 0.012, kernel
 
 
+def test_a_compiled_projection_is_turned_by_one_kernel_each_way() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    qkv, _, cos, sin = inputs(1, 512, 16, 2)
+    qkv.requires_grad_()
+    turn = torch.compile(lambda x: turned(x, cos, sin, 16, 2, False), fullgraph=True)
+
+    def step() -> None:
+        q, k, v = turn(qkv)
+        torch.autograd.grad((q, k, v), qkv, (q, k, v))
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    calls = {name: count for name, (_, count) in kernels_of(seen).items()}
+    assert calls == {"turn": 1, "turn_back": 1}, calls  # views into one output would be copied first
+
+
 def times(call, repeats: int = 10) -> float:
     for _ in range(3):
         call()
@@ -165,7 +199,7 @@ def table() -> None:
         return run
 
     for L, heads, kv in ((8192, 16, 2), (8192, 20, 4), (32768, 16, 2)):
-        for kernel in ("rows",):
+        for kernel in kernels(packed=False):
             row(f"one document {L} {heads}/{kv} {kernel}:", both(kernel, L, heads, kv))
     for L, heads, kv in ((8192, 16, 2), (32768, 16, 2), (8192, 20, 4)):
         lengths = log_normal(L, 1000)

@@ -1,4 +1,4 @@
-"""Clocks and gauges: step times on the device, peak memory of one runner among several, and the matmul ceiling.
+"""Clocks and gauges: step times on the device, peak memory of one runner among several, and the rate of a product.
 
 Used by turns.py and worker.py.
 """
@@ -6,23 +6,30 @@ Used by turns.py and worker.py.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 
-from erniekit.bench.runner import Told
+from erniekit.bench.card import Watch, medians
 
 GIB = 1024**3
+SETTLE = 1.0  # seconds of work after which a card's clocks are those of a long run
+HELD = 1.5  # seconds of products, of which the last half counts
+
+T = TypeVar("T")
 
 
 class Gauge:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.card = device.type == "cuda"
+        self.settle = SETTLE if self.card else 0.0
 
     def synchronise(self) -> None:
         if self.card:
@@ -47,12 +54,12 @@ class Gauge:
 
     def _mark(self) -> Any:
         if not self.card:
-            return time.perf_counter()
+            return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def time_steps(self, step: Callable[[int], Told], first: int, count: int) -> tuple[list[float], list[Told]]:
+    def time_steps(self, step: Callable[[int], T], first: int, count: int) -> tuple[list[float], list[T]]:
         """Seconds of each of `count` steps from number `first`. Marks lie in the device's own stream, one between two
         steps, so that time the host keeps the device waiting counts, and nothing waits for the clock."""
         self.synchronise()
@@ -64,14 +71,45 @@ class Gauge:
         return [a.elapsed_time(b) / 1000 if self.card else b - a for a, b in pairwise(marks)], told
 
 
-def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of several large matrix products: 8192 cubed on a card."""
-    size, repeats, tries = (8192, 10, 3) if device.type == "cuda" else (256, 4, 2)
+@dataclass(frozen=True)
+class ProductRate:
+    """FLOP/s of a large matrix product. Power, not kernels, is what makes the second smaller than the first."""
+
+    burst: float  # in the first milliseconds after a pause
+    held: float  # from then on
+    card: dict[str, float] = field(default_factory=dict)  # its clock, power and temperature meanwhile
+
+    def best(self, other: ProductRate) -> ProductRate:
+        longer = max(self, other, key=lambda rate: rate.held)
+        return ProductRate(max(self.burst, other.burst), longer.held, longer.card)
+
+    def record(self) -> dict[str, float]:
+        return {"burst_tflops": self.burst / 1e12, "held_tflops": self.held / 1e12, **self.card}
+
+
+def product_rate(
+    device: torch.device, dtype: torch.dtype, watch: Watch, held_seconds: float | None = None
+) -> ProductRate:
+    """8192 cubed on a card; a CPU makes a few small products, unless it is told for how long."""
+    size, repeats, tries, usual = (8192, 10, 3, HELD) if device.type == "cuda" else (256, 4, 2, 0.0)
+    long = usual if held_seconds is None else held_seconds
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    gauge, best = Gauge(device), 0.0
-    for _ in range(2):
-        a @ b
+    out = torch.empty_like(a)
+    gauge, flops = Gauge(device), 2.0 * size**3
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+
+    products(2)
+    burst = 0.0
     for _ in range(tries):
-        seconds, _ = gauge.time_steps(lambda _: Told(a @ b), 0, repeats)
-        best = max(best, 2.0 * size**3 / statistics.median(seconds))
-    return best
+        seconds, _ = gauge.time_steps(lambda _: products(1), 0, repeats)
+        burst = max(burst, flops / statistics.median(seconds))
+
+    seconds = []
+    at_once = max(4, math.ceil(long / 4 * burst / flops / repeats))
+    while not seconds or sum(seconds) < long:
+        seconds += gauge.time_steps(lambda _: products(repeats), 0, at_once)[0]
+    half = seconds[len(seconds) // 2 :]
+    return ProductRate(burst, flops * repeats * len(half) / sum(half), medians(watch.last(sum(half))))

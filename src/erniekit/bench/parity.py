@@ -24,7 +24,7 @@ def compare(work: Workload, ours: Lane, peer: Lane, dtype: torch.dtype) -> dict[
     """Relative differences, and which of them are too large. Gradient norms only where both train every weight."""
     if not ours.first or not peer.first:
         return {}
-    allowed = TOLERANCES[dtype]
+    allowed = {**TOLERANCES[dtype], **work.apart}
     found: dict[str, float] = {}
     for name, mine in ours.first[0].items():
         theirs = peer.first[0].get(name)

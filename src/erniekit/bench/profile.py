@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 
 # The first that matches a kernel's name, in lower case.
 KINDS = (
-    ("attention", r"flash|fmha|sdpa|attention|_attn|varlen|cudnn::fusion"),
-    ("experts' rows", r"^_(?:take|activate|activate_backward|sum_choices|outer|add_low|product)$"),
-    ("positions and swiglu", r"^(?:turn|forward|backward)(?:_\d+)?$"),
+    ("attention", r"flash|fmha|sdpa|attention|_attn|varlen|cudnn::fusion|^_sum_places$"),
+    ("experts' rows", r"^_(?:take|activate|sum_choices|outer|add_low)(?:_[a-z0-9_]+)?$"),
+    ("positions and swiglu", r"^(?:turn|turn_back|forward|backward)(?:_\d+)?$"),
     ("grouped", r"grouped|group_gemm|groupproblem|expert.*mm"),
     ("loss and softmax", r"^_rows$|cross_entropy|token_loss|nll|^(?!triton_).*softmax"),
     ("optimizer", r"^(?:update|squares)$|adam|multi_tensor|foreach|lpnorm"),
@@ -22,7 +23,11 @@ KINDS = (
     ("sort and index", r"sort|radix|scan|index|gather|scatter|topk|histogram"),
     ("element-wise", r"elementwise|reduce|vectorized|fused|norm|rope|swiglu|silu|mul|add"),
 )
-TOP = 15
+TOP = 30
+AHEAD = 2.0  # seconds of steps before the recorded ones
+MOST_AHEAD = 100  # steps: the recorder's buffers hold what they launch
+LONG = 1.0  # seconds: of a step that takes longer, one is enough
+NOT_A_KERNEL = ("Activity Buffer Request", "Command Buffer Full")  # the recorder's own doings, booked on the device
 
 
 def kind_of(kernel: str) -> str:
@@ -30,32 +35,50 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
+def steps_for(step_s: float, card: bool) -> tuple[int, int]:
+    """How many steps to run ahead and how many to record, when one takes step_s seconds."""
+    before = math.ceil(AHEAD / step_s) if card else 1
+    return min(MOST_AHEAD, before), 1 if step_s > LONG else 2
+
+
 def profile_steps(
-    step: Callable[[int], Any], first: int, count: int, device: torch.device, before: int = 0
+    step: Callable[[int], Any], first: int, before: int, count: int, device: torch.device
 ) -> dict[str, Any]:
-    """before: so many steps run right ahead, for a card's clocks fall in a long run and its kernels take longer."""
-    from torch.profiler import ProfilerActivity, profile
+    """before: so many steps (one or more) run right ahead, for a card's clocks fall in a long run and its kernels take
+    longer. The recorder is open already, as opening it for the first time is a pause in which they would rise again."""
+    from torch.profiler import ProfilerActivity, profile, schedule
 
     card = device.type == "cuda"
-    for number in range(first, first + before):
-        step(number)
-    first += before
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if card else [])]
-    with profile(activities=activities) as recorded:
-        for number in range(first, first + count):
+    # No events of the host beside a card's: there are many more of them than kernels.
+    activity = ProfilerActivity.CUDA if card else ProfilerActivity.CPU
+    with profile(activities=[activity], schedule=schedule(wait=0, warmup=before, active=count, repeat=1)) as recorded:
+        for number in range(first, first + before + count):
             step(number)
-        if card:
-            torch.cuda.synchronize()
+            # What was launched ahead is not to be counted, and what was recorded is to be over.
+            if card and number + 1 in (first + before, first + before + count):
+                torch.cuda.synchronize()
+            recorded.step()
+    times = kernels_of(recorded) if card else operators_of(recorded)
+    return summary({name: (ms / count, max(1, calls // count)) for name, (ms, calls) in times.items()})
+
+
+def kernels_of(recorded: Any) -> dict[str, tuple[float, int]]:
+    """Milliseconds and calls by name. The raw events: key_averages() says the same of kernels and takes a tenth of a
+    millisecond for each, and for each launch."""
     times: dict[str, tuple[float, int]] = {}
-    for event in recorded.key_averages():
-        if card and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        if getattr(event, "is_user_annotation", False):  # a name around kernels that are counted themselves
-            continue
-        spent = event.self_device_time_total if card else event.self_cpu_time_total
-        if spent > 0:
-            times[event.key] = (spent / 1000 / count, event.count // count or 1)
-    return summary(times)
+    for event in recorded.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
+            name = event.name()
+            if name not in NOT_A_KERNEL:
+                ms, calls = times.get(name, (0.0, 0))
+                times[name] = (ms + event.duration_ns() / 1e6, calls + 1)
+    return times
+
+
+def operators_of(recorded: Any) -> dict[str, tuple[float, int]]:
+    """The same for a CPU, each without those it calls."""
+    events = (event for event in recorded.key_averages() if not event.is_user_annotation)
+    return {e.key: (e.self_cpu_time_total / 1000, e.count) for e in events if e.self_cpu_time_total > 0}
 
 
 def summary(times: dict[str, tuple[float, int]]) -> dict[str, Any]:

@@ -68,12 +68,14 @@ def differences(result: dict[str, Any]) -> list[str]:
 
 
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Targets and limits, what was missing, what failed, what does not compare."""
-    out = []
+    """What the card does; targets and limits, what was missing, what failed, what does not compare."""
+    out = _machine(results)
     for result in results:
         name, ours = result["workload"], result["runs"][0]
         if "step_ms" in ours:
             out += _goals(name, result, ours)
+        if timed := [f"{run['runner']} at {gauges}" for run in result["runs"] if (gauges := _gauges(run))]:
+            out.append(f"{name}: timed {'; '.join(timed)}")
         for run in result["runs"]:
             if run.get("absent"):
                 out.append(f"{name}: {run['runner']} is absent: {run['absent']}")
@@ -88,6 +90,24 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
         if result.get("busiest_expert"):
             out.append(f"{name}: the busiest expert has {100 * result['busiest_expert']:.1f} % of a layer's choices")
     return out
+
+
+def _machine(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The rate of a large product, once: each workload's process has measured it, and the middle one is told."""
+    rated = sorted((r for r in results if r.get("gemm")), key=lambda r: float(r["gemm"]["held_tflops"]))
+    if not rated:
+        return []
+    middle = rated[len(rated) // 2]
+    gemm, gauges = middle["gemm"], _gauges(middle["gemm"])
+    burst, held = (
+        f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}" for rate in (gemm["burst_tflops"], gemm["held_tflops"])
+    )
+    return [f"{middle['device']}: {burst} TFLOP/s at first, {held} held" + (f" ({gauges})" if gauges else "")]
+
+
+def _gauges(known: dict[str, Any]) -> str:
+    units = (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "C"))
+    return ", ".join(f"{known[name]:.0f} {unit}" for name, unit in units if known.get(name) is not None)
 
 
 def _goals(name: str, result: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ built, measured and let go before the next, ours first and once more at the end.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from erniekit.bench.card import Reading, Watch, medians
 from erniekit.bench.measure import GIB, Gauge
 from erniekit.bench.ours import Ours
 from erniekit.bench.peers import absent, peer_class
@@ -34,10 +36,12 @@ class Lane:
     seconds: list[float] = field(default_factory=list)
     first: list[dict[str, float]] = field(default_factory=list)  # what the warm-up steps told
     losses: list[float] = field(default_factory=list)  # of timed steps
+    readings: list[Reading] = field(default_factory=list)  # of the card, meanwhile
     own: int = 0  # bytes it holds between its turns
     peak: int = 0  # bytes, everybody else's apart
     build_s: float = 0.0
     first_step_s: float = 0.0
+    last_step_s: float = 0.0
     next_step: int = 0
     logits: torch.Tensor | None = None  # of the probe, on the host
     trainable: int = 0
@@ -62,6 +66,8 @@ class Lane:
             "trainable": self.trainable,
             "first_steps": self.first,
             "last_loss": self.losses[-1],
+            "steps_run": self.next_step,
+            **medians(self.readings),
         }
         if self.runner.note:
             out["note"] = self.runner.note
@@ -71,9 +77,10 @@ class Lane:
 
 
 class Turns:
-    def __init__(self, task: Task, peers: tuple[str, ...], deadline: float | None) -> None:
+    def __init__(self, task: Task, peers: tuple[str, ...], deadline: float | None, watch: Watch | None = None) -> None:
         """deadline: of time.monotonic(); what has not begun by then is not begun."""
         self.task, self.gauge, self.deadline = task, Gauge(task.device), deadline
+        self.watch = watch or Watch(None)
         self.lanes = [Lane(Ours(task))]
         self.missing: dict[str, str] = {}
         self.profile: dict[str, Any] | None = None  # of ours
@@ -120,7 +127,7 @@ class Turns:
     # --- parts of a turn ---
 
     def _start(self, lane: Lane) -> None:
-        """Build, compare, warm up."""
+        """Build, compare, and the first steps, which compile."""
         began, before = time.perf_counter(), self.gauge.held()
         torch.manual_seed(self.task.options.seed)
         lane.runner.build()
@@ -142,6 +149,7 @@ class Turns:
             told += one
             if k == 0 and not again:
                 lane.first_step_s = seconds[0]
+        lane.last_step_s = seconds[0]
         self._book(lane, others)
         if not again:
             lane.first = [each.values() for each in told]
@@ -157,13 +165,28 @@ class Turns:
             say(f"  {lane.name}: no logits to compare, {_in_short(error)}")
             return None
 
+    def _settle(self, lane: Lane, ran: float) -> None:
+        """Steps that nobody counts, until the card has worked for long enough to have the clocks it can hold.
+        ran: seconds that it has just worked already."""
+        while ran < self.gauge.settle:
+            count = math.ceil((self.gauge.settle - ran) / lane.last_step_s)
+            seconds, _ = self.gauge.time_steps(lane.runner.step, lane.next_step, count)
+            lane.next_step += count
+            lane.last_step_s = statistics.median(seconds)
+            ran += sum(seconds)
+
     def _timed(self, lane: Lane, count: int) -> None:
-        if not lane.built:
+        begun = lane.built
+        if not begun:
             self._start(lane)
         others = self.gauge.held() - lane.own
         self.gauge.reset_peak()
+        # Others may have been built since its first steps, a pause for the card; and the very first step compiled.
+        paused = begun or self.task.options.warmup < 2
+        self._settle(lane, 0.0 if paused else lane.last_step_s)
         seconds, told = self.gauge.time_steps(lane.runner.step, lane.next_step, count)
         lane.next_step += count
+        lane.readings += self.watch.last(sum(seconds))
         lane.seconds += seconds
         lane.losses += [each.values()["loss"] for each in told]
         self._book(lane, others)
@@ -173,11 +196,11 @@ class Turns:
         lane.own = self.gauge.held() - others
 
     def _profile(self, lane: Lane) -> None:
-        from erniekit.bench.profile import profile_steps
+        from erniekit.bench.profile import profile_steps, steps_for
 
-        before = min(30, int(3 / statistics.median(lane.seconds))) if self.gauge.card else 0
-        self.profile = profile_steps(lane.runner.step, lane.next_step, 2, self.task.device, before)
-        lane.next_step += before + 2
+        before, count = steps_for(statistics.median(lane.seconds), self.gauge.card)
+        self.profile = profile_steps(lane.runner.step, lane.next_step, before, count, self.task.device)
+        lane.next_step += before + count
 
     # --- around it ---
 
@@ -202,6 +225,7 @@ class Turns:
         if failed == "out of memory" and not again and lane.runner.save_memory():
             say(f"  {lane.name}: out of memory; again with recompute")
             lane.seconds.clear()
+            lane.readings.clear()
             lane.peak = 0
             self._guarded(lane, act, again=True)
             return

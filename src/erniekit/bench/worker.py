@@ -26,8 +26,9 @@ def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], 
     """write: is given what is known so far, in case the rest is never reached."""
     import torch
 
+    from erniekit.bench.card import Watch, card_of
     from erniekit.bench.data import make_steps
-    from erniekit.bench.measure import matmul_ceiling
+    from erniekit.bench.measure import ProductRate, product_rate
     from erniekit.bench.runner import Task
     from erniekit.bench.turns import Turns
     from erniekit.checkpoint.model_folder import ModelFolder
@@ -36,25 +37,25 @@ def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], 
     began = time.monotonic()
     machine = pick("cpu" if options.tiny else "auto")
     device, dtype = machine.handle, torch.bfloat16 if machine.type == "cuda" else torch.float32
-    ceiling = matmul_ceiling(device, dtype)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, Watch(card_of(device)) as watch:
+        gemm = product_rate(device, dtype, watch)
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(dict(work.model)))
         data = make_steps(work.rows, int(work.model["vocab_size"]), 4, options.seed)
         task = Task(work, options, folder, device, dtype, data)
         asked = work.peers if options.peers is None else tuple(p for p in work.possible if p in options.peers)
-        turns = Turns(task, asked, None if options.seconds is None else began + options.seconds)
+        turns = Turns(task, asked, None if options.seconds is None else began + options.seconds, watch)
         config = ModelFolder(folder, weights=False).config
 
-        def result(ceiling: float) -> dict[str, Any]:
-            return _result(work, options, turns, config, ceiling, machine, time.monotonic() - began)
+        def result(gemm: ProductRate) -> dict[str, Any]:
+            return _result(work, options, turns, config, gemm, machine, time.monotonic() - began)
 
-        turns.run(lambda: write(result(ceiling)))
-    return result(max(ceiling, matmul_ceiling(device, dtype)))
+        turns.run(lambda: write(result(gemm)))
+        return result(gemm.best(product_rate(device, dtype, watch)))
 
 
 def _result(
-    work: Workload, options: Options, turns: Any, config: Any, ceiling: float, machine: Any, seconds: float
+    work: Workload, options: Options, turns: Any, config: Any, gemm: Any, machine: Any, seconds: float
 ) -> dict[str, Any]:
     import torch
 
@@ -75,7 +76,7 @@ def _result(
             run["trained_tokens_per_s"] = batch.num_label_tokens / step
             run["pairs_per_s"] = batch.pairs.count / step if batch.pairs is not None else None
             run["mfu"] = flops / step / peak if peak else None
-            run["of_ceiling"] = flops / step / ceiling
+            run["of_ceiling"] = flops / step / gemm.held
         if lane is not ours:
             run["parity"] = compare(work, ours, lane, task.dtype)
         runs.append(run)
@@ -96,7 +97,7 @@ def _result(
         "busiest_expert": turns.busiest,
         "flops": flops,
         "formula": FORMULA,
-        "ceiling_tflops": ceiling / 1e12,
+        "gemm": gemm.record(),
         "target": work.target,
         "unit": work.unit,
         "limit_gib": work.limit_gib,

@@ -96,7 +96,7 @@ COMMANDS: dict[str, Command] = {
             "erniekit bench [--only A1,C1] [--peers hf,unsloth | --peers none] [key=value ...]",
             "  --list             the workloads",
             "  --output_dir DIR   where bench.json and a file for each workload go (bench)",
-            "  --steps N          timed steps of each (8); --warmup N steps before them (3)",
+            "  --steps N          timed steps of each (8); --warmup N steps before them (3, and a second's)",
             "  --seconds-limit S  begin no more workloads than this time allows",
             "  --profile          where the time of our steps goes, by kernel",
             "  --tiny             sizes a CPU does in a minute: whether it works, not how fast",

@@ -57,9 +57,16 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
             layout=cfg.checkpoint.save_format,
             max_shard_size=cfg.export.max_shard_size,
             copy_tokenizer=cfg.export.copy_tokenizer,
-            probe=probes.load(source.path),
+            probe=_probe_of(source.path),
         )
     )
+
+
+def _probe_of(folder: Path) -> Probe | None:
+    """None for one taken over frozen weights in fp8: the stored ones, which are exported, do not repeat it, and the
+    merge's own proof has to do."""
+    probe = probes.load(folder)
+    return None if probe is None or probe.setting.endswith("fp8 base") else probe
 
 
 def result_of(folder: Path) -> RunResult:

@@ -3,24 +3,30 @@ over rows that happen anyway. Called by models/layers/experts.py.
 
 A token's routing weight multiplies its activation before the down product, so the answer is a plain sum over choices
 and the weight's gradient falls out of SwiGLU's backward. Kept for backward: the tokens, gate_up's answer without its
-update, and the low ranks; the rest is computed again. T tokens, K choices, R = T * K rows, E experts, H hidden,
+update, and the low ranks; the rest is computed again. Frozen matrices may be in fp8 (expert_fp8.py).
+T tokens, K choices, R = T * K rows, E experts, H hidden,
 W width.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import expert_mlp_rows
+from erniekit.kernels import expert_fp8, expert_mlp_rows
 from erniekit.kernels.available import has_triton
+from erniekit.kernels.expert_fp8 import EXTRAS, Matrices, matrices
 from erniekit.kernels.expert_mlp_rows import Low, Tail, spans
+from erniekit.kernels.fp8_product import Fp8Weight
 from erniekit.kernels.moe_permute import Order
 
 HIGHEST_RANK = 128  # what the kernels hold in registers
 READY = has_triton() and hasattr(F, "grouped_mm")
+Weight = torch.Tensor | Fp8Weight
 
 
 class Update(NamedTuple):
@@ -31,11 +37,12 @@ class Update(NamedTuple):
     scale: float
 
 
-def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *updates: Update | None) -> bool:
+def fits(x: torch.Tensor, gate_up: Weight, down: Weight, *updates: Update | None) -> bool:
     """Whether the kernels of an NVIDIA card take these."""
     factors = [t for update in updates if update is not None for t in (update.A, update.B)]
-    sixteen = all(t.dtype == torch.bfloat16 for t in (x, gate_up, down, *factors))
-    aligned = x.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
+    plain = [weight for weight in (gate_up, down) if not isinstance(weight, Fp8Weight)]
+    sixteen = all(t.dtype == torch.bfloat16 for t in (x, *plain, *factors))
+    aligned = x.shape[1] % 8 == 0 and matrices(down).rows.shape[2] % 8 == 0
     low = all(update.A.shape[1] <= HIGHEST_RANK for update in updates if update is not None)
     return READY and x.is_cuda and sixteen and aligned and low and x.shape[0] > 0
 
@@ -44,8 +51,8 @@ def expert_mlp(
     x: torch.Tensor,
     order: Order,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     of_gate: Update | None = None,
     of_up: Update | None = None,
     of_down: Update | None = None,
@@ -57,21 +64,26 @@ def expert_mlp(
     updates = (of_gate, of_up, of_down)
     factors = [t for update in updates for t in (update[:2] if update else (None, None))]
     scales = [update.scale if update else 0.0 for update in updates]
+    first, second = matrices(gate_up), matrices(down)
+    tokens = (x, order.row_of, order.place_of, order.ends, weights)
     out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(
-        x, order.row_of, order.place_of, order.ends, weights, gate_up, down, *factors, scales
+        *tokens, first.rows, second.rows, *factors, scales, *first[1:], *second[1:]
     )
     return out[0]
 
 
 class TorchSteps:
-    """The block's steps on any device."""
+    """The block's steps in plain torch."""
 
     take = staticmethod(expert_mlp_rows.take)
+    take_fp8 = staticmethod(expert_fp8.take)
     activate = staticmethod(expert_mlp_rows.activate)
     activate_backward = staticmethod(expert_mlp_rows.activate_backward)
     sum_choices = staticmethod(expert_mlp_rows.sum_choices)
     outer = staticmethod(expert_mlp_rows.outer)
+    outer_of_halves = staticmethod(expert_mlp_rows.outer_of_halves)
     product = staticmethod(expert_mlp_rows.product)
+    add_low = staticmethod(expert_mlp_rows.add_low)
 
     @staticmethod
     def weight_gradient(grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -79,24 +91,24 @@ class TorchSteps:
         return torch.stack([grad[span].t() @ rows[span] for _, span in spans(ends)])
 
 
-def cuda_steps(tail_in_product: bool = False) -> Any:
-    """The same on an NVIDIA card. tail_in_product: a product with a low-rank tail is our own kernel, so that the tail
-    costs no further pass over its rows; False: torch's, and a kernel that adds the tail."""
-    from erniekit.kernels.triton import expert_products, expert_rows
+def cuda_steps() -> Any:
+    """The same on an NVIDIA card."""
+    from erniekit.kernels.triton import expert_products, expert_rows, fp8_rows
 
     class Steps:
         take = staticmethod(expert_rows.take)
+        take_fp8 = staticmethod(fp8_rows.take)
         activate = staticmethod(expert_rows.activate)
         activate_backward = staticmethod(expert_rows.activate_backward)
         sum_choices = staticmethod(expert_rows.sum_choices)
         outer = staticmethod(expert_products.outer)
+        outer_of_halves = staticmethod(expert_products.outer_of_halves)
+        add_low = staticmethod(expert_products.add_low)
 
         @staticmethod
         def product(
             rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float = 1.0
         ) -> torch.Tensor:
-            if tails and tail_in_product:
-                return expert_products.product(rows, weight, ends, tails, scale)
             return expert_products.add_low(F.grouped_mm(rows, weight, offs=ends), tails, scale, ends)
 
         @staticmethod
@@ -106,14 +118,9 @@ def cuda_steps(tail_in_product: bool = False) -> Any:
     return Steps
 
 
-_found: dict[str, Any] = {"cpu": TorchSteps}  # by device type
-
-
-def steps_of(x: torch.Tensor) -> Any:
-    kind = x.device.type
-    if kind not in _found:
-        _found[kind] = cuda_steps() if kind == "cuda" else TorchSteps
-    return _found[kind]
+@functools.cache
+def steps_of(device: str) -> Any:
+    return cuda_steps() if device == "cuda" else TorchSteps
 
 
 def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
@@ -125,31 +132,45 @@ def _given(*lows: Low | None) -> list[Low]:
     return [low for low in lows if low is not None]
 
 
-@torch.library.custom_op(
-    "erniekit::expert_mlp",
-    mutates_args=(),
-    schema="(Tensor x, Tensor row_of, Tensor place_of, Tensor ends, Tensor weights, Tensor gate_up, Tensor down, "
-    "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, float[] scales) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+# Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
+_LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
+_FACTORS = "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b"
+_TENSORS = "Tensor x, Tensor row_of, Tensor place_of, Tensor ends, Tensor weights, Tensor gate_up, Tensor down"
+_INPUTS = f"{_TENSORS}, {_FACTORS}"
+_IN_FP8 = ", ".join(f"Tensor? {w}_{part}=None" for w in ("gate_up", "down") for part in Matrices._fields[1:])
+_LIBRARY.define(f"expert_mlp({_INPUTS}, float[] scales, {_IN_FP8}) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    f"expert_mlp_backward(Tensor grad, {_INPUTS}, Tensor middle, Tensor z, Tensor z_down, float[] scales, "
+    f"bool[] wanted, {_IN_FP8}) -> Tensor[]"
 )
-def _forward(x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, scales):  # type: ignore[no-untyped-def]
+
+
+def _held(gate_up: torch.Tensor, down: torch.Tensor, in_fp8: Sequence[torch.Tensor | None]) -> list[Matrices]:
+    return [Matrices(gate_up, *in_fp8[:EXTRAS]), Matrices(down, *in_fp8[EXTRAS:])]
+
+
+def _forward(  # type: ignore[no-untyped-def]
+    x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, scales, *in_fp8
+):
     """y, and what backward wants: gate_up's rows, z of gate and up, z of down."""
-    steps, k = steps_of(x), weights.shape[1]
+    (first, last), steps, k = _held(gate_up, down, in_fp8), steps_of(x.device.type), weights.shape[1]
     flat, x = weights.reshape(-1), x.contiguous()
     gate, up, below = _low(gate_b, scales[0]), _low(up_b, scales[1]), None if down_a is None else (down_a, 1.0)
     lows = [(factor, 1.0) for factor in (gate_a, up_a) if factor is not None]
-    rows, z = steps.take(x, row_of, k, ends, lows)
-    middle = steps.product(rows, gate_up.transpose(1, 2), ends, [])
+    rows, z = expert_fp8.taken(steps, x, row_of, k, ends, lows, first)
+    middle = expert_fp8.forward(steps, rows, first, ends, [], 1.0, x.dtype)
     del rows
     act, z_down = steps.activate(middle, z, gate, up, below, flat, row_of, ends)
     tails = [] if down_b is None else [(z_down, down_b.transpose(1, 2))]
-    answers = steps.product(act, down.transpose(1, 2), ends, tails, scales[2])
+    answers = expert_fp8.forward(steps, act, last, ends, tails, scales[2], x.dtype)
     del act
     return steps.sum_choices(answers, place_of, k), middle, z, z_down
 
 
-@_forward.register_fake
-def _(x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, scales):  # type: ignore[no-untyped-def]
+@torch.library.register_fake("erniekit::expert_mlp")
+def _(  # type: ignore[no-untyped-def]
+    x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, *_
+):
     ranks = [0 if factor is None else factor.shape[1] for factor in (gate_a, up_a, down_a)]
     rows = row_of.shape[0]
     shapes = (gate_up.shape[1], ranks[0] + ranks[1], ranks[2])
@@ -161,28 +182,24 @@ GRADED = ("x", "weights", "gate_up", "down", "gate_a", "gate_b", "up_a", "up_b",
 _PLACES = (0, 4, 5, 6, 7, 8, 9, 10, 11, 12)  # of those among the op's inputs
 
 
-@torch.library.custom_op(
-    "erniekit::expert_mlp_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor row_of, Tensor place_of, Tensor ends, Tensor weights, Tensor gate_up, "
-    "Tensor down, Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, "
-    "Tensor middle, Tensor z, Tensor z_down, float[] scales, bool[] wanted) -> Tensor[]",
-)
 def _backward(  # type: ignore[no-untyped-def]
     grad, x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    middle, z, z_down, scales, wanted,
+    middle, z, z_down, scales, wanted, *in_fp8,
 ):  # fmt: skip
     """The gradients `wanted` of GRADED, those alone."""
-    steps, k, out = steps_of(x), weights.shape[1], {}
+    (first, last), steps, k, out = _held(gate_up, down, in_fp8), steps_of(x.device.type), weights.shape[1], {}
     want = dict(zip(GRADED, wanted))
     flat, x = weights.reshape(-1), x.contiguous()
     gate, up, below = _low(gate_b, scales[0]), _low(up_b, scales[1]), None if down_a is None else (down_a, 1.0)
     split = 0 if gate_a is None else gate_a.shape[1]
 
-    rows, d_low = steps.take(grad.contiguous(), row_of, k, ends, _given(_low(down_b, scales[2])))
-    d_act = steps.product(rows, down, ends, [])
+    grad, low = grad.contiguous(), _given(_low(down_b, scales[2]))
+    rows, d_low = expert_fp8.taken(steps, grad, row_of, k, ends, low, last)
+    d_act = expert_fp8.backward(steps, rows, last, ends, [], x.dtype)
     if want["down_b"]:
-        (out["down_b"],) = steps.outer(rows, [(z_down, scales[2])], ends, turned=True)
+        # Of rows in fp8 the tokens they came from are taken once more: adapters' gradients see nothing of fp8.
+        wide = (grad, ends, row_of, k) if isinstance(rows, tuple) else (rows, ends)
+        (out["down_b"],) = steps.outer(wide[0], [(z_down, scales[2])], *wide[1:], turned=True)
     if not want["down"]:
         del rows
     d_middle, act, d_weights, d_z = steps.activate_backward(
@@ -197,47 +214,53 @@ def _backward(  # type: ignore[no-untyped-def]
     if want["down_a"]:
         (out["down_a"],) = steps.outer(act, [(d_low, 1.0)], ends)
     del act
-    d_gate, d_up = d_middle.chunk(2, dim=1)
-    halves = (("gate", d_gate, slice(0, split)), ("up", d_up, slice(split, None)))
-    for (name, half, mine), scale in zip(halves, scales):
-        if want[f"{name}_b"]:
-            (out[f"{name}_b"],) = steps.outer(half, [(z[:, mine], scale)], ends, turned=True)
-    asked = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, _, mine in halves if want[f"{name}_a"]]
+    halves = (("gate", slice(0, split)), ("up", slice(split, None)))
+    if want["gate_b"] and want["up_b"]:
+        out["gate_b"], out["up_b"] = steps.outer_of_halves(d_middle, z, split, tuple(scales[:2]), ends)
+    else:
+        for (name, mine), half, scale in zip(halves, d_middle.chunk(2, dim=1), scales):
+            if want[f"{name}_b"]:
+                (out[f"{name}_b"],) = steps.outer(half, [(z[:, mine], scale)], ends, turned=True)
+    asked = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, mine in halves if want[f"{name}_a"]]
     if asked:
         out |= zip((name for name, _ in asked), steps.outer(x, [each for _, each in asked], ends, row_of, k))
     if want["gate_up"]:
         out["gate_up"] = steps.weight_gradient(d_middle, steps.take(x, row_of, k, ends, [])[0], ends)
     if want["x"]:
-        tails = [(d_z[:, mine], a) for (_, _, mine), a in zip(halves, (gate_a, up_a)) if a is not None]
-        d_rows = steps.product(d_middle, gate_up, ends, tails)
+        tails = [(d_z[:, mine], a) for (_, mine), a in zip(halves, (gate_a, up_a)) if a is not None]
+        d_rows = expert_fp8.backward(steps, d_middle, first, ends, tails, x.dtype)
         out["x"] = steps.sum_choices(d_rows, place_of, k)
     return [out[name] for name in GRADED if want[name]]
 
 
-@_backward.register_fake
+@torch.library.register_fake("erniekit::expert_mlp_backward")
 def _(  # type: ignore[no-untyped-def]
     grad, x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    middle, z, z_down, scales, wanted,
+    middle, z, z_down, scales, wanted, *in_fp8,
 ):  # fmt: skip
     like = (x, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b)
     return [tensor.new_empty(tensor.shape) for tensor, want in zip(like, wanted) if want]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.scales = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    tensors, (ctx.scales, *in_fp8) = inputs[:13], inputs[13:]
+    ctx.save_for_backward(*tensors, *output[1:], *in_fp8)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[torch.Tensor | None, ...]:
-    grads: list[torch.Tensor | None] = [None] * 14
+    grads: list[torch.Tensor | None] = [None] * (14 + 2 * EXTRAS)
     if grad is not None:
         wanted = [bool(ctx.needs_input_grad[i]) for i in _PLACES]
-        found = torch.ops.erniekit.expert_mlp_backward(grad, *ctx.saved_tensors, ctx.scales, wanted)
+        known, in_fp8 = ctx.saved_tensors[:16], ctx.saved_tensors[16:]
+        found = torch.ops.erniekit.expert_mlp_backward(grad, *known, ctx.scales, wanted, *in_fp8)
         for place, each in zip((i for i, want in zip(_PLACES, wanted) if want), found):
             grads[place] = each
     return tuple(grads)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("expert_mlp", _forward, _device)
+    _LIBRARY.impl("expert_mlp_backward", _backward, _device)
+torch.library.register_autograd("erniekit::expert_mlp", _gradients, setup_context=_keep)

@@ -128,6 +128,15 @@ def outer(
     return out
 
 
+def outer_of_halves(
+    wide: torch.Tensor, narrow: torch.Tensor, split: int, scales: tuple[float, float], ends: torch.Tensor
+) -> list[torch.Tensor]:
+    """Of each half of wide [R, 2 * W] and its columns of narrow [R, n], the first half's up to `split`: what `outer`
+    answers, turned: [E, W, split] and [E, W, n - split]."""
+    parts = zip(wide.chunk(2, dim=1), (narrow[:, :split], narrow[:, split:]), scales)
+    return [outer(half, [(mine, scale)], ends, turned=True)[0] for half, mine, scale in parts]
+
+
 def add_low(out: torch.Tensor, tails: list[Tail], scale: float, ends: torch.Tensor) -> torch.Tensor:
     """`out` [R, W] plus scale * narrow @ factor of each tail (two at most), in place."""
     for narrow, factor in tails:
@@ -136,15 +145,7 @@ def add_low(out: torch.Tensor, tails: list[Tail], scale: float, ends: torch.Tens
 
 
 def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ends: torch.Tensor,
-    tails: list[Tail],
-    scale: float = 1.0,
-    row_of: torch.Tensor | None = None,
-    k: int = 0,
+    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float = 1.0
 ) -> torch.Tensor:
-    """x [R, D] @ weight [E, D, W] plus scale * the tails [R, W]; row_of: x has tokens, as in `outer`."""
-    if row_of is not None:
-        x = x.index_select(0, row_of // k)
-    return add_low(_by_expert(x, weight, ends), tails, scale, ends)
+    """rows [R, D] @ weight [E, D, W] plus scale * the tails [R, W]."""
+    return add_low(_by_expert(rows, weight, ends), tails, scale, ends)

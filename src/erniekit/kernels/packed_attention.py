@@ -1,7 +1,7 @@
 """Attention over packed documents on a CUDA card, as one op that compiled layers may hold. Called by models/layers.
 
-cuDNN's varlen plan where its package is installed, FlashAttention else; attention.py has the reference. Rows of one
-document need none of this. B batch, L length, T = B * L tokens, N heads, D head_dim.
+FlashAttention-4 where its package is installed and the card is of Hopper kind, else cuDNN's varlen plan where that is,
+else FlashAttention-2; attention.py has the reference. B batch, L length, T = B * L tokens, N heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from erniekit.kernels import cudnn_packed
+from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.available import has_triton
 
 ROOM = 64  # documents a pack has room for; more of them take the next multiple, and one compilation more
@@ -24,6 +24,7 @@ class Packs(NamedTuple):
     sizes: torch.Tensor  # int64 on the host, read without waiting: documents, the longest, the longest list of keys
     key_index: torch.Tensor | None = None  # int64 [2 T], as data.types.SharedKeys
     key_bounds: torch.Tensor | None = None  # int32 [room + 1]
+    key_places: torch.Tensor | None = None  # int32 [T, copies]: where a token's key is in the lists; -1: nowhere else
 
 
 def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -> Packs:
@@ -35,7 +36,18 @@ def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -
         return Packs(bounds, torch.tensor([documents, longest, longest]))
     keys = shared.index.numel()
     index = _padded(shared.index, -(-keys // (2 * tokens)) * 2 * tokens, 0)
-    return Packs(bounds, torch.tensor([documents, longest, shared.longest]), index, _padded(shared.bounds, room, keys))
+    sizes = torch.tensor([documents, longest, shared.longest])
+    return Packs(bounds, sizes, index, _padded(shared.bounds, room, keys), places_of(shared.index, tokens))
+
+
+def places_of(index: torch.Tensor, tokens: int, copies: int = 2) -> torch.Tensor:
+    """index int64 [keys], in which no token is more than `copies` times -> int32 [tokens, copies]: where it is, -1 for
+    fewer times. Nobody waits for the device."""
+    token, place = index.sort(stable=True)
+    first = torch.searchsorted(token, token)
+    which = torch.arange(index.numel(), device=index.device) - first
+    out = torch.full((tokens, copies), -1, dtype=torch.int32, device=index.device)
+    return out.index_put_((token, which), place.to(torch.int32))
 
 
 def _padded(x: torch.Tensor, size: int, value: int) -> torch.Tensor:
@@ -43,22 +55,44 @@ def _padded(x: torch.Tensor, size: int, value: int) -> torch.Tensor:
 
 
 def for_kernel(
-    cu_seqlens: torch.Tensor | None, longest: int | None, shared: Any, positions: torch.Tensor
+    cu_seqlens: torch.Tensor | None,
+    longest: int | None,
+    shared: Any,
+    positions: torch.Tensor,
+    group: int,
+    head_dim: int,
 ) -> tuple[str | None, Packs | None]:
-    """The back end for a batch and its documents; (None, None) where there is none. Once a batch, not compiled."""
+    """The back end for a batch and its documents; (None, None) where there is none. Once a batch, not compiled.
+    group: query heads to a kv head."""
     if not positions.is_cuda or not has_triton() or (cu_seqlens is not None and longest is None):
         return None, None
+    kernel = backend_for(positions.device, group, head_dim, packed=cu_seqlens is not None)
     if cu_seqlens is None or longest is None:
-        return "rows", None
-    return backend_for(positions.device), packs_of(cu_seqlens, longest, shared, positions.numel())
+        return kernel, None
+    return kernel, packs_of(cu_seqlens, longest, shared, positions.numel())
 
 
-def backend_for(device: torch.device) -> str:
-    """By what measured fastest and is right: cuDNN from Hopper on, FlashAttention elsewhere and where the same bits are
-    asked for each time (cuDNN's own way to those takes up to 32 GiB)."""
-    if torch.are_deterministic_algorithms_enabled() or _capability(device) < (9, 0):
+def backend_for(device: torch.device, group: int, head_dim: int, packed: bool) -> str:
+    """By what measured fastest and is right: FlashAttention-4 on Hopper, then cuDNN (for rows of one document torch's
+    own call of it), FlashAttention-2 on other cards and where the same bits are asked for each time (cuDNN's own way to
+    those takes up to 32 GiB)."""
+    same_bits = torch.are_deterministic_algorithms_enabled()
+    if not same_bits and flash4.serves(group, head_dim, packed, torch.is_grad_enabled(), device):
+        return "flash4"
+    if not packed:
+        return "rows"
+    if same_bits or _capability(device) < (9, 0) or cudnn_packed.library() is None:
         return "flash"
-    return "flash" if cudnn_packed.library() is None else "cudnn"
+    return "cudnn"
+
+
+def faster_attention(capability: tuple[int, int], flash4_here: bool, cudnn_here: bool) -> str | None:
+    """What to install for faster attention on a card; None: nothing."""
+    if capability[0] == 9 and not flash4_here:
+        return 'attention is 1.1 to 1.5 times as fast on this card with: pip install "erniekit[flash4]"'
+    if capability[0] > 9 and not cudnn_here:
+        return 'packed documents may be faster on this card with: pip install "erniekit[cudnn]"'
+    return None
 
 
 @functools.cache
@@ -67,7 +101,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: Packs, backend: str) -> torch.Tensor:
-    """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq * D]. backend: cudnn | flash."""
+    """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq * D]. backend: flash4 | cudnn | flash."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out, _ = torch.ops.erniekit.packed_attention(*flat, backend, *packs)
     return out.view(*q.shape[:2], -1)
@@ -75,7 +109,7 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: P
 
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as the launch itself.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
-_PACKS = "str backend, Tensor bounds, Tensor sizes, Tensor? key_index, Tensor? key_bounds"
+_PACKS = "str backend, Tensor bounds, Tensor sizes, Tensor? key_index, Tensor? key_bounds, Tensor? key_places"
 _LIBRARY.define(f"packed_attention(Tensor q, Tensor k, Tensor v, {_PACKS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "packed_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, "
@@ -126,6 +160,7 @@ def _forward(
     sizes: torch.Tensor,
     key_index: torch.Tensor | None,
     key_bounds: torch.Tensor | None,
+    key_places: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, Nq * D], what backward needs of the softmax [T * Nq])."""
     T, heads, D = q.shape
@@ -139,6 +174,9 @@ def _forward(
         return out, stats
     ends = bounds if key_bounds is None else key_bounds
     _, most, most_keys = sizes.tolist()
+    if _by_flash4(backend, q):
+        out, stats = flash4.forward(q, k, v, bounds, ends, most, most_keys)
+        return out.view(T, heads * D), stats.view(-1)
     out, stats, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, bounds, ends, most, most_keys, 0.0, True, False, scale=D**-0.5
     )
@@ -157,37 +195,39 @@ def _backward(
     sizes: torch.Tensor,
     key_index: torch.Tensor | None,
     key_bounds: torch.Tensor | None,
+    key_places: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v; a key that several documents saw gets their sum in fp32."""
     T, heads, D = q.shape
-    tokens = k.shape[0]
     k, v = _listed(k, key_index), _listed(v, key_index)
     grad = grad.contiguous()
     shape = _plan(backend, q, k, sizes, bounds, key_bounds)
+    ends = bounds if key_bounds is None else key_bounds
+    _, most, most_keys = sizes.tolist()
     if shape is not None:
         where = cudnn_packed.offsets(bounds, key_bounds, shape)
-        fresh = torch.empty_like if key_index is None else torch.zeros_like  # nobody writes keys past the last list
-        grads = (torch.empty_like(q), fresh(k), fresh(v))
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
         cudnn_packed.backward((q, k, v), out, stats, grad, grads, where, shape)
+    elif _by_flash4(backend, q):
+        softmax = stats.view(heads, T)
+        grad, out = (t.view(T, heads, D) for t in (grad, out))
+        grads = flash4.backward(q, grad, k, v, out, softmax, bounds, ends, most, most_keys)
     else:
-        ends = bounds if key_bounds is None else key_bounds
-        _, most, most_keys = sizes.tolist()
         none = torch.empty(0, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
             grad.view(T, heads, D), q, k, v, out.view(T, heads, D), stats.view(heads, T), bounds, ends, most,
             most_keys, 0.0, True, none, none, scale=D**-0.5,
         )  # fmt: skip
-        if key_bounds is not None:  # past the last list it leaves what it found
-            known = (torch.arange(k.shape[0], device=q.device) < key_bounds[-1])[:, None, None]
-            grads = (grads[0], *(torch.where(known, t, 0) for t in grads[1:]))
-    if key_index is None:
-        return grads
-    # A key is in few lists, most often two: added in fp32 from zero, any order gives the same bits for two.
-    sums = (
-        t.new_zeros(tokens, *t.shape[1:], dtype=torch.float32).index_add_(0, key_index, t.float()) for t in grads[1:]
-    )
-    grad_k, grad_v = (t.to(q.dtype) for t in sums)
+    if key_places is None:
+        return grads[0], grads[1], grads[2]
+    from erniekit.kernels.triton.shared_keys import sum_places
+
+    grad_k, grad_v = (sum_places(t, key_places) for t in grads[1:])
     return grads[0], grad_k, grad_v
+
+
+def _by_flash4(backend: str, q: torch.Tensor) -> bool:
+    return backend == "flash4" and q.dtype == torch.bfloat16
 
 
 _LIBRARY.impl("packed_attention", _forward, "CUDA")
@@ -206,19 +246,19 @@ def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *re
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *qkv, ctx.backend, bounds, sizes, key_index, key_bounds = inputs
+    *qkv, ctx.backend, bounds, sizes, key_index, key_bounds, key_places = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*qkv, *output, bounds, sizes, key_index, key_bounds)
+    ctx.save_for_backward(*qkv, *output, bounds, sizes, key_index, key_bounds, key_places)
 
 
 def _gradient(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     grads: tuple[Any, ...] = (None, None, None)
     if grad is not None:
-        *known, bounds, sizes, key_index, key_bounds = ctx.saved_tensors
+        *known, bounds, sizes, key_index, key_bounds, key_places = ctx.saved_tensors
         grads = torch.ops.erniekit.packed_attention_backward(
-            grad, *known, ctx.backend, bounds, sizes, key_index, key_bounds
+            grad, *known, ctx.backend, bounds, sizes, key_index, key_bounds, key_places
         )
-    return *grads, None, None, None, None, None
+    return *grads, None, None, None, None, None, None
 
 
 torch.library.register_autograd("erniekit::packed_attention", _gradient, setup_context=_keep)

@@ -33,22 +33,22 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-@torch.library.custom_op("erniekit::router_logits", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+# Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
+_LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
+_LIBRARY.define("router_logits(Tensor x, Tensor weight) -> Tensor")
+_LIBRARY.define("router_logits_backward(Tensor grad, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]")
+
+
 def _forward(x, weight):  # type: ignore[no-untyped-def]
     parts = torch.cat(parts_of(weight, 3))
     return _product(x, parts.t()).view(x.shape[0], 3, -1).sum(1)
 
 
-@_forward.register_fake
+@torch.library.register_fake("erniekit::router_logits")
 def _(x, weight):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "erniekit::router_logits_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]",
-)
 def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
     out, (high, middle, low) = [], parts_of(grad, 3)
     if wanted[0]:
@@ -60,7 +60,7 @@ def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
     return out
 
 
-@_backward.register_fake
+@torch.library.register_fake("erniekit::router_logits_backward")
 def _(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
     return [tensor.new_empty(tensor.shape) for tensor, want in zip((x, weight), wanted) if want]
 
@@ -75,4 +75,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return tuple(next(found) if want else None for want in wanted)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("router_logits", _forward, _device)
+    _LIBRARY.impl("router_logits_backward", _backward, _device)
+torch.library.register_autograd("erniekit::router_logits", _gradients, setup_context=_keep)

@@ -31,7 +31,7 @@ def _turn(
     counts = (heads, kv_heads, kv_heads)
     given = [t.unflatten(-1, (n, D)) for t, n in zip(qkv.split([n * D for n in counts], dim=-1), counts)]
     q, k, v = (qkv.new_empty(B, L, n, D) for n in counts)
-    rope.launch(wrap_triton(rope.turn), given, [t.view(B * L, -1) for t in (q, k, v)], cos, sin, halves, False)
+    rope.launch(wrap_triton(rope.turn), given, [t.view(B * L, -1) for t in (q, k, v)], cos, sin, halves)
     return q, k, v
 
 
@@ -44,10 +44,9 @@ def _turn_back(
 
     B, L, _, D = q.shape
     counts = [t.shape[2] for t in (q, k, v)]
-    out = q.new_empty(B, L, sum(counts) * D)
-    parts = out.view(B * L, -1).split([n * D for n in counts], dim=-1)
-    rope.launch(wrap_triton(rope.turn), (q, k, v), parts, cos, sin, halves, True)
-    return out
+    out = q.new_empty(B * L, sum(counts) * D)
+    rope.launch(wrap_triton(rope.turn_back), (q, k, v), (out,), cos, sin, halves)
+    return out.view(B, L, -1)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -16,8 +16,12 @@ from torch import nn
 from torch.func import functional_call
 
 from erniekit.kernels.expert_mlp import Update
+from erniekit.kernels.fp8_product import Fp8Weight
 from erniekit.kernels.grouped_gemm import grouped_linear
+from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
+from erniekit.lora.fp8_base import Fp8Base
 from erniekit.models.layers.experts import ExpertLinear
+from erniekit.models.layers.linear import FusedLinear
 from erniekit.models.layers.router import Router, Routing
 
 SHARED = "shared"  # the key of a pair whose one A serves several projections
@@ -105,6 +109,11 @@ class LoRALinear(LoRALayer):
     """A linear, fused or plain."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.active and self._base_is_itself():
+            weight = self.base.held if isinstance(self.base, Fp8Base) else self.base.weight
+            bias, updates = self.base.bias, self.row_updates()
+            if in_one_op(x, weight, bias, updates):
+                return lora_linear(x, weight, bias, updates)
         y: torch.Tensor = self.base(x)
         if not self.active:
             return y
@@ -114,13 +123,29 @@ class LoRALinear(LoRALayer):
         low = F.linear(x, A).split([pair.rank for pair in pairs], dim=-1)
         return self._added(y, [F.linear(low_pair, pair.B) for low_pair, pair in zip(low, pairs)])
 
+    def _base_is_itself(self) -> bool:
+        """Its weight and bias say all it does: nobody swapped it, its forward (tensor parallel does), or looks on."""
+        base = self.base
+        watched = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
+        return type(base) in (nn.Linear, FusedLinear, Fp8Base) and "forward" not in base.__dict__ and not watched
+
+    def row_updates(self) -> list[RowUpdate]:
+        rows, start = {}, 0
+        for part, n in self.parts:
+            rows[part] = (start, start + n)
+            start += n
+        return [
+            RowUpdate(pair.A, pair.B, pair.scale, tuple(rows[part] for part, _ in pair.parts))
+            for pair in self.pairs().values()
+        ]
+
 
 class LoRAExperts(LoRALayer):
     """All experts of a projection: the updates go through the same sorted rows and grouped products as the weights."""
 
-    def matrices(self) -> torch.Tensor:
+    def matrices(self) -> torch.Tensor | Fp8Weight:
         """[E, out, in], frozen."""
-        return cast("ExpertLinear", self.base).matrices()
+        return cast("ExpertLinear | Fp8Base", self.base).matrices()
 
     def updates(self) -> dict[str, Update]:
         """By part; where parts share an A each has it."""

@@ -18,6 +18,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
 from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
+from erniekit.parallel.graphed import GraphedLayers
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.pipeline import Pipeline, cut
 from erniekit.parallel.plan import Plan
@@ -31,6 +32,7 @@ class Options:
     recompute: str | None = None  # granularity
     no_recompute_layers: tuple[int, ...] = ()
     compile: bool = False
+    graphed: tuple[int, int, bool] | None = None  # GraphedLayers' rows, length and several
     schedule: str = "auto"
     offload: bool = False  # of what fully_shard spreads
     offload_recompute_inputs: bool = False
@@ -95,6 +97,8 @@ def parallelise(
             compile_layers(part, one_graph=device.type == "cuda" and world.size == 1)
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
+        if options.graphed:
+            part.run_layers = GraphedLayers(part, *options.graphed)  # type: ignore[assignment]
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
     # torch wants shards that live on the host to be born there.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch._dynamo.config
@@ -20,6 +21,20 @@ def compile_layers(part: nn.Module, one_graph: bool) -> None:
             layer.forward = torch.compile(layer.forward, fullgraph=one_graph, dynamic=False if one_graph else None)
 
 
-def eager() -> AbstractContextManager[None]:
+_eager = False
+
+
+def is_eager() -> bool:
+    return _eager
+
+
+@contextmanager
+def eager() -> Iterator[None]:
     """Compiled layers run as they are written: a batch of another shape is not worth a compilation."""
-    return torch.compiler.set_stance("force_eager")
+    global _eager
+    before, _eager = _eager, True
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _eager = before

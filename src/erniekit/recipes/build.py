@@ -23,6 +23,7 @@ from erniekit.devices.base import Device
 from erniekit.log import say
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import read_adapter, write_adapter
+from erniekit.lora.frozen import check, to_fp8
 from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
 from erniekit.optim.adamw import AdamW
@@ -138,9 +139,19 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
     )
 
 
+def _graphed(cfg: RunConfig) -> tuple[int, int, bool] | None:
+    if not cfg.model.cuda_graph:
+        return None
+    several = cfg.train.gradient_accumulation_steps > 1
+    return cfg.train.per_device_train_batch_size, cfg.data.max_seq_len, several
+
+
 def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World, stage: Stage) -> Built:
     # fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps the fp32 copies.
     stored = torch.float32 if world.layout.fsdp > 1 else dtype
+    in_fp8 = cfg.lora.lora and cfg.lora.frozen_base == "fp8"
+    if in_fp8:
+        check(device.handle, world.size, folder.config.moe is not None, cfg.origin("frozen_base"))
     experts.settle_config(cfg, folder)
     whole, model = (folder.spec.cast(folder.meta(), stored) for _ in range(2))
     for each in (whole, model):
@@ -177,6 +188,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
             no_recompute_layers=cfg.memory.no_recompute_layers,
             compile=bool(cfg.model.compile),
+            graphed=_graphed(cfg),
             schedule=cfg.parallel.pp_schedule,
             offload="offload" in cfg.parallel.sharding,
             offload_recompute_inputs=cfg.memory.offload_recompute_inputs,
@@ -185,6 +197,8 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         ),
     )
     engine.ledger = ledger
+    if in_fp8 and (left := to_fp8(engine.parts)):
+        say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are (widths no multiples of 16)")
     experts.put_in(cfg, engine)
     engine.train()
     tokenizer_folder = Path(cfg.model.tokenizer_name).expanduser() if cfg.model.tokenizer_name else folder.path

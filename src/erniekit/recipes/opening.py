@@ -12,6 +12,8 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
 from erniekit.devices.base import Device
+from erniekit.kernels import cudnn_packed, flash4
+from erniekit.kernels.packed_attention import faster_attention
 from erniekit.log import paint, say
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.parallel.mesh import World
@@ -45,6 +47,13 @@ def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World)
         say(f"note     {note}")
     if len(notes) > SHOWN_NOTES:
         say(f"note     and {len(notes) - SHOWN_NOTES} more: `erniekit config` shows all")
+    if device.type == "cuda" and (hint := _faster()):
+        say(f"note     {hint}")
+
+
+def _faster() -> str | None:
+    found = (flash4.library() is not None, cudnn_packed.library() is not None)
+    return faster_attention(torch.cuda.get_device_capability(), *found)
 
 
 def show_data(data: TrainData) -> None:

@@ -17,11 +17,14 @@ from erniekit.parallel.mesh import World
 GIB = 1024**3
 USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
 SPARE = GIB  # kernels' own workspaces
+USUAL_MFU = 0.4
+LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
-    return cfg.derive(*_compile(cfg, device, world), *_recompute(cfg, device, world, model))
+    cfg = cfg.derive(*_compile(cfg, device, world), *_recompute(cfg, device, world, model))
+    return cfg.derive(*_graph(cfg, device, world, model))
 
 
 def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
@@ -40,6 +43,33 @@ def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
         why_not = "rows of many lengths; packing: True makes them of one"
     reason = why_not or "one NVIDIA card and rows of one length; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
+
+
+def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
+    asked, why_not = cfg.model.cuda_graph, None
+    if device.type != "cuda" or world.size > 1:
+        why_not = "one NVIDIA card alone replays graphs"
+    elif model.moe is not None or model.mtp_layers:
+        why_not = "layers with experts tell of their routing, which a graph does not"
+    elif not cfg.model.compile:
+        why_not = "layers are not compiled"
+    elif cfg.memory.recompute:
+        why_not = "layers are computed again in the backward pass"
+    elif cfg.train.stage not in ("SFT", "PT"):
+        why_not = f"not with stage: {cfg.train.stage}"
+    elif asked is None and not launches_show(cfg, device, model):
+        why_not = "the device needs longer for a micro-batch than the host for its launches"
+    if asked is None:
+        reason = why_not or "a micro-batch takes the host longer than the device; write cuda_graph: False to leave it"
+        yield Note("cuda_graph", None, why_not is None, reason, quiet=why_not is not None)
+    elif asked and why_not:
+        yield Note("cuda_graph", True, False, why_not)
+
+
+def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig) -> bool:
+    peak = max(device.peak_flops.values(), default=0.0)
+    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
+    return bool(peak) and 6 * model.parameters() * tokens / (USUAL_MFU * peak) < LAUNCHES * model.num_layers
 
 
 def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:

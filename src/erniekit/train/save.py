@@ -56,13 +56,16 @@ class Saver:
         with_masters: bool = True,
         rebuild_masters: bool = False,
         copy_to: Sequence[int] = (),
+        fp8_base: bool = False,
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
         compress: O1 or O2 store the moments in 8 or 4 bit. with_masters=False leaves the fp32 weights out of a 16-bit
         model's checkpoint; rebuild_masters lets a resume make them from the 16-bit ones. None of these is bit-exact.
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
+        fp8_base: the probe is of adapters over frozen weights in fp8; it says so.
         """
+        self.fp8_base = fp8_base
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
         self.write_weights, self.read_weights = write_weights, read_weights
@@ -79,7 +82,8 @@ class Saver:
     def setting(self) -> str:
         """Bit-equality of a probe is promised only where this is the same."""
         dtype = str(self.engine.dtype).removeprefix("torch.")
-        return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}"
+        base = "/fp8 base" if self.fp8_base else ""
+        return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}{base}"
 
     def save(self, state: TrainState, final: bool = False) -> Path | None:
         """All ranks together; the folder, or None when it failed and training goes on, or is being written."""

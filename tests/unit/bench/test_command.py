@@ -33,7 +33,11 @@ def test_packed_sft_and_expert_lora_give_their_peers_numbers(tmp_path: Path, mon
         assert ours["tokens_per_s"] == pytest.approx(result["tokens"] / ours["step_ms"] * 1000)
         assert result["ratio_to_best_peer"] == pytest.approx(ours["tokens_per_s"] / other["tokens_per_s"])
         assert len(ours["step_ms_all"]) == len(other["step_ms_all"]) == 2
-        assert ours["of_ceiling"] > 0
+        assert ours["of_ceiling"] * ours["step_ms"] == pytest.approx(
+            result["flops"] / result["gemm"]["held_tflops"] / 1e9
+        )
+        assert result["gemm"].keys() == {"burst_tflops", "held_tflops"}
+        assert "clock_mhz" not in ours  # a CPU has no such gauges
         assert result["profile"]["busy_ms"] > 0
 
 
@@ -86,21 +90,39 @@ def test_a_worker_is_stopped_when_its_time_is_over(tmp_path: Path, capsys: pytes
 def test_the_table_says_who_was_absent_who_failed_and_what_is_short() -> None:
     ours = {
         "runner": "erniekit", "step_ms": 80.0, "tokens_per_s": 100e3, "trained_tokens_per_s": 99e3, "mfu": 0.4,
-        "of_ceiling": 0.5, "peak_gib": 101.0, "compile_s": 20.0, "pairs_per_s": None,
+        "of_ceiling": 0.5, "peak_gib": 101.0, "compile_s": 20.0, "pairs_per_s": None, "clock_mhz": 1485.0,
+        "power_w": 688.4, "temperature_c": 61.0,
     }  # fmt: skip
+    slow = {**ours, "runner": "hf+compile", "power_w": 640.0, "temperature_c": None}
     result = {
         "workload": "A1", "target": 118e3, "unit": "tokens", "limit_gib": 100, "note": "", "ratio_to_best_peer": None,
-        "runs": [ours, {"runner": "hf", "failed": "out of memory"}, {"runner": "peft", "absent": "pip install peft"}],
+        "device": "NVIDIA H200",
+        "gemm": {"burst_tflops": 801.2, "held_tflops": 678.1, "clock_mhz": 1470.0, "power_w": 692.0},
+        "runs": [
+            ours, slow, {"runner": "hf", "failed": "out of memory"}, {"runner": "peft", "absent": "pip install peft"},
+        ],
     }  # fmt: skip
     lines = table([result])
     assert len({len(line) for line in lines}) == 1
     assert "100,000" in lines[2]
     assert "40.0 %" in lines[2]
-    assert "failed" in lines[3]
-    assert "absent" in lines[4]
+    assert "failed" in lines[4]
+    assert "absent" in lines[5]
     assert remarks([result]) == [
+        "NVIDIA H200: 801 TFLOP/s at first, 678 held (1470 MHz, 692 W)",
         "A1: target 118,000 tokens/s, 100,000.0: 85 %, short",
         "A1: peak 101.0 GiB, ABOVE the limit of 100",
+        "A1: timed erniekit at 1485 MHz, 688 W, 61 C; hf+compile at 1485 MHz, 640 W",
         "A1: hf: out of memory",
         "A1: peft is absent: pip install peft",
     ]
+
+
+def test_a_rate_is_told_once_for_all_workloads_and_without_gauges_too() -> None:
+    run = {"runner": "erniekit", "failed": "not run"}
+    results = [
+        {"workload": "A1", "device": "cpu", "runs": [run], "gemm": {"burst_tflops": 0.1, "held_tflops": held}}
+        for held in (0.0512, 0.09, 0.01)
+    ]
+    assert remarks(results)[0] == "cpu: 0.1 TFLOP/s at first, 0.0512 held"
+    assert sum("TFLOP/s" in line for line in remarks(results)) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.bench.profile import kind_of, lines, profile_steps, summary
+from erniekit.bench.profile import kind_of, lines, profile_steps, steps_for, summary
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,25 @@ def test_kinds_add_up_and_the_longest_come_first() -> None:
     assert "9.00 ms" in lines("A1", told)[0]
 
 
-def test_real_steps_are_timed_by_operator() -> None:
-    a = torch.randn(64, 64)
-    told = profile_steps(lambda number: a @ a, 0, 2, torch.device("cpu"))
+def test_real_steps_are_timed_by_operator_and_those_ahead_are_not_counted() -> None:
+    a, run = torch.randn(64, 64), []
+
+    def step(number: int) -> None:
+        run.append(number)
+        a @ a
+        if number < 8:
+            torch.sort(a)
+
+    told = profile_steps(step, first=5, before=3, count=2, device=torch.device("cpu"))
+    assert run == [5, 6, 7, 8, 9]
     assert told["kinds_ms"]["gemm"] > 0
+    assert "sort and index" not in told["kinds_ms"]
+    assert {k["kernel"]: k["calls"] for k in told["longest"]}["aten::mm"] == 1  # of one step
+
+
+@pytest.mark.parametrize(
+    ("step_s", "before", "count"), [(0.001, 100, 2), (0.072, 28, 2), (0.35, 6, 2), (2.2, 1, 1), (9.0, 1, 1)]
+)
+def test_about_two_seconds_run_ahead_and_one_long_step_is_enough(step_s: float, before: int, count: int) -> None:
+    assert steps_for(step_s, card=True) == (before, count)
+    assert steps_for(step_s, card=False) == (1, count)

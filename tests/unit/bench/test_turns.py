@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from erniekit.bench.card import Watch
 from erniekit.bench.data import make_steps
 from erniekit.bench.parity import compare
 from erniekit.bench.peers.hf import Transformers
@@ -70,6 +73,54 @@ def test_out_of_memory_is_tried_again_and_a_broken_peer_is_a_line(make: Make, na
     assert compare(task.workload, ours, hungry, FLOAT)["equal"]
     assert broken.record() == {"runner": "hf", "failed": "RuntimeError: no such kernel"}
     assert len(ours.seconds) == 2
+
+
+class Slow(Transformers):
+    def step(self, number: int) -> Told:
+        time.sleep(0.01)
+        return super().step(number)
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("A1", 2), ("B1-30", 1)])  # a peer's turns: two short ones, or one
+def test_a_card_works_for_a_while_before_each_turn_is_timed(make: Make, name: str, rounds: int) -> None:
+    task = make(name, warmup=1)
+    turns = Turns(task, (), None)
+    turns.lanes.append(Lane(Slow(task)))
+    turns.gauge.settle = 0.1  # as on a card
+    turns.run()
+    for lane in turns.lanes:
+        assert len(lane.seconds) == task.options.steps
+    ahead = turns.lanes[1].next_step - task.options.warmup - task.options.steps
+    assert rounds <= ahead <= rounds * 11  # a step takes 0.01 s or more
+    without = Turns(task, (), None)
+    without.run()
+    assert without.lanes[0].record()["steps_run"] == task.options.warmup + task.options.steps
+
+
+def test_warm_up_steps_that_were_long_enough_need_no_more(make: Make) -> None:
+    task = make("B1-30", warmup=2)
+    turns = Turns(task, (), None)
+    turns.lanes[0] = Lane(Slow(task))
+    turns.gauge.settle = 0.01
+    turns.run()
+    assert turns.lanes[0].next_step == task.options.warmup + task.options.steps
+
+
+def test_each_runners_result_has_the_cards_gauges_while_its_steps_were_timed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nwhile true; do echo '1485, 688.4, 61'; sleep 0.02; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with Watch("GPU-1234") as watch:
+        until = time.monotonic() + 20
+        while not watch.last(60) and time.monotonic() < until:
+            time.sleep(0.01)
+        turns = Turns(make("A1"), ("hf",), None, watch)
+        turns.run()
+    for run in (lane.record() for lane in turns.lanes):
+        assert (run["clock_mhz"], run["power_w"], run["temperature_c"]) == (1485.0, 688.4, 61.0)
 
 
 def test_what_has_not_begun_when_time_is_up_is_not_begun(make: Make) -> None:

@@ -39,7 +39,7 @@ def test_every_peer_a_workload_names_is_in_the_tables() -> None:
 
 def test_a_workload_is_picked_by_its_name_or_by_its_beginning() -> None:
     assert [w.name for w in chosen(["C1-60", "A1"])] == ["A1", "C1-60"]
-    assert [w.name for w in chosen(["C1"])] == ["C1-85", "C1-60", "C1-skew"]
+    assert [w.name for w in chosen(["C1"])] == ["C1-85", "C1-60", "C1-skew", "C1-fp8"]
     assert len(chosen([])) == len(WORKLOADS)
     with pytest.raises(ConfigError, match="no workload"):
         chosen(["A1", "A3"])

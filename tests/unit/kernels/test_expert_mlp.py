@@ -113,9 +113,10 @@ def test_what_is_kept_for_backward_is_the_tokens_gate_up_and_the_low_ranks() -> 
     assert sorted(new) == [(90, 2), (90, 4), (90, 16)]
 
 
-def test_the_block_compiles_whole_with_the_same_gradients() -> None:
+@pytest.mark.parametrize("ranks", [(2, 0, 2), (2, 3, 2)])
+def test_the_block_compiles_whole_with_the_same_gradients(ranks: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
-    order, updates = choices(9, 2, 4), updates_of((2, 0, 2), 4, 5, 3)
+    order, updates = choices(9, 2, 4), updates_of(ranks, 4, 5, 3)
     x, weights, base = (
         made(9, 5),
         torch.rand(9, 2, requires_grad=True),
@@ -123,14 +124,27 @@ def test_the_block_compiles_whole_with_the_same_gradients() -> None:
     )
     factors = [t for u in updates if u for t in u[:2]]
 
-    def run(x: torch.Tensor, weights: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor):  # type: ignore[no-untyped-def]
-        return x + expert_mlp(x, order, weights, *base, Update(a, b, 2.0), None, Update(c, d, 0.5))
+    def run(x: torch.Tensor, weights: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+        pairs = iter(zip(factors[::2], factors[1::2]))
+        three = [Update(*next(pairs), 1.0 + i) if rank else None for i, rank in enumerate(ranks)]
+        return x + expert_mlp(x, order, weights, *base, *three)
 
     inputs = [x, weights, *factors]
     plain, whole = run(*inputs), torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs)
     assert torch.equal(plain, whole)
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (plain, whole))):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_the_op_says_of_itself_holds(ranks: str) -> None:
+    """Its schema, the shapes it promises a compiler, and that it is differentiable."""
+    torch.manual_seed(0)
+    order, base = choices(9, 2, 4), (made(4, 6, 5), made(4, 5, 3))
+    updates = updates_of(RANKS[ranks], 4, 5, 3)
+    factors = [t for u in updates for t in (u[:2] if u else (None, None))]
+    inputs = (made(9, 5), *order, torch.rand(9, 2, requires_grad=True), *base, *factors)
+    torch.library.opcheck(torch.ops.erniekit.expert_mlp.default, (*inputs, [1.0, 2.0, 0.5]))
 
 
 def test_the_kernels_are_asked_only_for_what_they_take() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from erniekit.kernels.cudnn_packed import bucket
-from erniekit.kernels.packed_attention import ROOM, for_kernel, packs_of
+from erniekit.kernels.packed_attention import ROOM, faster_attention, for_kernel, packs_of, places_of
 
 
 def bounds(*lengths: int) -> torch.Tensor:
@@ -31,10 +32,25 @@ def test_keys_that_documents_share_are_padded_past_the_last_list() -> None:
     assert packs.key_index.tolist() == [0, 1, 2, 0, 3, 0, 0, 0]
     assert packs.key_bounds[:3].tolist() == [0, 3, 5]
     assert set(packs.key_bounds[3:].tolist()) == {5}
+    assert packs.key_places is not None
+    assert packs.key_places.tolist() == [[0, 3], [1, -1], [2, -1], [4, -1]]
+
+
+def test_places_say_where_in_the_lists_a_token_is_and_a_third_place_is_refused() -> None:
+    assert places_of(torch.tensor([4, 0, 2, 0, 4]), 6).tolist() == [
+        [1, 3],
+        [-1, -1],
+        [2, -1],
+        [-1, -1],
+        [0, 4],
+        [-1, -1],
+    ]
+    with pytest.raises(IndexError):
+        places_of(torch.tensor([0, 0, 0]), 1)
 
 
 def test_there_is_no_kernel_for_what_is_not_on_a_card() -> None:
-    assert for_kernel(bounds(4), 4, None, torch.arange(4)) == (None, None)
+    assert for_kernel(bounds(4), 4, None, torch.arange(4), 8, 128) == (None, None)
 
 
 def test_sizes_round_up_by_a_quarter_at_most_and_never_past_the_pack() -> None:
@@ -43,3 +59,10 @@ def test_sizes_round_up_by_a_quarter_at_most_and_never_past_the_pack() -> None:
         assert size <= got <= max(8, size * 1.25 + 8)
     assert bucket(5000, 512, 4999) == 4999
     assert len({bucket(n, 512, 1 << 17) for n in range(1, 1 << 17)}) < 40
+
+
+def test_only_a_hopper_card_without_flash4_and_a_newer_one_without_cudnn_are_told_what_to_install() -> None:
+    assert "erniekit[flash4]" in (faster_attention((9, 0), False, True) or "")
+    assert "erniekit[cudnn]" in (faster_attention((10, 0), True, False) or "")
+    for card in (((9, 0), True, False), ((8, 0), False, False), ((10, 0), False, True)):
+        assert faster_attention(*card) is None

@@ -36,6 +36,28 @@ def test_a_frozen_router_forms_no_weight_gradient() -> None:
     assert weight.grad is None
 
 
+def test_the_op_compiles_whole_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(3, 8, requires_grad=True)
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.erniekit.router_logits(x, weight).tanh()
+
+    plain, whole = (f(x, weight) for f in (run, torch.compile(run, fullgraph=True, backend="aot_eager")))
+    assert torch.equal(plain, whole)
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in (plain, whole))):
+        assert torch.equal(a, b)
+
+
+def test_what_the_op_says_of_itself_holds() -> None:
+    x, weight = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(3, 8, requires_grad=True)
+    torch.library.opcheck(torch.ops.erniekit.router_logits.default, (x, weight))
+    grad = torch.randn(5, 3)
+    torch.library.opcheck(
+        torch.ops.erniekit.router_logits_backward.default, (grad, x.detach(), weight.detach(), [True, True])
+    )
+
+
 def test_elsewhere_the_product_is_the_plain_one() -> None:
     x, weight = torch.randn(5, 8).bfloat16(), torch.randn(3, 8)
     assert torch.equal(router_logits(x, weight), F.linear(x.float(), weight))

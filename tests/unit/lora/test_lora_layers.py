@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from erniekit.kernels.expert_mlp import expert_mlp
 from erniekit.kernels.moe_permute import by_expert
@@ -69,6 +74,100 @@ def test_adapters_take_the_dtype_of_the_weight_they_are_on() -> None:
     module = LoRALinear(base, (("o_proj", 6),), {"o_proj": filled((("o_proj", 6),), base)})
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert module(torch.randn(2, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+class OpsRun(TorchDispatchMode):
+    """The names of the ops that run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def in_one(module: LoRALinear, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The answer, and whether the op gave it."""
+    with OpsRun() as ops:
+        y = module(x)
+    return y, "erniekit::lora_linear" in ops.names
+
+
+def adapted() -> tuple[LoRALinear, torch.Tensor]:
+    torch.manual_seed(0)
+    base = FusedLinear(5, PARTS, bias=True).requires_grad_(False)
+    pairs = {part: filled(((part, rows),), base) for part, rows in PARTS if part != "k_proj"}
+    return LoRALinear(base, base.parts, pairs), torch.randn(2, 3, 5, requires_grad=True)
+
+
+def test_a_plain_base_and_its_pairs_are_one_op_and_compiled_too() -> None:
+    module, x = adapted()
+    want, one = in_one(module, x)
+    assert one
+    targets = []
+
+    def seen(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        targets.extend(node.target for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    got = torch.compile(module, backend=seen, fullgraph=True)(x)
+    assert torch.ops.erniekit.lora_linear in targets
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+    inputs, upstream = [x, *module.lora.parameters()], torch.randn_like(want)
+    torch.testing.assert_close(*(torch.autograd.grad(y, inputs, upstream) for y in (got, want)), atol=0, rtol=0)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor with ways of its own, as DTensor and quantised weights are."""
+
+
+def swap_forward(module: LoRALinear) -> None:
+    module.base.forward = lambda x: F.linear(x, module.base.weight)
+
+
+def watch_base(module: LoRALinear) -> None:
+    module.base.register_forward_hook(lambda base, args, y: y * 2)
+
+
+def wrap_weight(module: LoRALinear) -> None:
+    module.base.weight = nn.Parameter(module.base.weight.detach().as_subclass(Wrapped), requires_grad=False)
+
+
+def derive_base(module: LoRALinear) -> None:
+    derived = type("Doubled", (FusedLinear,), {"forward": lambda self, x: 2 * F.linear(x, self.weight, self.bias)})
+    module.base.__class__ = derived
+
+
+@pytest.mark.parametrize("change", [swap_forward, watch_base, wrap_weight, derive_base])
+def test_a_base_that_does_more_than_its_weight_says_is_asked_itself(change: Callable[[LoRALinear], None]) -> None:
+    module, x = adapted()
+    change(module)
+    got, one = in_one(module, x)
+    assert not one
+    plain, _ = adapted()
+    want = module.base(x) + in_one(plain, x)[0] - plain.base(x)
+    torch.testing.assert_close(torch.Tensor(got), torch.Tensor(want), atol=1e-5, rtol=0)
+
+
+def test_autocast_and_transforms_are_left_to_torch() -> None:
+    module, x = adapted()
+    want, _ = in_one(module, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, one = in_one(module, x)
+        assert (one, y.dtype) == (False, torch.bfloat16)
+    torch.testing.assert_close(torch.vmap(module)(x), want, atol=1e-5, rtol=0)
+    gradient = torch.func.grad(lambda t: module(t).square().sum())(x.detach())
+    torch.testing.assert_close(gradient, *torch.autograd.grad(want.square().sum(), x), atol=1e-4, rtol=1e-5)
+
+
+def test_without_its_adapters_the_base_answers_alone() -> None:
+    module, x = adapted()
+    module.active = False
+    y, one = in_one(module, x)
+    assert not one
+    torch.testing.assert_close(y, module.base(x), atol=0, rtol=0)
 
 
 def test_a_starts_kaiming_uniform_and_b_at_zero() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from erniekit.config import load
 from erniekit.models.config import DecoderConfig, MoEShape
@@ -20,7 +21,7 @@ ALONE: Any = SimpleNamespace(size=1)
 
 
 def card(kind: str = "cuda") -> Any:
-    return SimpleNamespace(type=kind, total_memory=139 * GIB)
+    return SimpleNamespace(type=kind, total_memory=139 * GIB, peak_flops={torch.bfloat16: 989.4e12})
 
 
 def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderConfig = SMALL) -> Any:
@@ -45,6 +46,29 @@ def test_layers_are_compiled_on_one_card_with_rows_of_one_length_or_as_told(
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     cfg = settled("compute_type=bf16", *words, device=card(device), world=SimpleNamespace(size=ranks))
     assert cfg.model.compile is want
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "want"),
+    [
+        (["max_seq_len=2048"], SMALL, True),
+        (["max_seq_len=8192"], SMALL, False),
+        (["max_seq_len=2048"], LARGE, False),
+        (["max_seq_len=2048", "recompute=True"], SMALL, False),
+        (["max_seq_len=2048", "compile=False"], SMALL, False),
+        (["max_seq_len=2048", "cuda_graph=False"], SMALL, False),
+        (["max_seq_len=8192", "cuda_graph=True"], SMALL, True),
+        (["max_seq_len=2048", "cuda_graph=True"], LARGE, False),
+    ],
+)
+def test_layers_are_replayed_as_graphs_where_a_step_is_shorter_than_its_launches_or_as_told(
+    words: list[str], model: DecoderConfig, want: bool
+) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    cfg = settled("compute_type=bf16", "packing=True", "batch_size=1", *words, model=model)
+    assert cfg.model.cuda_graph is want
+    if "cuda_graph=True" in words and not want:
+        assert any("experts" in str(note) for note in cfg.notes), "a wish that is not granted is told"
 
 
 def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:

@@ -21,4 +21,11 @@ class LoraSection:
     rslora: bool = key(False, "Scale by alpha/sqrt(rank) instead of alpha/rank.", fixed=True)
     lora_plus_scale: float = key(1.0, "Learning rate of B as a multiple of A's.", low=0, fixed=True)
     rslora_plus: bool = key(False, "rslora with lora_plus_scale 4 and lora_alpha 4.", fixed=True)
+    frozen_base: str = key(
+        "bf16",
+        "Frozen weights of adapted layers: bf16 keeps them in compute_type; fp8 makes their products 1.3 to 1.5 times "
+        "as fast on one Hopper card, in the same memory, each off by 3.7 % instead of 0.2 %. Adapters stay in bf16.",
+        choices=("bf16", "fp8"),
+        fixed=True,
+    )
     lora_path: str | None = key(None, "Start from these adapters (ours, PEFT's or Paddle's).")

@@ -36,6 +36,11 @@ class ModelSection:
         "torch.compile the decoder layers: a slower first step, faster ones after. When not given: on one NVIDIA card "
         "with rows of one length.",
     )
+    cuda_graph: bool | None = key(
+        None,
+        "Replay the compiled layers as CUDA graphs. When not given: where a micro-batch is so short that launching its "
+        "kernels would take longer than running them; dense models on one NVIDIA card, SFT and PT.",
+    )
     allow_pickle: bool = key(False, "Read .bin/.pt weights (weights only). Off: safetensors alone.")
     tokenizer_name: str | None = key(
         None, "Tokenizer folder; the model's own when not given.", also=("tokenizer", "tokenizer_name_or_path")

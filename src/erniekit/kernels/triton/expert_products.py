@@ -9,56 +9,74 @@ import torch
 import triton
 import triton.language as tl
 
-from erniekit.kernels.triton.expert_rows import Tile, blocks_of, low_tile, padded, rows_of_block, strides
+from erniekit.kernels.triton.expert_rows import (
+    Tile,
+    blocks_of,
+    low_tile,
+    narrow_tile,
+    padded,
+    rows_of_block,
+    sizes,
+    store_wide,
+    strides,
+    wide_tile,
+)
 
 Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor [E, n, width]
 
 OUTER = Tile(64, 128, 4, 4)
-ADD = Tile(64, 128, 4, 2)
-PRODUCT = Tile(128, 256, 8, 4)
-DEPTH = 64  # of one step of the product
+OUTER_OF_TOKENS = Tile(32, 128, 4, 5)  # two stages until a tile is there: first where its rows are
+ADD = Tile(64, 128, 4, 3)
+WALK = 10  # tiles of columns that a program of add_low walks: it looks up its rows and their low ranks once for all
 
 
 @triton.jit
-def narrow_tile(at, rows, live, n, N, by_row):
-    """[rows, rank] of narrow rows [R, rank]."""
-    return tl.load(at + rows[:, None] * by_row + n[None, :], mask=live[:, None] & (n[None, :] < N), other=0.0)
+def summed_rows(at, rows, left, n, by_row, N: tl.constexpr):
+    """[rows, rank] of narrow rows, zeros past the last: those are what keeps other rows out of a sum."""
+    where = at + rows[:, None] * by_row + n[None, :]
+    return tl.load(where, mask=(rows[:, None] < left) & (n[None, :] < N), other=0.0)
+
+
+@triton.jit
+def store_outer(at, cols, n, by_n, by_w, tile, N: tl.constexpr, W: tl.constexpr):
+    mask = (cols[:, None] < W) & (n[None, :] < N)
+    tl.store(at + cols[:, None] * by_w + n[None, :] * by_n, tile.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _outer(
-    wide, row_of, ends, N0, N1, out0, out1, by_row, n0, n1, m0, m1, s0, s1, e0, r0, w0, e1, r1, w1,
-    W: tl.constexpr, K: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    wide, row_of, ends, Z0, Z1, out0, out1, by_row, m0, m1, s0, s1, e0, r0, w0, e1, r1, w1,
+    N0: tl.constexpr, N1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    last = tl.load(ends + expert)
+    count = tl.load(ends + expert) - first
+    if K > 0:
+        row_of += first
+    else:
+        wide += first.to(tl.int64) * by_row
+    Z0 += first.to(tl.int64) * m0
     i0 = tl.arange(0, P0)
     a0 = tl.zeros((BN, P0), tl.float32)
     if P1 > 0:
+        Z1 += first.to(tl.int64) * m1
         i1 = tl.arange(0, P1)
         a1 = tl.zeros((BN, P1), tl.float32)
-    for start in range(first, last, BM):
+    for start in tl.range(0, count, BM, num_stages=STAGES):
         rows = start + tl.arange(0, BM)
-        live = rows < last
+        there = tl.minimum(rows, count - 1)
         if K > 0:
-            there = tl.load(row_of + rows, mask=live, other=0).to(tl.int64) // K
-        else:
-            there = rows.to(tl.int64)
-        rows = rows.to(tl.int64)
-        tile = tl.load(
-            wide + there[:, None] * by_row + cols[None, :], mask=live[:, None] & (cols[None, :] < W), other=0.0
-        )
-        a0 = tl.dot(tl.trans(tile), narrow_tile(N0, rows, live, i0, n0, m0), a0)
+            there = tl.load(row_of + there).to(tl.int32) // K
+        tile = tl.trans(wide_tile(wide, there.to(tl.int64), cols, by_row, W, EVEN))
+        a0 = tl.dot(tile, summed_rows(Z0, rows, count, i0, m0, N0), a0)
         if P1 > 0:
-            a1 = tl.dot(tl.trans(tile), narrow_tile(N1, rows, live, i1, n1, m1), a1)
+            a1 = tl.dot(tile, summed_rows(Z1, rows, count, i1, m1, N1), a1)
     expert = expert.to(tl.int64)
-    to = out0 + expert * e0 + cols[:, None] * w0 + i0[None, :] * r0
-    tl.store(to, (a0 * s0).to(out0.dtype.element_ty), mask=(cols[:, None] < W) & (i0[None, :] < n0))
+    store_outer(out0 + expert * e0, cols, i0, r0, w0, a0 * s0, N0, W)
     if P1 > 0:
-        to = out1 + expert * e1 + cols[:, None] * w1 + i1[None, :] * r1
-        tl.store(to, (a1 * s1).to(out1.dtype.element_ty), mask=(cols[:, None] < W) & (i1[None, :] < n1))
+        store_outer(out1 + expert * e1, cols, i1, r1, w1, a1 * s1, N1, W)
 
 
 def outer(
@@ -69,133 +87,106 @@ def outer(
     k: int = 0,
     turned: bool = False,
 ) -> list[torch.Tensor]:
-    W, E, t = wide.shape[1], ends.shape[0], OUTER
+    W, E, t = wide.shape[1], ends.shape[0], OUTER if row_of is None else OUTER_OF_TOKENS
     ranks = [narrow.shape[1] for narrow, _ in narrows]
     outs = [wide.new_empty((E, W, n) if turned else (E, n, W)) for n in ranks]
-    (N0, s0), (N1, s1) = [*narrows, (None, 0.0)][:2]
+    (Z0, s0), (Z1, s1) = [*narrows, (None, 0.0)][:2]
     n0, n1 = [*ranks, 0][:2]
     out0, out1 = [*(o.transpose(1, 2) if turned else o for o in outs), None][:2]
     m0, m1 = [*(narrow.stride(0) for narrow, _ in narrows), 0][:2]
-    _outer[(triton.cdiv(W, t.cols), E)](
-        wide, row_of, ends, N0, N1, out0, out1, wide.stride(0), n0, n1, m0, m1, s0, s1, *strides(out0),
-        *strides(out1), W=W, K=k if row_of is not None else 0, P0=padded(n0), P1=padded(n1) if n1 else 0,
-        BM=t.rows, BN=t.cols, num_warps=t.warps, num_stages=t.stages,
+    tile = sizes(t, W, max(ranks))
+    _outer[(triton.cdiv(W, tile["BN"]), E)](
+        wide, row_of, ends, Z0, Z1, out0, out1, wide.stride(0), m0, m1, s0, s1, *strides(out0), *strides(out1),
+        N0=n0, N1=n1, P0=padded(n0), P1=padded(n1), K=k if row_of is not None else 0, **tile,
     )  # fmt: skip
     return outs
 
 
 @triton.jit
-def _add_low(
-    out, ends, Z0, Z1, L0, L1, E, n0, n1, m0, m1, e0, r0, w0, e1, r1, w1, scale,
-    W: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+def _outer_of_halves(
+    wide, narrow, ends, out0, out1, s0, s1,
+    N0: tl.constexpr, N1: tl.constexpr, P: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    expert, first, last = rows_of_block(ends, E, tl.program_id(1), BM, BE)
+    expert = tl.program_id(1)
+    tiles: tl.constexpr = (W + BN - 1) // BN
+    half = tl.program_id(0) // tiles
+    cols = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
+    first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    count = tl.load(ends + expert) - first
+    wide += first.to(tl.int64) * (2 * W) + half * W
+    narrow += first.to(tl.int64) * (N0 + N1) + half * N0
+    rank = tl.where(half == 0, N0, N1)
+    n = tl.arange(0, P)
+    acc = tl.zeros((BN, P), tl.float32)
+    for start in tl.range(0, count, BM, num_stages=STAGES):
+        rows = start + tl.arange(0, BM)
+        there = tl.minimum(rows, count - 1).to(tl.int64)
+        where = narrow + rows[:, None] * (N0 + N1) + n[None, :]
+        if N0 == P and N1 == P:
+            z = tl.load(where, mask=rows[:, None] < count, other=0.0)
+        else:
+            z = tl.load(where, mask=(rows[:, None] < count) & (n[None, :] < rank), other=0.0)
+        acc = tl.dot(tl.trans(wide_tile(wide, there, cols, 2 * W, W, EVEN)), z, acc)
+    expert = expert.to(tl.int64)
+    if half == 0:
+        store_outer(out0 + expert * (W * N0), cols, n, 1, N0, acc * s0, N0, W)
+    else:
+        store_outer(out1 + expert * (W * N1), cols, n, 1, N1, acc * s1, N1, W)
+
+
+def outer_of_halves(
+    wide: torch.Tensor, narrow: torch.Tensor, split: int, scales: tuple[float, float], ends: torch.Tensor
+) -> list[torch.Tensor]:
+    W, E, ranks = wide.shape[1] // 2, ends.shape[0], (split, narrow.shape[1] - split)
+    outs = [wide.new_empty(E, W, n) for n in ranks]
+    tile = sizes(OUTER, W, max(ranks))
+    _outer_of_halves[(2 * triton.cdiv(W, tile["BN"]), E)](
+        wide, narrow, ends, *outs, *scales, N0=ranks[0], N1=ranks[1], P=padded(max(ranks)), **tile
+    )
+    return outs
+
+
+@triton.jit
+def _add_low(
+    out, ends, Z0, Z1, L0, L1, E, m0, m1, e0, r0, w0, e1, r1, w1, scale,
+    N0: tl.constexpr, N1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, WALK: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    expert, first, left = rows_of_block(ends, E, tl.program_id(1), BM, BE)
     if expert >= E:
         return
-    rows = first + tl.arange(0, BM)
-    live = rows < last
-    rows = rows.to(tl.int64)
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    at = out + rows[:, None] * W + cols[None, :]
-    mask = live[:, None] & (cols[None, :] < W)
+    i = tl.arange(0, BM)
+    live, rows = i < left, tl.minimum(i, left - 1)
+    first, expert = first.to(tl.int64), expert.to(tl.int64)
+    out += first * W
     i0 = tl.arange(0, P0)
-    low = low_tile(L0, expert, i0, cols, n0, W, e0, r0, w0, BN)
-    total = tl.dot(narrow_tile(Z0, rows, live, i0, n0, m0), low)
+    z0 = narrow_tile(Z0 + first * m0, rows, i0, m0, N0, P0)
+    L0 += expert * e0
     if P1 > 0:
         i1 = tl.arange(0, P1)
-        low = low_tile(L1, expert, i1, cols, n1, W, e1, r1, w1, BN)
-        total = tl.dot(narrow_tile(Z1, rows, live, i1, n1, m1), low, total)
-    total = total * scale + tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+        z1 = narrow_tile(Z1 + first * m1, rows, i1, m1, N1, P1)
+        L1 += expert * e1
+    begin = tl.program_id(0) * (WALK * BN)
+    for c in tl.range(begin, tl.minimum(begin + WALK * BN, W), BN, num_stages=STAGES):
+        cols = c + tl.arange(0, BN)
+        value = wide_tile(out, rows, cols, W, W, EVEN).to(tl.float32)
+        total = tl.dot(z0, low_tile(L0, i0, cols, r0, w0, N0, P0, W, EVEN))
+        if P1 > 0:
+            total = tl.dot(z1, low_tile(L1, i1, cols, r1, w1, N1, P1, W, EVEN), total)
+        store_wide(out, i, cols, live, value + scale * total, W, W, EVEN)
 
 
 def add_low(out: torch.Tensor, tails: list[Tail], scale: float, ends: torch.Tensor) -> torch.Tensor:
     if not tails:
         return out
     (R, W), E, t = out.shape, ends.shape[0], ADD
-    args, ranks = _flat(tails)
-    _add_low[(triton.cdiv(W, t.cols), blocks_of(R, E, t.rows))](
-        out, ends, *args[:4], E, *args[4:], scale, **ranks, W=W,
-        BM=t.rows, BN=t.cols, BE=triton.next_power_of_2(E), num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
-    return out
-
-
-def _flat(tails: list[Tail]) -> tuple[list[object], dict[str, int]]:
-    """Pointers of the narrow rows and factors, then ranks, row strides and the factors' strides; for two."""
-    (Z0, L0), (Z1, L1) = [*tails, (None, None), (None, None)][:2]
+    (Z0, L0), (Z1, L1) = [*tails, (None, None)][:2]
     n0, n1 = (0 if Z is None else Z.shape[1] for Z in (Z0, Z1))
     m0, m1 = (0 if Z is None else Z.stride(0) for Z in (Z0, Z1))
-    ranks = {"P0": padded(n0) if n0 else 0, "P1": padded(n1) if n1 else 0}
-    return [Z0, Z1, L0, L1, n0, n1, m0, m1, *strides(L0), *strides(L1)], ranks
-
-
-@triton.jit
-def _product(
-    x, weight, row_of, ends, out, Z0, Z1, L0, L1, E, by_row, by_e, by_d, by_w,
-    n0, n1, m0, m1, e0, r0, w0, e1, r1, w1, scale,
-    D: tl.constexpr, W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    across = tl.cdiv(W, BN)
-    expert, first, last = rows_of_block(ends, E, tl.program_id(0) // across, BM, BE)
-    if expert >= E:
-        return
-    rows = first + tl.arange(0, BM)
-    live = rows < last
-    cols = (tl.program_id(0) % across) * BN + tl.arange(0, BN)
-    kept = tl.minimum(rows, last - 1)  # what lies past the end is computed with some row and thrown away
-    if K > 0:
-        there = tl.load(row_of + kept).to(tl.int64) // K
-    else:
-        there = kept.to(tl.int64)
-    rows = rows.to(tl.int64)
-    expert = expert.to(tl.int64)
-    depth = tl.arange(0, BD)
-    acc = tl.zeros((BM, BN), tl.float32)
-    if P0 > 0:
-        i0 = tl.arange(0, P0)
-        low = low_tile(L0, expert, i0, cols, n0, W, e0, r0, w0, BN)
-        acc = tl.dot(narrow_tile(Z0, rows, live, i0, n0, m0), low, acc)
-    if P1 > 0:
-        i1 = tl.arange(0, P1)
-        low = low_tile(L1, expert, i1, cols, n1, W, e1, r1, w1, BN)
-        acc = tl.dot(narrow_tile(Z1, rows, live, i1, n1, m1), low, acc)
-    if P0 > 0:
-        acc *= scale
-    a_at = x + there[:, None] * by_row + depth[None, :]
-    inside = cols % W
-    b_at = weight + expert * by_e + depth[:, None].to(tl.int64) * by_d + inside[None, :].to(tl.int64) * by_w
-    for d in range(0, D, BD):
-        if EVEN:
-            a = tl.load(a_at)
-            b = tl.load(b_at)
-        else:
-            a = tl.load(a_at, mask=depth[None, :] < D - d, other=0.0)
-            b = tl.load(b_at, mask=depth[:, None] < D - d, other=0.0)
-        acc = tl.dot(a, b, acc)
-        a_at += BD
-        b_at += BD * by_d
-    to = out + rows[:, None] * W + cols[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=live[:, None] & (cols[None, :] < W))
-
-
-def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ends: torch.Tensor,
-    tails: list[Tail],
-    scale: float = 1.0,
-    row_of: torch.Tensor | None = None,
-    k: int = 0,
-) -> torch.Tensor:
-    E, D, W = weight.shape
-    R, t = (x if row_of is None else row_of).shape[0], PRODUCT
-    out = x.new_empty(R, W)
-    args, ranks = _flat(tails)
-    _product[(blocks_of(R, E, t.rows) * triton.cdiv(W, t.cols),)](
-        x, weight, row_of, ends, out, *args[:4], E, x.stride(0), *weight.stride(), *args[4:], scale, **ranks, D=D, W=W,
-        K=k if row_of is not None else 0, EVEN=D % DEPTH == 0, BM=t.rows, BN=t.cols, BD=DEPTH,
-        BE=triton.next_power_of_2(E), num_warps=t.warps, num_stages=t.stages,
+    tile = sizes(t, W, max(n0, n1))
+    _add_low[(triton.cdiv(W, WALK * tile["BN"]), blocks_of(R, E, t.rows))](
+        out, ends, Z0, Z1, L0, L1, E, m0, m1, *strides(L0), *strides(L1), scale,
+        N0=n0, N1=n1, P0=padded(n0), P1=padded(n1), WALK=WALK, BE=triton.next_power_of_2(E), **tile,
     )  # fmt: skip
     return out

@@ -3,11 +3,15 @@
 Same signatures and results as kernels/expert_mlp_rows.py, where they are defined. A program has BM rows of one expert
 (as many programs are started as there can be; those with nothing left end at once, so no count is needed on the host)
 and walks their columns, so that the low-rank products of those rows come with the one pass over them.
+
+What decides their speed: every load of the loop is asked for tiles ahead, and a tile is small enough that three or
+four programs share a processor, where one computes while others wait. Rows past an expert's last are that last row
+once more, computed and not stored, so that loads have no masks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,21 +21,24 @@ Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any stri
 
 
 class Tile(NamedTuple):
-    rows: int
+    rows: int  # 16 a warp: with fewer, warps compute the same twice
     cols: int
     warps: int
-    stages: int
+    stages: int  # tiles of the loop that are on their way at a time
+    registers: int | None = None  # most of a thread: fewer let more programs share a processor
 
 
-TAKE = Tile(64, 128, 4, 2)
+# One stage: with more, Triton 3.6 lets the next tile overwrite one that tensor cores still read where that tile is also
+# stored, as in `_take`: 1 row in 40,000 had wrong low ranks, another one each time (tests/device/test_cuda_experts.py).
+TAKE = Tile(128, 128, 8, 1)
 ACTIVATE = Tile(64, 64, 4, 3)
 BACKWARD = Tile(64, 64, 4, 2)
 SUM = Tile(1, 512, 2, 1)
 
 
 def padded(rank: int) -> int:
-    """What a tensor core's product can be given: a power of two, 16 at least."""
-    return max(16, triton.next_power_of_2(rank))
+    """What a tensor core's product can be given: a power of two, 16 at least; 0: there is none."""
+    return max(16, triton.next_power_of_2(rank)) if rank else 0
 
 
 def blocks_of(rows: int, experts: int, each: int) -> int:
@@ -39,128 +46,183 @@ def blocks_of(rows: int, experts: int, each: int) -> int:
     return triton.cdiv(rows, each) + experts
 
 
+def strides(factor: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if factor is None else factor.stride()
+
+
+def sizes(t: Tile, width: int, rank: int, most: int = 8192) -> dict[str, Any]:
+    """What every kernel is told of its tile and of the columns it walks. Tiles are chosen for ranks up to 32; higher
+    ones need the registers, and the memory of stages; `most` is what a tile's columns times the rank may be then."""
+    if rank > 32:
+        t = Tile(t.rows, min(t.cols, most // padded(rank)), t.warps, min(t.stages, 2))
+    tile = {"BM": t.rows, "BN": t.cols, "STAGES": t.stages, "num_warps": t.warps, "maxnreg": t.registers}
+    return {"W": width, "EVEN": width % t.cols == 0, **tile}
+
+
 @triton.jit
 def rows_of_block(ends, E, block, BM: tl.constexpr, BE: tl.constexpr):
-    """(expert, first row, one past the expert's last row) of a block; expert >= E: there are no more rows."""
+    """(expert, first row, how many from there on) of a block; expert >= E: there are no more rows."""
     i = tl.arange(0, BE)
     end = tl.load(ends + i, mask=i < E, other=0)
     start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
-    blocks = tl.where(i < E, (end - start + BM - 1) // BM, 0)
-    upto = tl.cumsum(blocks, 0)
+    upto = tl.cumsum(tl.where(i < E, (end - start + BM - 1) // BM, 0), 0)
     expert = tl.sum((upto <= block).to(tl.int32), 0)
-    before = tl.sum(tl.where(i < expert, blocks, 0), 0)
-    first = tl.sum(tl.where(i == expert, start, 0), 0) + (block - before) * BM
-    last = tl.sum(tl.where(i == expert, end, 0), 0)
-    return expert, first, last
+    before = tl.max(tl.where(upto <= block, upto, 0), 0)
+    first = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < E), other=0) + (block - before) * BM
+    return expert, first, tl.load(ends + expert, mask=expert < E, other=0) - first
 
 
 @triton.jit
-def low_tile(at, expert, n, cols, N, W, by_e, by_n, by_w, BN: tl.constexpr):
-    """[rank, columns] of a factor [E, rank, width]."""
-    where = at + expert.to(tl.int64) * by_e + n[:, None] * by_n + cols[None, :] * by_w
-    return tl.load(where, mask=(n[:, None] < N) & (cols[None, :] < W), other=0.0)
+def low_tile(at, n, cols, by_n, by_w, N: tl.constexpr, P: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr):
+    """[rank, columns] of an expert's factor [rank, width]."""
+    where = at + n[:, None] * by_n + cols[None, :] * by_w
+    if EVEN and N == P:
+        tile = tl.load(where)
+    else:
+        tile = tl.load(where, mask=(n[:, None] < N) & (cols[None, :] < W), other=0.0)
+    return tile
+
+
+@triton.jit
+def narrow_tile(at, rows, n, by_row, N: tl.constexpr, P: tl.constexpr):
+    """[rows, rank] of narrow rows."""
+    where = at + rows[:, None] * by_row + n[None, :]
+    if N == P:
+        tile = tl.load(where)
+    else:
+        tile = tl.load(where, mask=n[None, :] < N, other=0.0)
+    return tile
+
+
+@triton.jit
+def wide_tile(at, rows, cols, by_row, W: tl.constexpr, EVEN: tl.constexpr):
+    """[rows, columns] of wide rows."""
+    where = at + rows[:, None] * by_row + cols[None, :]
+    if EVEN:
+        tile = tl.load(where)
+    else:
+        tile = tl.load(where, mask=cols[None, :] < W, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_wide(at, i, cols, live, tile, by_row, W: tl.constexpr, EVEN: tl.constexpr):
+    where = at + i[:, None] * by_row + cols[None, :]
+    mask = live[:, None] if EVEN else live[:, None] & (cols[None, :] < W)
+    tl.store(where, tile.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_narrow(at, i, n, live, tile, by_row, N: tl.constexpr):
+    mask = live[:, None] & (n[None, :] < N)
+    tl.store(at + i[:, None] * by_row + n[None, :], tile.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sigmoid(x):
+    """By the root of the reciprocal, squared: one instruction of the card, where a division takes eight."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return root * root
 
 
 @triton.jit
 def _take(
-    x, row_of, ends, out, low, L0, L1, E, n0, n1, s0, s1, e0, r0, w0, e1, r1, w1,
-    W: tl.constexpr, K: tl.constexpr, KEEP: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    x, row_of, ends, out, low, L0, L1, E, s0, s1, e0, r0, w0, e1, r1, w1,
+    N0: tl.constexpr, N1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, K: tl.constexpr, KEEP: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    expert, first, last = rows_of_block(ends, E, tl.program_id(0), BM, BE)
+    expert, first, left = rows_of_block(ends, E, tl.program_id(0), BM, BE)
     if expert >= E:
         return
-    rows = first + tl.arange(0, BM)
-    live = rows < last
-    token = tl.load(row_of + rows, mask=live, other=0).to(tl.int64) // K
-    rows = rows.to(tl.int64)
+    i = tl.arange(0, BM)
+    live = i < left
+    choice = tl.load(row_of + first + tl.minimum(i, left - 1)).to(tl.int32)
+    token = (choice // K).to(tl.int64)
+    first, expert = first.to(tl.int64), expert.to(tl.int64)
+    low += first * (N0 + N1)
+    if KEEP:
+        out += first * W
     if P0 > 0:
         a0 = tl.zeros((BM, P0), tl.float32)
         i0 = tl.arange(0, P0)
+        L0 += expert * e0
     if P1 > 0:
         a1 = tl.zeros((BM, P1), tl.float32)
         i1 = tl.arange(0, P1)
-    for c in range(0, W, BN):
+        L1 += expert * e1
+    for c in tl.range(0, W, BN, num_stages=STAGES):
         cols = c + tl.arange(0, BN)
-        mask = live[:, None] & (cols[None, :] < W)
-        tile = tl.load(x + token[:, None] * W + cols[None, :], mask=mask, other=0.0)
+        tile = wide_tile(x, token, cols, W, W, EVEN)
         if KEEP:
-            tl.store(out + rows[:, None] * W + cols[None, :], tile, mask=mask)
+            store_wide(out, i, cols, live, tile, W, W, EVEN)
         if P0 > 0:
-            a0 = tl.dot(tile, tl.trans(low_tile(L0, expert, i0, cols, n0, W, e0, r0, w0, BN)), a0)
+            a0 = tl.dot(tile, tl.trans(low_tile(L0, i0, cols, r0, w0, N0, P0, W, EVEN)), a0)
         if P1 > 0:
-            a1 = tl.dot(tile, tl.trans(low_tile(L1, expert, i1, cols, n1, W, e1, r1, w1, BN)), a1)
+            a1 = tl.dot(tile, tl.trans(low_tile(L1, i1, cols, r1, w1, N1, P1, W, EVEN)), a1)
     if P0 > 0:
-        to = low + rows[:, None] * (n0 + n1) + i0[None, :]
-        tl.store(to, (a0 * s0).to(low.dtype.element_ty), mask=live[:, None] & (i0[None, :] < n0))
+        store_narrow(low, i, i0, live, a0 * s0, N0 + N1, N0)
     if P1 > 0:
-        to = low + rows[:, None] * (n0 + n1) + n0 + i1[None, :]
-        tl.store(to, (a1 * s1).to(low.dtype.element_ty), mask=live[:, None] & (i1[None, :] < n1))
+        store_narrow(low + N0, i, i1, live, a1 * s1, N0 + N1, N1)
 
 
 def take(
     x: torch.Tensor, row_of: torch.Tensor, k: int, ends: torch.Tensor, lows: list[Low], keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    R, W, E = row_of.shape[0], x.shape[1], ends.shape[0]
+    R, W, E, t = row_of.shape[0], x.shape[1], ends.shape[0], TAKE
     out = x.new_empty((R, W) if keep else (0, W))
     low = x.new_empty(R, sum(factor.shape[1] for factor, _ in lows))
     (L0, s0), (L1, s1) = [*lows, (None, 0.0), (None, 0.0)][:2]
     n0, n1 = (0 if L is None else L.shape[1] for L in (L0, L1))
-    t = TAKE
     _take[(blocks_of(R, E, t.rows),)](
-        x, row_of, ends, out, low, L0, L1, E, n0, n1, s0, s1, *strides(L0), *strides(L1),
-        W=W, K=k, KEEP=keep, P0=padded(n0) if n0 else 0, P1=padded(n1) if n1 else 0,
-        BM=t.rows, BN=t.cols, BE=triton.next_power_of_2(E), num_warps=t.warps, num_stages=t.stages,
+        x, row_of, ends, out, low, L0, L1, E, s0, s1, *strides(L0), *strides(L1),
+        N0=n0, N1=n1, P0=padded(n0), P1=padded(n1), K=k, KEEP=keep, BE=triton.next_power_of_2(E),
+        **sizes(t, W, max(n0, n1)),
     )  # fmt: skip
     return out, low
 
 
-def strides(factor: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if factor is None else factor.stride()
-
-
 @triton.jit
 def _activate(
-    gate_up, z, GB, UB, DA, weights, row_of, ends, out, low, E, ng, nu, nd, sg, su,
-    eg, rg, wg, eu, ru, wu, ed, rd, wd,
-    W: tl.constexpr, PG: tl.constexpr, PU: tl.constexpr, PD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    gate_up, z, GB, UB, DA, weights, row_of, ends, out, low, E, sg, su, eg, rg, wg, eu, ru, wu, ed, rd, wd,
+    NG: tl.constexpr, NU: tl.constexpr, ND: tl.constexpr, PG: tl.constexpr, PU: tl.constexpr, PD: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    expert, first, last = rows_of_block(ends, E, tl.program_id(0), BM, BE)
+    expert, first, left = rows_of_block(ends, E, tl.program_id(0), BM, BE)
     if expert >= E:
         return
-    rows = first + tl.arange(0, BM)
-    live = rows < last
-    weight = tl.load(weights + tl.load(row_of + rows, mask=live, other=0), mask=live, other=0.0).to(tl.float32)
-    rows = rows.to(tl.int64)
+    i = tl.arange(0, BM)
+    live, rows = i < left, tl.minimum(i, left - 1)
+    weight = tl.load(weights + tl.load(row_of + first + rows)).to(tl.float32)
+    first, expert = first.to(tl.int64), expert.to(tl.int64)
+    gate_up += first * (2 * W)
+    out += first * W
+    z += first * (NG + NU)
     if PG > 0:
         ig = tl.arange(0, PG)
-        zg = tl.load(z + rows[:, None] * (ng + nu) + ig[None, :], mask=live[:, None] & (ig[None, :] < ng), other=0.0)
+        zg = narrow_tile(z, rows, ig, NG + NU, NG, PG)
+        GB += expert * eg
     if PU > 0:
         iu = tl.arange(0, PU)
-        zu = tl.load(
-            z + rows[:, None] * (ng + nu) + ng + iu[None, :], mask=live[:, None] & (iu[None, :] < nu), other=0.0
-        )
+        zu = narrow_tile(z + NG, rows, iu, NG + NU, NU, PU)
+        UB += expert * eu
     if PD > 0:
         di = tl.arange(0, PD)
         acc = tl.zeros((BM, PD), tl.float32)
-    for c in range(0, W, BN):
+        DA += expert * ed
+    for c in tl.range(0, W, BN, num_stages=STAGES):
         cols = c + tl.arange(0, BN)
-        mask = live[:, None] & (cols[None, :] < W)
-        at = gate_up + rows[:, None] * (2 * W) + cols[None, :]
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(at + W, mask=mask, other=0.0).to(tl.float32)
+        gate = wide_tile(gate_up, rows, cols, 2 * W, W, EVEN).to(tl.float32)
+        up = wide_tile(gate_up + W, rows, cols, 2 * W, W, EVEN).to(tl.float32)
         if PG > 0:
-            gate += sg * tl.dot(zg, low_tile(GB, expert, ig, cols, ng, W, eg, rg, wg, BN))
+            gate += sg * tl.dot(zg, low_tile(GB, ig, cols, rg, wg, NG, PG, W, EVEN))
         if PU > 0:
-            up += su * tl.dot(zu, low_tile(UB, expert, iu, cols, nu, W, eu, ru, wu, BN))
-        act = (gate * tl.sigmoid(gate) * up * weight[:, None]).to(out.dtype.element_ty)
-        tl.store(out + rows[:, None] * W + cols[None, :], act, mask=mask)
+            up += su * tl.dot(zu, low_tile(UB, iu, cols, ru, wu, NU, PU, W, EVEN))
+        act = (gate * sigmoid(gate) * up * weight[:, None]).to(out.dtype.element_ty)
+        store_wide(out, i, cols, live, act, W, W, EVEN)
         if PD > 0:
-            acc = tl.dot(act, tl.trans(low_tile(DA, expert, di, cols, nd, W, ed, rd, wd, BN)), acc)
+            acc = tl.dot(act, tl.trans(low_tile(DA, di, cols, rd, wd, ND, PD, W, EVEN)), acc)
     if PD > 0:
-        to = low + rows[:, None] * nd + di[None, :]
-        tl.store(to, acc.to(low.dtype.element_ty), mask=live[:, None] & (di[None, :] < nd))
+        store_narrow(low + first * ND, i, di, live, acc, ND, ND)
 
 
 def activate(
@@ -175,88 +237,93 @@ def activate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (R, twice), E, t = gate_up.shape, ends.shape[0], ACTIVATE
     (GB, sg), (UB, su), (DA, _) = (low or (None, 0.0) for low in (gate, up, down))
-    ng, nu, nd = (0 if f is None else f.shape[1] for f in (GB, UB, DA))
-    out, low = gate_up.new_empty(R, twice // 2), gate_up.new_empty(R, nd)
+    ranks = _ranks(GB, UB, DA)
+    out, low = gate_up.new_empty(R, twice // 2), gate_up.new_empty(R, ranks["ND"])
     _activate[(blocks_of(R, E, t.rows),)](
-        gate_up, z, GB, UB, DA, weights, row_of, ends, out, low, E, ng, nu, nd, sg, su,
-        *strides(GB), *strides(UB), *strides(DA), W=twice // 2, **sizes(ng, nu, nd, E, t),
+        gate_up, z, GB, UB, DA, weights, row_of, ends, out, low, E, sg, su,
+        *strides(GB), *strides(UB), *strides(DA), **ranks, BE=triton.next_power_of_2(E),
+        **sizes(t, twice // 2, max(ranks.values()), most=4096),
     )  # fmt: skip
     return out, low
 
 
-def sizes(ng: int, nu: int, nd: int, experts: int, t: Tile) -> dict[str, int]:
-    ranks = {name: padded(n) if n else 0 for name, n in (("PG", ng), ("PU", nu), ("PD", nd))}
-    tile = {"BM": t.rows, "BN": t.cols, "num_warps": t.warps, "num_stages": t.stages}
-    return {**ranks, **tile, "BE": triton.next_power_of_2(experts)}
+def _ranks(*factors: torch.Tensor | None) -> dict[str, int]:
+    """Of gate's B, up's B and down's A."""
+    ranks = {name: 0 if f is None else f.shape[1] for name, f in zip(("G", "U", "D"), factors)}
+    return {f"N{name}": n for name, n in ranks.items()} | {f"P{name}": padded(n) for name, n in ranks.items()}
 
 
 @triton.jit
 def _activate_backward(
     gate_up, z, GB, UB, DA, weights, row_of, ends, grad, grad_low, out, act, grad_weights, grad_z,
-    E, ng, nu, nd, sg, su, eg, rg, wg, eu, ru, wu, ed, rd, wd,
-    W: tl.constexpr, KEEP: tl.constexpr, PG: tl.constexpr, PU: tl.constexpr, PD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    E, sg, su, sd, eg, rg, wg, eu, ru, wu, ed, rd, wd, KEEP: tl.constexpr,
+    NG: tl.constexpr, NU: tl.constexpr, ND: tl.constexpr, PG: tl.constexpr, PU: tl.constexpr, PD: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    expert, first, last = rows_of_block(ends, E, tl.program_id(0), BM, BE)
+    expert, first, left = rows_of_block(ends, E, tl.program_id(0), BM, BE)
     if expert >= E:
         return
-    rows = first + tl.arange(0, BM)
-    live = rows < last
-    choice = tl.load(row_of + rows, mask=live, other=0)
-    weight = tl.load(weights + choice, mask=live, other=0.0).to(tl.float32)
-    rows = rows.to(tl.int64)
+    i = tl.arange(0, BM)
+    live, rows = i < left, tl.minimum(i, left - 1)
+    choice = tl.load(row_of + first + rows)
+    weight = tl.load(weights + choice).to(tl.float32)
+    first, expert = first.to(tl.int64), expert.to(tl.int64)
+    gate_up += first * (2 * W)
+    out += first * (2 * W)
+    grad += first * W
+    z += first * (NG + NU)
+    grad_z += first * (NG + NU)
+    if KEEP:
+        act += first * W
     if PG > 0:
         ig = tl.arange(0, PG)
-        zg = tl.load(z + rows[:, None] * (ng + nu) + ig[None, :], mask=live[:, None] & (ig[None, :] < ng), other=0.0)
+        zg = narrow_tile(z, rows, ig, NG + NU, NG, PG)
         ag = tl.zeros((BM, PG), tl.float32)
+        GB += expert * eg
     if PU > 0:
         iu = tl.arange(0, PU)
-        zu = tl.load(
-            z + rows[:, None] * (ng + nu) + ng + iu[None, :], mask=live[:, None] & (iu[None, :] < nu), other=0.0
-        )
+        zu = narrow_tile(z + NG, rows, iu, NG + NU, NU, PU)
         au = tl.zeros((BM, PU), tl.float32)
+        UB += expert * eu
     if PD > 0:
         di = tl.arange(0, PD)
-        gl = tl.load(grad_low + rows[:, None] * nd + di[None, :], mask=live[:, None] & (di[None, :] < nd), other=0.0)
+        gl = narrow_tile(grad_low + first * ND, rows, di, ND, ND, PD)
+        DA += expert * ed
     dots = tl.zeros((BM,), tl.float32)
-    for c in range(0, W, BN):
+    for c in tl.range(0, W, BN, num_stages=STAGES):
         cols = c + tl.arange(0, BN)
-        mask = live[:, None] & (cols[None, :] < W)
-        at = rows[:, None] * (2 * W) + cols[None, :]
-        gate = tl.load(gate_up + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + at + W, mask=mask, other=0.0).to(tl.float32)
-        da = tl.load(grad + rows[:, None] * W + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = wide_tile(gate_up, rows, cols, 2 * W, W, EVEN).to(tl.float32)
+        up = wide_tile(gate_up + W, rows, cols, 2 * W, W, EVEN).to(tl.float32)
+        da = wide_tile(grad, rows, cols, W, W, EVEN).to(tl.float32)
         if PG > 0:
-            gb = low_tile(GB, expert, ig, cols, ng, W, eg, rg, wg, BN)
+            gb = low_tile(GB, ig, cols, rg, wg, NG, PG, W, EVEN)
             gate += sg * tl.dot(zg, gb)
         if PU > 0:
-            ub = low_tile(UB, expert, iu, cols, nu, W, eu, ru, wu, BN)
+            ub = low_tile(UB, iu, cols, ru, wu, NU, PU, W, EVEN)
             up += su * tl.dot(zu, ub)
         if PD > 0:
-            da += tl.dot(gl, low_tile(DA, expert, di, cols, nd, W, ed, rd, wd, BN))
-        s = tl.sigmoid(gate)
+            # Without a factor the sum becomes the product's own, and Triton no longer asks for `grad` ahead.
+            da += sd * tl.dot(gl, low_tile(DA, di, cols, rd, wd, ND, PD, W, EVEN))
+        s = sigmoid(gate)
         silu = gate * s
         plain = silu * up
         dots += tl.sum(da * plain, 1)
-        da *= weight[:, None]
-        dg = (da * up * (s + silu * (1.0 - s))).to(out.dtype.element_ty)
-        du = (da * silu).to(out.dtype.element_ty)
-        tl.store(out + at, dg, mask=mask)
-        tl.store(out + at + W, du, mask=mask)
         if KEEP:
-            value = (plain * weight[:, None]).to(act.dtype.element_ty)
-            tl.store(act + rows[:, None] * W + cols[None, :], value, mask=mask)
+            store_wide(act, i, cols, live, plain * weight[:, None], W, W, EVEN)
+        da *= weight[:, None]
+        du = (da * silu).to(out.dtype.element_ty)
+        store_wide(out + W, i, cols, live, du, 2 * W, W, EVEN)
+        dg = (da * up * (s + silu * (1.0 - s))).to(out.dtype.element_ty)
+        store_wide(out, i, cols, live, dg, 2 * W, W, EVEN)
         if PG > 0:
             ag = tl.dot(dg, tl.trans(gb), ag)
         if PU > 0:
             au = tl.dot(du, tl.trans(ub), au)
     tl.store(grad_weights + choice, dots.to(grad_weights.dtype.element_ty), mask=live)
     if PG > 0:
-        to = grad_z + rows[:, None] * (ng + nu) + ig[None, :]
-        tl.store(to, (ag * sg).to(grad_z.dtype.element_ty), mask=live[:, None] & (ig[None, :] < ng))
+        store_narrow(grad_z, i, ig, live, ag * sg, NG + NU, NG)
     if PU > 0:
-        to = grad_z + rows[:, None] * (ng + nu) + ng + iu[None, :]
-        tl.store(to, (au * su).to(grad_z.dtype.element_ty), mask=live[:, None] & (iu[None, :] < nu))
+        store_narrow(grad_z + NG, i, iu, live, au * su, NG + NU, NU)
 
 
 def activate_backward(
@@ -274,13 +341,13 @@ def activate_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     (R, twice), E, t = gate_up.shape, ends.shape[0], BACKWARD
     (GB, sg), (UB, su), (DA, _) = (low or (None, 0.0) for low in (gate, up, down))
-    ng, nu, nd = (0 if f is None else f.shape[1] for f in (GB, UB, DA))
+    ranks = _ranks(GB, UB, DA)
     out, act = torch.empty_like(gate_up), gate_up.new_empty((R, twice // 2) if keep else (0, twice // 2))
-    grad_weights, grad_z = torch.empty_like(weights), gate_up.new_empty(R, ng + nu)
+    grad_weights, grad_z = torch.empty_like(weights), gate_up.new_empty(R, ranks["NG"] + ranks["NU"])
     _activate_backward[(blocks_of(R, E, t.rows),)](
         gate_up, z, GB, UB, DA, weights, row_of, ends, grad, grad_low, out, act, grad_weights, grad_z,
-        E, ng, nu, nd, sg, su, *strides(GB), *strides(UB), *strides(DA),
-        W=twice // 2, KEEP=keep, **sizes(ng, nu, nd, E, t),
+        E, sg, su, 1.0, *strides(GB), *strides(UB), *strides(DA), KEEP=keep, **ranks,
+        BE=triton.next_power_of_2(E), **sizes(t, twice // 2, max(ranks.values()), most=4096),
     )  # fmt: skip
     return out, act, grad_weights, grad_z
 

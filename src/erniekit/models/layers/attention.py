@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from erniekit.kernels.attention import attention
+from erniekit.kernels.flash4 import row_attention
 from erniekit.kernels.packed_attention import Packs, packed_attention
 from erniekit.kernels.rope import ROTATIONS
 from erniekit.kernels.turn import turned
@@ -42,14 +43,19 @@ class InnerAttention(nn.Module):
         super().__init__()
         self.backend = "auto"
 
+    def takes(self, dtype: torch.dtype, ctx: Context) -> bool:
+        """Whether kernels for a card do all of it."""
+        fits = dtype in (torch.bfloat16, torch.float16) and ctx.cos.shape[-1] in (32, 64)
+        return ctx.kernel is not None and fits and self.with_positions and self.backend == "auto"
+
     def together(self, qkv: torch.Tensor, heads: int, kv_heads: int, halves: bool, ctx: Context) -> torch.Tensor | None:
         """[B, L, C] -> [B, L, Nq * D] by kernels for a card; None: not here, take the parts one after the other."""
-        fits = qkv.dtype in (torch.bfloat16, torch.float16) and ctx.cos.shape[-1] in (32, 64)
-        if ctx.kernel is None or not fits or not self.with_positions or self.backend != "auto":
+        if ctx.kernel is None or not self.takes(qkv.dtype, ctx):
             return None
         q, k, v = turned(qkv, ctx.cos, ctx.sin, heads, kv_heads, halves)
         if ctx.packs is None:
-            return attention(q, k, v).flatten(2)
+            by_flash4 = ctx.kernel == "flash4" and q.dtype == torch.bfloat16
+            return (row_attention if by_flash4 else attention)(q, k, v).flatten(2)
         return packed_attention(q, k, v, ctx.packs, ctx.kernel)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context) -> torch.Tensor:

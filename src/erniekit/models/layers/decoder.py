@@ -101,7 +101,8 @@ class Decoder(nn.Module):
         record: dict[tuple[str, int], Any] | None = None
         if self.records is not None and torch.is_grad_enabled():
             self.records.append(record := {})
-        kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions)
+        group = c.num_heads // c.num_kv_heads
+        kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
         return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record, kernel, packs)
 
     def run_layers(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:

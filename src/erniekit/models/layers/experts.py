@@ -31,7 +31,7 @@ class ExpertLinear(nn.Module):
         return sum(rows for _, rows in self.parts)
 
     def matrices(self) -> torch.Tensor:
-        """[E, out, in]."""
+        """[E, out, in]. LoRA's may be in fp8: an Fp8Weight."""
         return self.weight.view(self.experts, self.out_features, self.in_features)
 
     def updates(self) -> dict[str, Update]:

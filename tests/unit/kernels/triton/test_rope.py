@@ -27,13 +27,14 @@ def test_queries_and_keys_turn_values_stay_and_turning_back_gives_the_projection
     out = torch.full((B * L, fused.shape[-1]), float("nan"))
 
     rows = out.split(sizes, dim=-1)
-    rope.launch(rope.turn, (q, k, v), rows, *flat, style == "halves", False)
+    rope.launch(rope.turn, (q, k, v), rows, *flat, style == "halves")
 
     turn = ROTATIONS[style]
     want = torch.cat([turn(q, cos, sin).flatten(2), turn(k, cos, sin).flatten(2), v.flatten(2)], dim=-1)
     torch.testing.assert_close(out, want.flatten(0, 1))
-    rope.launch(rope.turn, [t.view(B, L, -1, D) for t in rows], rows, *flat, style == "halves", True)  # in place
-    torch.testing.assert_close(out, fused.flatten(0, 1))
+    back = torch.full_like(out, float("nan"))
+    rope.launch(rope.turn_back, [t.view(B, L, -1, D) for t in rows], (back,), *flat, style == "halves")
+    torch.testing.assert_close(back, fused.flatten(0, 1))
 
 
 def test_heads_are_read_where_their_strides_say() -> None:
@@ -41,9 +42,8 @@ def test_heads_are_read_where_their_strides_say() -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(B, N, L, D).transpose(1, 2) for _ in range(3))  # as torch's attention returns gradients
     angles = torch.randn(B * L, D // 2)
-    sizes = [N * D] * 3
     apart, dense = torch.empty(B * L, 3 * N * D), torch.empty(B * L, 3 * N * D)
-    turn = (angles.cos(), angles.sin(), False, True)
-    rope.launch(rope.turn, (q, k, v), apart.split(sizes, dim=-1), *turn)
-    rope.launch(rope.turn, [t.contiguous() for t in (q, k, v)], dense.split(sizes, dim=-1), *turn)
+    turn = (angles.cos(), angles.sin(), False)
+    rope.launch(rope.turn_back, (q, k, v), (apart,), *turn)
+    rope.launch(rope.turn_back, [t.contiguous() for t in (q, k, v)], (dense,), *turn)
     assert torch.equal(apart, dense)

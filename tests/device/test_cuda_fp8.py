@@ -1,0 +1,281 @@
+"""A frozen base in fp8 on a Hopper card: how far products, the expert block and adapters' gradients are from exact, and
+that nothing waits for the device.
+
+`python tests/device/test_cuda_fp8.py` checks, prints the errors, and times products and kernels at the 21B-A3B shapes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from erniekit.kernels import fp8_product as fp8
+from erniekit.kernels.expert_mlp import Update, expert_mlp
+from erniekit.kernels.lora_linear import RowUpdate, lora_linear
+from erniekit.kernels.moe_permute import Order, by_expert
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
+
+E, K, H, W, RANK, TOKENS = 64, 6, 2560, 1536, 32, 8192
+ONE_PRODUCT = 0.06  # 3.7 % is what rounding both sides to 4 bits makes
+SEVERAL = 0.12  # of what passes three or four such products, or is left when most of it cancels
+
+
+def normal(*shape: int, std: float = 1.0, grad: bool = False) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * std).bfloat16().requires_grad_(grad)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach().float() - b.detach().float()).norm() / b.detach().float().norm())
+
+
+def routed(tokens: int, experts: int = E) -> tuple[Order, torch.Tensor]:
+    weights, ids = torch.rand(tokens, experts, device="cuda").softmax(-1).topk(K)
+    return by_expert(ids, experts), (weights * K).bfloat16()
+
+
+def without_waiting(call: Callable[[], Any]) -> Any:
+    call()  # libraries are set up, kernels are built
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("width", [37, 1536, 2560, 3072, 12288])
+def test_rows_are_rounded_as_defined(width: int) -> None:
+    torch.manual_seed(0)
+    x = normal(257, width) * torch.logspace(-9, 9, 257, device="cuda").bfloat16()[:, None]
+    x[5] = 0
+    (got, scale), (want, right) = without_waiting(lambda: fp8.quantised(x)), fp8.reference(x)
+    assert torch.allclose(scale, right, rtol=1e-6, atol=0)
+    steps = (got.view(torch.int8).int() - want.view(torch.int8).int()).abs()
+    assert int(steps.max()) <= 1, "a quotient on the edge between two numbers may fall to either"
+    assert float((steps > 0).float().mean()) < 0.02  # of bf16 numbers, one row in seven has many such quotients
+    halves = normal(8, 2 * width)[:, width:]  # rows that lie apart
+    assert torch.equal(fp8.quantised(halves)[0].float(), fp8.quantised(halves.contiguous())[0].float())
+
+
+def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:
+    x = torch.zeros(4, 64, device="cuda", dtype=torch.bfloat16)
+    x[1, 3], x[2, 3], x[3, 3] = float("nan"), float("inf"), 1.0
+    out = fp8.product(*fp8.quantised(x), *fp8.quantised(torch.ones(64, 64, device="cuda")))
+    assert not out[0].any()
+    assert not out[1:3].isfinite().any()
+    assert torch.equal(out[3], torch.ones_like(out[3]))
+    assert fp8.product(*fp8.quantised(x[:0]), *fp8.quantised(torch.ones(64, 64, device="cuda"))).shape == (0, 64)
+
+
+def product_errors() -> dict[str, float]:
+    torch.manual_seed(0)
+    x, weight = normal(1000, H), normal(3584, H, std=0.02)
+    (x8, xs), (w8, ws) = fp8.quantised(x), fp8.quantised(weight)
+    got = without_waiting(lambda: fp8.product(x8, xs, w8, ws))
+    errors = {
+        "to exact": apart(got, x.float() @ weight.float().t()),
+        "to definition": apart(got, fp8.dequantised(x8, xs) @ fp8.dequantised(w8, ws).t()),
+    }
+    assert errors["to exact"] < ONE_PRODUCT, errors
+    assert errors["to definition"] < 0.01, errors  # the card sums in less than fp32 (fast accumulation), then bf16
+    return errors
+
+
+def grouped_errors() -> dict[str, float]:
+    torch.manual_seed(0)
+    order, _ = routed(517, 12)
+    rows, weight = normal(517 * K, H), normal(12, 2 * W, H, std=0.02)
+    held = fp8.fp8_weight(weight)
+    r8, rs = fp8.quantised(rows)
+    got = without_waiting(lambda: fp8.grouped(r8, rs, held.rows, held.row_scale, order.ends))
+    bounds = [0, *order.ends.tolist()]
+    spans = list(enumerate(pairwise(bounds)))
+    exact = torch.cat([rows[a:b].float() @ weight[e].float().t() for e, (a, b) in spans])
+    w32 = fp8.dequantised(held.rows, held.row_scale)
+    rounded = torch.cat([fp8.dequantised(r8[a:b], rs[a:b]) @ w32[e].t() for e, (a, b) in spans])
+    back = fp8.grouped(*fp8.quantised(got), held.columns, held.column_scale, order.ends)
+    exact_back = torch.cat([got[a:b].float() @ weight[e].float() for e, (a, b) in spans])
+    errors = {
+        "to exact": apart(got, exact), "to definition": apart(got, rounded), "of the gradient": apart(back, exact_back)
+    }  # fmt: skip
+    assert errors["to exact"] < ONE_PRODUCT, errors
+    assert errors["of the gradient"] < ONE_PRODUCT, errors
+    assert errors["to definition"] < 0.01, errors
+    return errors
+
+
+def test_a_product_is_that_of_its_rounded_numbers() -> None:
+    product_errors()
+
+
+def test_a_grouped_product_is_that_of_its_rounded_numbers_both_ways() -> None:
+    grouped_errors()
+
+
+def block(tokens: int = 2048) -> tuple:
+    torch.manual_seed(0)
+    order, weights = routed(tokens)
+    x, gate_up, down = normal(tokens, H, grad=True), normal(E, 2 * W, H, std=0.02), normal(E, H, W, std=0.02)
+    shapes = ((H, W), (H, W), (W, H))
+    updates = [Update(normal(E, RANK, i, std=0.02, grad=True), normal(E, o, RANK, std=0.02, grad=True), 2.0)
+               for i, o in shapes]  # fmt: skip
+    return x, order, weights.requires_grad_(), gate_up, down, updates
+
+
+def block_errors() -> dict[str, float]:
+    x, order, weights, gate_up, down, updates = block()
+    names = ("x", "weights", "gate A", "gate B", "up A", "up B", "down A", "down B")
+    leaves = [x, weights, *(t for u in updates for t in u[:2])]
+    upstream = normal(*x.shape)
+
+    def run(*base: Any) -> list[torch.Tensor]:
+        y = expert_mlp(x, order, weights, *base, *updates)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+    want = run(gate_up, down)
+    held = fp8.fp8_weight(gate_up), fp8.fp8_weight(down)
+    got = without_waiting(lambda: run(*held))
+    errors = {name: apart(a, b) for name, a, b in zip(("y", *names), got, want)}
+    half = run(held[0], down)  # adapters on gate and up alone leave down as it was
+    errors["y, gate_up alone"] = apart(half[0], want[0])
+    assert all(0.01 < error < SEVERAL for error in errors.values()), errors
+    return errors
+
+
+def linear_errors() -> dict[str, float]:
+    torch.manual_seed(0)
+    x, weight = normal(2, 1024, H, grad=True), normal(3584, H, std=0.02)
+    spans = ((0, 2560), (2560, 3072), (3072, 3584))
+    updates = [
+        RowUpdate(normal(RANK, H, std=0.02, grad=True), normal(b - a, RANK, std=0.02, grad=True), 2.0, ((a, b),))
+        for a, b in spans
+    ]
+    leaves, upstream = [x, *(t for u in updates for t in u[:2])], normal(2, 1024, 3584)
+
+    def run(base: Any) -> list[torch.Tensor]:
+        y = lora_linear(x, base, None, updates)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+    want, held = run(weight), fp8.fp8_weight(weight)
+    got = without_waiting(lambda: run(held))
+    names = ("y", "x", *(f"{part} {side}" for part in "qkv" for side in "AB"))
+    errors = {name: apart(a, b) for name, a, b in zip(names, got, want)}
+    assert max(errors["y"], errors["x"]) < ONE_PRODUCT, errors
+    exact = [error for name, error in errors.items() if name not in ("y", "x")]
+    assert max(exact) < 1e-3, errors  # adapters' gradients are of the given x and dy: nothing of them is rounded to fp8
+    return errors
+
+
+def test_the_expert_block_and_its_adapters_gradients_stay_near_bf16s() -> None:
+    block_errors()
+
+
+def test_a_linear_with_adapters_and_their_gradients_stay_near_bf16s() -> None:
+    linear_errors()
+
+
+def test_the_block_compiles_whole_with_an_fp8_base() -> None:
+    x, order, weights, gate_up, down, updates = block(256)
+    held, leaves = (fp8.fp8_weight(gate_up), fp8.fp8_weight(down)), [x, *(t for u in updates for t in u[:2])]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x + expert_mlp(x, order, weights, *held, *updates)
+
+    upstream, results = normal(*x.shape), []
+    for call in (run, torch.compile(run, fullgraph=True)):
+        y = call(x)
+        results.append([y, *torch.autograd.grad(y, leaves, upstream)])
+    assert all(apart(a, b) < 0.01 for a, b in zip(*results))  # x + y is rounded once more in one of them
+
+
+def ms(call: Callable[[], Any], repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def product_times(label: str, weight: torch.Tensor, rows: int, ends: torch.Tensor | None) -> None:
+    """Forward and to the input, ms in bf16, in fp8, and how many times as fast."""
+    held, shown = fp8.fp8_weight(weight), []
+    turned = weight.transpose(-2, -1)
+    for way, second, w8, ws in (
+        ("forward", turned, held.rows, held.row_scale),
+        ("to input", weight, held.columns, held.column_scale),
+    ):
+        x = normal(rows, w8.shape[-1])
+        x8, xs = fp8.quantised(x)
+        if ends is None:
+            plain, small = partial(torch.mm, x, second), partial(fp8.product, x8, xs, w8, ws)
+        else:
+            plain, small = partial(F.grouped_mm, x, second, offs=ends), partial(fp8.grouped, x8, xs, w8, ws, ends)
+        a, b = ms(plain), ms(small)
+        shown.append(f"{way} {a:6.3f} {b:6.3f} {a / b:5.2f}")
+    print(f"  {label:16s} {'   '.join(shown)}", flush=True)
+
+
+def timings() -> None:
+    torch.manual_seed(0)
+    order, weights = routed(TOKENS)
+    rows = TOKENS * K
+    print("products: ms in bf16, in fp8, times as fast")
+    for name, out, width in (("gate_up", 2 * W, H), ("down", H, W)):
+        product_times(f"experts {name}", normal(E, out, width, std=0.02), rows, order.ends)
+    for name, out, width in (("qkv", 3584, H), ("out", H, H), ("shared gate_up", 6144, H), ("shared down", H, 3072)):
+        product_times(name, normal(out, width, std=0.02), TOKENS, None)
+    print("rows to fp8: ms, TB/s")
+    for count, width in ((TOKENS, H), (rows, W), (rows, 2 * W), (TOKENS, 3584)):
+        took = ms(partial(fp8.quantised, normal(count, width)))
+        print(f"  {count:6d} x {width:5d} {took:6.3f} {3 * count * width / took / 1e9:5.2f}", flush=True)
+    take_times(order)
+    torch.cuda.empty_cache()
+    x, order, weights, gate_up, down, updates = block(TOKENS)
+    upstream, leaves = normal(*x.shape), [x, weights, *(t for u in updates for t in u[:2])]
+    for label, base in (("bf16", (gate_up, down)), ("fp8", (fp8.fp8_weight(gate_up), fp8.fp8_weight(down)))):
+
+        def both(base: Any = base) -> Any:
+            return torch.autograd.grad(expert_mlp(x, order, weights, *base, *updates), leaves, upstream)
+
+        print(f"the expert block, forward and backward, {label}: {ms(both):6.3f} ms", flush=True)
+
+
+def take_times(order: Order) -> None:
+    from erniekit.kernels.triton import expert_rows, fp8_rows
+
+    x, lows = normal(TOKENS, H), [(normal(E, RANK, H), 1.0) for _ in range(2)]
+    x8, xs = fp8.quantised(x)
+    a = ms(lambda: expert_rows.take(x, order.row_of, K, order.ends, lows))
+    b = ms(lambda: fp8_rows.take(x, (x8, xs), order.row_of, K, order.ends, lows))
+    print(f"  taking {TOKENS * K} rows with two low ranks: bf16 {a:6.3f}, fp8 {b:6.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    from cases import run_all
+
+    for told in (product_errors, grouped_errors, linear_errors, block_errors):
+        try:
+            print(f"{told.__name__:15s}", {k: round(v, 4) for k, v in told().items()}, flush=True)
+        except Exception as error:
+            print(f"{told.__name__:15s} FAILED {type(error).__name__}: {str(error).strip()[:400]}", flush=True)
+    try:
+        timings()
+    except Exception as error:
+        print(f"timings FAILED {type(error).__name__}: {str(error).strip()[:400]}", flush=True)
+    run_all(globals())

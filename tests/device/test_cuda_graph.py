@@ -1,0 +1,98 @@
+"""Layers replayed as CUDA graphs on one card: the same losses as without, for packs of other documents and several
+micro-batches, and shorter steps. `python tests/device/test_cuda_graph.py` prints the times.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from erniekit.bench.data import make_steps
+from erniekit.bench.ours import Ours
+from erniekit.bench.runner import Task
+from erniekit.bench.workloads import ERNIE_03B, FULL, Options, Rows, Workload
+from erniekit.data.collate import collate
+from erniekit.data.types import Batch, Pack, Sample
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
+
+LENGTH = 1024
+SMALL = {**ERNIE_03B, "num_hidden_layers": 4, "vocab_size": 8192}
+
+
+def ours(folder: Path, graph: bool, model: dict, rows: Rows, **keys: object) -> Ours:
+    work = Workload("graph", "", model, rows, {**FULL, "cuda_graph": graph, **keys}, ())
+    (folder / "config.json").write_text(json.dumps(model))
+    data = make_steps(rows, int(model["vocab_size"]), 4, 0)
+    runner = Ours(Task(work, Options(), folder, torch.device("cuda", 0), torch.bfloat16, data))
+    torch.manual_seed(0)
+    runner.build()
+    return runner
+
+
+def packs(seed: int, count: int) -> Batch:
+    """A row of `count` documents of uneven lengths."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.choice(np.arange(1, LENGTH), count - 1, replace=False))
+    lengths = np.diff([0, *cuts, LENGTH])
+    documents = [Sample(*(rng.integers(3, 8192, n).astype(np.int32) for _ in range(2))) for n in lengths]
+    return collate([Pack(tuple(documents), seed)], pad_to=LENGTH)
+
+
+def losses(runner: Ours, steps: list[list[Batch]]) -> list[tuple[float, float]]:
+    out = []
+    for number, batches in enumerate(steps):
+        result = runner.train_step(batches, number + 1)
+        out.append((result.loss, result.grad_norm))
+    return out
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_replayed_layers_train_as_others_do_whatever_documents_come(tmp_path: Path, several: int) -> None:
+    steps = [[packs(10 * s + m, 1 + (3 * s + m) % 7) for m in range(several)] for s in range(6)]
+    found = {}
+    for graph in (False, True):
+        runner = ours(tmp_path, graph, SMALL, Rows(1, LENGTH, mean=256), gradient_accumulation_steps=several)
+        found[graph] = losses(runner, steps)
+        recorded = getattr(runner.built.engine.model.run_layers, "recorded", None)
+        assert len(recorded or ()) == (2 if graph else 0), "rows of one document, and packs"
+    for (loss, norm), (other, other_norm) in zip(found[False], found[True]):
+        # The same kernels on the same numbers; attention adds up dQ in an order of its own each time.
+        assert abs(loss - other) < 2e-3 * loss, found
+        assert abs(norm - other_norm) < 2e-2 * norm, found
+
+
+def timed(runner: Ours, count: int = 20) -> float:
+    for number in range(6):
+        runner.step(number)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for number in range(6, 6 + count):
+        runner.step(number)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / count * 1e3
+
+
+def table(folder: Path) -> None:
+    for length, mean in ((512, 0), (2048, 0), (2048, 512), (4096, 0)):
+        each = []
+        for graph in (False, True):
+            runner = ours(folder, graph, dict(ERNIE_03B), Rows(1, length, mean=mean))
+            each.append(timed(runner))
+            del runner
+            torch.cuda.empty_cache()
+        what = f"documents of {mean}" if mean else "one document"
+        print(f"0.3B, {length} tokens, {what}: launched {each[0]:.1f} ms a step, replayed {each[1]:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    table(Path(tempfile.mkdtemp()))
+    sys.exit(0)

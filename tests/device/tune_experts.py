@@ -1,0 +1,243 @@
+"""The tile with which each kernel of the expert block is fastest at the 21B-A3B shapes, on an NVIDIA card.
+
+`PYTHONPATH=src:tests/device python tests/device/tune_experts.py tune [TAKE ACTIVATE ...]` builds every candidate in
+worker processes (Triton keeps what it has built on disk), times them here one after another, compares their answers
+with those of the constants as they are, and prints what these could be. A minute and a half at most.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+from expert_timings import RANK, E, H, K, W, clock, random, routing
+
+from erniekit.kernels.triton import expert_products as products
+from erniekit.kernels.triton import expert_rows as rows_
+from erniekit.kernels.triton.expert_rows import Tile
+
+TOKENS, SECONDS, RUNS = 8192, 88.0, 20
+
+# (rows, columns, warps, stages, most registers); of ADD also how many tiles a program walks
+CANDIDATES: dict[str, list[tuple[Any, ...]]] = {
+    "TAKE": [  # one stage, see there
+        (128, 128, 8, 1), (64, 128, 4, 1), (64, 128, 8, 1), (64, 256, 4, 1), (64, 256, 8, 1), (128, 64, 8, 1),
+        (128, 256, 8, 1), (64, 64, 4, 1),
+    ],
+    "ACTIVATE": [
+        (64, 32, 4, 3, 128), (64, 32, 4, 2, 128), (64, 32, 4, 3, 96), (64, 32, 4, 4, 128), (64, 64, 4, 2, 128),
+        (64, 64, 4, 2, 168), (64, 64, 4, 3), (128, 32, 8, 3, 128), (128, 32, 8, 2, 80), (128, 64, 8, 2, 128),
+    ],
+    "BACKWARD": [
+        (64, 32, 4, 3, 128), (64, 32, 4, 2, 128), (64, 32, 4, 3, 168), (64, 32, 4, 4, 128), (64, 32, 4, 2, 96),
+        (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2, 128), (128, 32, 8, 3, 128), (128, 64, 8, 2),
+    ],
+    "OUTER": [
+        (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 2), (32, 128, 4, 4), (32, 128, 4, 6), (64, 64, 4, 4),
+        (128, 64, 4, 3), (128, 128, 4, 2), (64, 256, 8, 3), (32, 256, 8, 4),
+    ],
+    "OUTER_OF_TOKENS": [
+        (32, 128, 4, 5), (32, 128, 4, 3), (32, 128, 4, 7), (64, 128, 4, 3), (64, 128, 4, 5), (64, 64, 4, 5),
+        (64, 256, 8, 3), (32, 256, 8, 5), (64, 128, 4, 2),
+    ],
+    "ADD": [
+        (64, 64, 4, 3, None, 10), (64, 64, 4, 3, None, 40), (64, 64, 4, 3, 96, 20), (64, 64, 4, 4, None, 20),
+        (64, 128, 4, 2, None, 5), (64, 128, 4, 3, None, 10), (64, 128, 4, 3, 128, 20), (128, 64, 8, 3, None, 10),
+        (128, 128, 8, 2, 96, 10), (64, 128, 4, 1, None, 1),
+    ],
+}  # fmt: skip
+
+
+class Use(NamedTuple):
+    kernel: str  # whose constant it reads
+    name: str
+    call: Callable[[], Any]
+    gigabytes: float
+    answer: Callable[[], Any]  # the same where calling it twice changes nothing
+
+
+def uses(tokens: int) -> list[Use]:
+    """Each launch of a LoRA step's expert layer."""
+    torch.manual_seed(0)
+    (row_of, _, ends), weights = routing(tokens, "even")
+    R, flat, giga = tokens * K, weights.reshape(-1), 2e-9
+    x, rows, middle, act = random(tokens, H), random(R, H), random(R, 2 * W), random(R, W)
+    z, z_down = random(R, 2 * RANK), random(R, RANK)
+    gate_a, up_a, down_a = (random(E, RANK, n, std=0.02) for n in (H, H, W))
+    gate_b, up_b, down_b = (random(E, n, RANK, std=0.02).transpose(1, 2) for n in (W, W, H))
+    three = (gate_b, 2.0), (up_b, 2.0), (down_a, 1.0)
+    pair = [(z[:, :RANK], 1.0), (z[:, RANK:], 1.0)]
+    two, one = [(z[:, :RANK], gate_a), (z[:, RANK:], up_a)], [(z_down, down_b)]
+    known = (flat, row_of, ends)
+
+    def use(kernel: str, name: str, numbers: int, call: Callable[[], Any], *answer: Callable[[], Any]) -> Use:
+        return Use(kernel, name, call, numbers * giga, *(answer or (call,)))
+
+    return [
+        use("TAKE", "A of gate, up", 2 * R * H, lambda: rows_.take(x, row_of, K, ends, [(gate_a, 1.0), (up_a, 1.0)])),
+        use("TAKE", "B of down", 2 * R * H, lambda: rows_.take(x, row_of, K, ends, [(down_b, 2.0)])),
+        use("ACTIVATE", "forward", 3 * R * W, lambda: rows_.activate(middle, z, *three, *known)),
+        use("BACKWARD", "backward", 6 * R * W, lambda: rows_.activate_backward(act, z_down, middle, z, *three, *known)),
+        use("OUTER_OF_TOKENS", "dA of gate, up", R * H, lambda: products.outer(x, pair, ends, row_of, K)),
+        use("OUTER", "dB of gate, up", 2 * R * W, lambda: products.outer_of_halves(middle, z, RANK, (2.0, 2.0), ends)),
+        use("OUTER", "dB of down", R * H, lambda: products.outer(rows, [(z_down, 2.0)], ends, turned=True)),
+        use("OUTER", "dA of down", R * W, lambda: products.outer(act, [(z_down, 1.0)], ends)),
+        *(
+            use("ADD", name, 2 * R * H, lambda t=t: products.add_low(rows, t, 2.0, ends),
+                lambda t=t: products.add_low(act.new_ones(R, H), t, 2.0, ends))
+            for name, t in (("of down", one), ("of gate, up", two))
+        ),
+    ]  # fmt: skip
+
+
+def now(kernel: str) -> tuple[Any, ...]:
+    """The constants as they are, in a candidate's form."""
+    tile = tuple(getattr(_module(kernel), kernel))
+    return (*tile, products.WALK) if kernel == "ADD" else tile
+
+
+def put(kernel: str, candidate: tuple[Any, ...]) -> None:
+    setattr(_module(kernel), kernel, Tile(*candidate[:5]))
+    if len(candidate) > 5:
+        products.WALK = candidate[5]
+
+
+def _module(kernel: str) -> Any:
+    return products if hasattr(products, kernel) else rows_
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:110]}"
+
+
+@cache
+def _small() -> list[Use]:
+    return uses(64)
+
+
+def build(kernel: str, candidate: tuple[Any, ...]) -> str:
+    """In a worker: compiled by a run on few tokens, which no kernel is specialised for; why not, if it is not."""
+    put(kernel, candidate)
+    try:
+        for use in _small():
+            if use.kernel == kernel:
+                use.answer()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return _told(error)
+    return ""
+
+
+def build_all(wanted: list[tuple[str, tuple[Any, ...]]]) -> set[tuple[str, tuple[Any, ...]]]:
+    """Those that could be built; the others are named."""
+    good, workers = set(), max(1, min(15, (os.cpu_count() or 2) - 1))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(build, *each): each for each in wanted}
+        for done in as_completed(waiting):
+            each = waiting[done]
+            # A worker that died says nothing of a candidate, which is then built when it is timed.
+            wrong = "" if done.exception() else done.result()
+            if wrong:
+                print(f"  skipped {each[0]} {each[1]}: {wrong}", flush=True)
+            else:
+                good.add(each)
+    return good
+
+
+def tensors(answer: Any) -> list[torch.Tensor]:
+    return [answer] if isinstance(answer, torch.Tensor) else [t for t in answer if t.numel()]
+
+
+def off(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+    """The largest relative distance; nan where something is not finite."""
+    gaps = [((g.float() - w.float()).norm() / w.float().norm()) for g, w in zip(got, want)]
+    return float(torch.stack(gaps).max())
+
+
+def measured(kernel: str, mine: list[Use], wants: list[list[torch.Tensor]], candidate: tuple[Any, ...]) -> list[float]:
+    """ms of each use."""
+    put(kernel, candidate)
+    for use, want in zip(mine, wants):
+        gap = off(tensors(use.answer()), want)
+        if not gap <= 0.01:  # roundings to 8 bits of sums in another order
+            raise ValueError(f"{use.name} differs from the default by {gap:.3g}")
+    return [clock(use.call, repeats=RUNS + 5) for use in mine]
+
+
+def tune_one(kernel: str, mine: list[Use], candidates: list[tuple[Any, ...]], deadline: float) -> tuple[Any, ...]:
+    """The candidate with the least time over all uses; told in a line, and a line each where there are several."""
+    usual = now(kernel)
+    wants, found = [tensors(use.answer()) for use in mine], {}
+    for candidate in (usual, *(c for c in candidates if c != usual)):
+        if time.monotonic() > deadline:
+            print(f"  skipped {kernel} {candidate}: out of time", flush=True)
+            continue
+        try:
+            found[candidate] = measured(kernel, mine, wants, candidate)
+        except Exception as error:
+            print(f"  skipped {kernel} {candidate}: {_told(error)}", flush=True)
+    put(kernel, usual)
+    if usual not in found:
+        return usual
+    best = min(found, key=lambda c: sum(found[c]))
+    _tell(kernel, best, sum(found[best]), sum(found[usual]), sum(use.gigabytes for use in mine))
+    if len(mine) > 1:
+        for i, use in enumerate(mine):
+            its = min(found, key=lambda c: found[c][i])
+            _tell(f"  {use.name}", its, found[its][i], found[usual][i], use.gigabytes)
+    ranked = sorted(found, key=lambda c: sum(found[c]))
+    print("  all: " + ", ".join(f"{_short(c)} {sum(found[c]):.3f}" for c in ranked), flush=True)
+    return best
+
+
+def _short(candidate: tuple[Any, ...]) -> str:
+    return "x".join("-" if part is None else str(part) for part in candidate)
+
+
+def _tell(name: str, best: tuple[Any, ...], ms: float, usual: float, gigabytes: float) -> None:
+    print(
+        f"{name:18s} best {_short(best):20s} {ms:7.3f} ms {gigabytes / ms:5.2f} TB/s, now {usual:7.3f} ms", flush=True
+    )
+
+
+def constants(chosen: dict[str, tuple[Any, ...]]) -> str:
+    parts = []
+    for kernel, candidate in chosen.items():
+        tile = [part for part in candidate[:5] if part is not None]
+        parts.append(f"{kernel} = Tile({', '.join(map(str, tile))})")
+        if len(candidate) > 5:
+            parts.append(f"WALK = {candidate[5]}")
+    return "; ".join(parts)
+
+
+def tune(kernels: list[str]) -> None:
+    began = time.monotonic()
+    candidates = {kernel: [(*c, None)[:5] if len(c) < 5 else c for c in CANDIDATES[kernel]] for kernel in kernels}
+    wanted = [(kernel, c) for kernel in kernels for c in dict.fromkeys((now(kernel), *candidates[kernel]))]
+    print(f"== {len(wanted)} candidates on {torch.cuda.get_device_name()}, {TOKENS} tokens", flush=True)
+    good = build_all(wanted)
+    print(f"  built in {time.monotonic() - began:.0f} s", flush=True)
+    every, chosen = uses(TOKENS), {}
+    for kernel in kernels:
+        mine = [use for use in every if use.kernel == kernel]
+        built = [c for c in candidates[kernel] if (kernel, c) in good]
+        try:
+            chosen[kernel] = tune_one(kernel, mine, built, began + SECONDS)
+        except Exception as error:
+            print(f"FAILED {kernel} as it is: {_told(error)}", flush=True)
+        torch.cuda.empty_cache()
+    print(f"{constants(chosen)}\n{time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    word, *named = sys.argv[1:] or ["tune"]
+    if word != "tune" or not set(named) <= set(CANDIDATES):
+        sys.exit(f"usage: tune_experts.py tune [{' '.join(CANDIDATES)}]")
+    tune(named or list(CANDIDATES))

@@ -1,0 +1,65 @@
+"""Peers with adapters that are no longer zero: what a first step, where all are alike, cannot tell."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from erniekit.bench.data import make_steps
+from erniekit.bench.peers import absent, peer_class
+from erniekit.bench.runner import Task
+from erniekit.bench.workloads import WORKLOADS, Options, tiny
+
+WITH_ADAPTERS = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(absent(name)), reason=absent(name) or "-"))
+    for name in ("peft", "peft-attention", "unsloth")
+]
+
+
+def runner_of(name: str, peer: str, folder: Path, **changes: object) -> Any:
+    work = replace(tiny(WORKLOADS[name]), **changes)  # type: ignore[arg-type]
+    (folder / "config.json").write_text(json.dumps(dict(work.model)))
+    steps = make_steps(work.rows, int(work.model["vocab_size"]), 2, seed=0)
+    return peer_class(peer)(Task(work, Options(tiny=True), folder, torch.device("cpu"), torch.float32, steps))
+
+
+def move_adapters(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = 0.02 * torch.randn(param.shape, generator=generator)
+
+
+@pytest.mark.parametrize("peer", WITH_ADAPTERS)
+def test_the_reference_of_a_preference_is_the_model_without_its_adapters(peer: str, tmp_path: Path) -> None:
+    runner = runner_of("E2-live", peer, tmp_path)
+    rows = runner.task.steps[0].rows
+    with runner.active(), torch.no_grad():
+        runner.build()
+        plain = runner.answer_sums(runner.model, rows)
+        move_adapters(runner.model)
+        with runner.as_reference() as model:
+            reference = runner.answer_sums(model, rows)
+        trained = runner.answer_sums(runner.model, rows)
+    torch.testing.assert_close(reference, plain)
+    assert (trained - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("peer", WITH_ADAPTERS)
+def test_recomputed_layers_train_every_adapter_the_same(peer: str, tmp_path: Path) -> None:
+    found = []
+    for recompute in (False, True):
+        runner = runner_of("C3", peer, tmp_path, recompute=recompute)
+        with runner.active():
+            runner.build()
+            move_adapters(runner.model)
+            runner.loss(runner.task.steps[0].rows).backward()
+        found.append({name: p.grad for name, p in runner.model.named_parameters() if p.requires_grad})
+    kept, again = found
+    assert all(grad is not None and grad.norm() > 0 for grad in again.values())
+    torch.testing.assert_close(again, kept)
