@@ -65,3 +65,12 @@ def test_fused_projections_name_their_parts_in_row_order():
     assert parts_of(layer.attn.qkv, "qkv") == (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))
     assert parts_of(layer.mlp.gate_up, "gate_up") == (("gate_proj", 48), ("up_proj", 48))
     assert parts_of(layer.attn.out, "o_proj") == (("o_proj", 32),)
+
+
+def test_a_model_whose_attention_was_swapped_asks_for_no_kernels_of_its_own():
+    model, served = build(), build()
+    assert model.attends_itself()
+    model.layers[1].attn.inner = torch.nn.Identity()
+    served.layers[0].attn.inner.with_positions = False
+    assert not model.attends_itself()
+    assert not served.attends_itself()

@@ -14,7 +14,7 @@ from erniekit.kernels.cross_entropy import CHUNK
 from erniekit.kernels.packed_attention import for_kernel
 from erniekit.kernels.rope import cos_sin, inverse_frequencies
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers.attention import Attention, Context
+from erniekit.models.layers.attention import Attention, Context, InnerAttention
 from erniekit.models.layers.head import LocalHead
 from erniekit.models.layers.mlp import MLP
 from erniekit.models.layers.moe import MoE
@@ -101,9 +101,16 @@ class Decoder(nn.Module):
         record: dict[tuple[str, int], Any] | None = None
         if self.records is not None and torch.is_grad_enabled():
             self.records.append(record := {})
-        group = c.num_heads // c.num_kv_heads
-        kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
+        kernel, packs = None, None
+        if self.attends_itself():
+            group = c.num_heads // c.num_kv_heads
+            kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
         return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record, kernel, packs)
+
+    def attends_itself(self) -> bool:
+        """False where somebody put another attention in: a server's over its cache needs no kernels from here."""
+        inner = (getattr(getattr(layer, "attn", None), "inner", None) for layer in self.layers)
+        return all(each is None or (isinstance(each, InnerAttention) and each.with_positions) for each in inner)
 
     def run_layers(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
