@@ -256,12 +256,12 @@ def timings() -> None:
 
 
 def take_times(order: Order) -> None:
-    from erniekit.kernels.triton import expert_rows, fp8_rows
+    from erniekit.kernels.triton import expert_rows
 
     x, lows = normal(TOKENS, H), [(normal(E, RANK, H), 1.0) for _ in range(2)]
     x8, xs = fp8.quantised(x)
     a = ms(lambda: expert_rows.take(x, order.row_of, K, order.ends, lows))
-    b = ms(lambda: fp8_rows.take(x, (x8, xs), order.row_of, K, order.ends, lows))
+    b = ms(lambda: expert_rows.take_fp8(x, (x8, xs), order.row_of, K, order.ends, lows))
     print(f"  taking {TOKENS * K} rows with two low ranks: bf16 {a:6.3f}, fp8 {b:6.3f}", flush=True)
 
 

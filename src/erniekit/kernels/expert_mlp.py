@@ -93,11 +93,11 @@ class TorchSteps:
 
 def cuda_steps() -> Any:
     """The same on an NVIDIA card."""
-    from erniekit.kernels.triton import expert_products, expert_rows, fp8_rows
+    from erniekit.kernels.triton import expert_products, expert_rows
 
     class Steps:
         take = staticmethod(expert_rows.take)
-        take_fp8 = staticmethod(fp8_rows.take)
+        take_fp8 = staticmethod(expert_rows.take_fp8)
         activate = staticmethod(expert_rows.activate)
         activate_backward = staticmethod(expert_rows.activate_backward)
         sum_choices = staticmethod(expert_rows.sum_choices)

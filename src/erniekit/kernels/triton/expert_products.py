@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from erniekit.kernels.triton.expert_rows import (
+from erniekit.kernels.triton.expert_tiles import (
     Tile,
     blocks_of,
     low_tile,

@@ -11,126 +11,44 @@ once more, computed and not stored, so that loads have no masks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from erniekit.kernels.triton.expert_tiles import (
+    Tile,
+    blocks_of,
+    low_tile,
+    narrow_tile,
+    padded,
+    rows_of_block,
+    sigmoid,
+    sizes,
+    store_narrow,
+    store_wide,
+    strides,
+    wide_tile,
+)
+
 Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any strides, and what its product is scaled by
 
-
-class Tile(NamedTuple):
-    rows: int  # 16 a warp: with fewer, warps compute the same twice
-    cols: int
-    warps: int
-    stages: int  # tiles of the loop that are on their way at a time
-    registers: int | None = None  # most of a thread: fewer let more programs share a processor
-
-
-# One stage: with more, Triton 3.6 lets the next tile overwrite one that tensor cores still read where that tile is also
-# stored, as in `_take`: 1 row in 40,000 had wrong low ranks, another one each time (tests/device/test_cuda_experts.py).
+# One stage: of a tile that is a product's operand and stored as well, Triton 3.6 keeps one buffer too few where loads
+# are asked for ahead, and the next tile overwrites what the tensor cores still read. 1 row in 40,000 had wrong low
+# ranks, another one each time (tests/device/test_cuda_experts.py).
 TAKE = Tile(128, 128, 8, 1)
 ACTIVATE = Tile(64, 64, 4, 3)
 BACKWARD = Tile(64, 64, 4, 2)
 SUM = Tile(1, 512, 2, 1)
 
 
-def padded(rank: int) -> int:
-    """What a tensor core's product can be given: a power of two, 16 at least; 0: there is none."""
-    return max(16, triton.next_power_of_2(rank)) if rank else 0
-
-
-def blocks_of(rows: int, experts: int, each: int) -> int:
-    """Most blocks of `each` rows that rows of so many experts can make."""
-    return triton.cdiv(rows, each) + experts
-
-
-def strides(factor: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if factor is None else factor.stride()
-
-
-def sizes(t: Tile, width: int, rank: int, most: int = 8192) -> dict[str, Any]:
-    """What every kernel is told of its tile and of the columns it walks. Tiles are chosen for ranks up to 32; higher
-    ones need the registers, and the memory of stages; `most` is what a tile's columns times the rank may be then."""
-    if rank > 32:
-        t = Tile(t.rows, min(t.cols, most // padded(rank)), t.warps, min(t.stages, 2))
-    tile = {"BM": t.rows, "BN": t.cols, "STAGES": t.stages, "num_warps": t.warps, "maxnreg": t.registers}
-    return {"W": width, "EVEN": width % t.cols == 0, **tile}
-
-
-@triton.jit
-def rows_of_block(ends, E, block, BM: tl.constexpr, BE: tl.constexpr):
-    """(expert, first row, how many from there on) of a block; expert >= E: there are no more rows."""
-    i = tl.arange(0, BE)
-    end = tl.load(ends + i, mask=i < E, other=0)
-    start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
-    upto = tl.cumsum(tl.where(i < E, (end - start + BM - 1) // BM, 0), 0)
-    expert = tl.sum((upto <= block).to(tl.int32), 0)
-    before = tl.max(tl.where(upto <= block, upto, 0), 0)
-    first = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < E), other=0) + (block - before) * BM
-    return expert, first, tl.load(ends + expert, mask=expert < E, other=0) - first
-
-
-@triton.jit
-def low_tile(at, n, cols, by_n, by_w, N: tl.constexpr, P: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr):
-    """[rank, columns] of an expert's factor [rank, width]."""
-    where = at + n[:, None] * by_n + cols[None, :] * by_w
-    if EVEN and N == P:
-        tile = tl.load(where)
-    else:
-        tile = tl.load(where, mask=(n[:, None] < N) & (cols[None, :] < W), other=0.0)
-    return tile
-
-
-@triton.jit
-def narrow_tile(at, rows, n, by_row, N: tl.constexpr, P: tl.constexpr):
-    """[rows, rank] of narrow rows."""
-    where = at + rows[:, None] * by_row + n[None, :]
-    if N == P:
-        tile = tl.load(where)
-    else:
-        tile = tl.load(where, mask=n[None, :] < N, other=0.0)
-    return tile
-
-
-@triton.jit
-def wide_tile(at, rows, cols, by_row, W: tl.constexpr, EVEN: tl.constexpr):
-    """[rows, columns] of wide rows."""
-    where = at + rows[:, None] * by_row + cols[None, :]
-    if EVEN:
-        tile = tl.load(where)
-    else:
-        tile = tl.load(where, mask=cols[None, :] < W, other=0.0)
-    return tile
-
-
-@triton.jit
-def store_wide(at, i, cols, live, tile, by_row, W: tl.constexpr, EVEN: tl.constexpr):
-    where = at + i[:, None] * by_row + cols[None, :]
-    mask = live[:, None] if EVEN else live[:, None] & (cols[None, :] < W)
-    tl.store(where, tile.to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_narrow(at, i, n, live, tile, by_row, N: tl.constexpr):
-    mask = live[:, None] & (n[None, :] < N)
-    tl.store(at + i[:, None] * by_row + n[None, :], tile.to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sigmoid(x):
-    """By the root of the reciprocal, squared: one instruction of the card, where a division takes eight."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return root * root
-
-
 @triton.jit
 def _take(
-    x, row_of, ends, out, low, L0, L1, E, s0, s1, e0, r0, w0, e1, r1, w1,
-    N0: tl.constexpr, N1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, K: tl.constexpr, KEEP: tl.constexpr,
+    x, copy, scales, row_of, ends, out, out_scales, low, L0, L1, E, s0, s1, e0, r0, w0, e1, r1, w1,
+    N0: tl.constexpr, N1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, K: tl.constexpr,
+    KEEP: tl.constexpr, FP8: tl.constexpr,
     W: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """FP8: what is kept are `copy`'s rows, with their scales; low ranks are of x in any case."""
     expert, first, left = rows_of_block(ends, E, tl.program_id(0), BM, BE)
     if expert >= E:
         return
@@ -142,6 +60,8 @@ def _take(
     low += first * (N0 + N1)
     if KEEP:
         out += first * W
+    if FP8:
+        tl.store(out_scales + first + i, tl.load(scales + token), mask=live)
     if P0 > 0:
         a0 = tl.zeros((BM, P0), tl.float32)
         i0 = tl.arange(0, P0)
@@ -152,13 +72,16 @@ def _take(
         L1 += expert * e1
     for c in tl.range(0, W, BN, num_stages=STAGES):
         cols = c + tl.arange(0, BN)
-        tile = wide_tile(x, token, cols, W, W, EVEN)
-        if KEEP:
-            store_wide(out, i, cols, live, tile, W, W, EVEN)
-        if P0 > 0:
-            a0 = tl.dot(tile, tl.trans(low_tile(L0, i0, cols, r0, w0, N0, P0, W, EVEN)), a0)
-        if P1 > 0:
-            a1 = tl.dot(tile, tl.trans(low_tile(L1, i1, cols, r1, w1, N1, P1, W, EVEN)), a1)
+        if FP8:
+            store_wide(out, i, cols, live, wide_tile(copy, token, cols, W, W, EVEN), W, W, EVEN)
+        if P0 > 0 or not FP8:
+            tile = wide_tile(x, token, cols, W, W, EVEN)
+            if KEEP and not FP8:
+                store_wide(out, i, cols, live, tile, W, W, EVEN)
+            if P0 > 0:
+                a0 = tl.dot(tile, tl.trans(low_tile(L0, i0, cols, r0, w0, N0, P0, W, EVEN)), a0)
+            if P1 > 0:
+                a1 = tl.dot(tile, tl.trans(low_tile(L1, i1, cols, r1, w1, N1, P1, W, EVEN)), a1)
     if P0 > 0:
         store_narrow(low, i, i0, live, a0 * s0, N0 + N1, N0)
     if P1 > 0:
@@ -168,17 +91,48 @@ def _take(
 def take(
     x: torch.Tensor, row_of: torch.Tensor, k: int, ends: torch.Tensor, lows: list[Low], keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    out = x.new_empty((row_of.shape[0] if keep else 0, x.shape[1]))
+    return out, _taken(x, row_of, k, ends, lows, out, keep)
+
+
+def take_fp8(
+    x: torch.Tensor,
+    small: tuple[torch.Tensor, torch.Tensor],
+    row_of: torch.Tensor,
+    k: int,
+    ends: torch.Tensor,
+    lows: list[Low],
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """As kernels/expert_fp8.py's `take`; fp8 numbers are moved as the bytes they are."""
+    x8, scales = small
+    out, out_scales = (t.new_empty(row_of.shape[0], t.shape[1]) for t in small)
+    low = _taken(x, row_of, k, ends, lows, out.view(torch.uint8), True, x8.view(torch.uint8), scales, out_scales)
+    return (out, out_scales), low
+
+
+def _taken(
+    x: torch.Tensor,
+    row_of: torch.Tensor,
+    k: int,
+    ends: torch.Tensor,
+    lows: list[Low],
+    out: torch.Tensor,
+    keep: bool,
+    copy: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The low ranks; rows are written to `out`."""
     R, W, E, t = row_of.shape[0], x.shape[1], ends.shape[0], TAKE
-    out = x.new_empty((R, W) if keep else (0, W))
     low = x.new_empty(R, sum(factor.shape[1] for factor, _ in lows))
     (L0, s0), (L1, s1) = [*lows, (None, 0.0), (None, 0.0)][:2]
     n0, n1 = (0 if L is None else L.shape[1] for L in (L0, L1))
     _take[(blocks_of(R, E, t.rows),)](
-        x, row_of, ends, out, low, L0, L1, E, s0, s1, *strides(L0), *strides(L1),
-        N0=n0, N1=n1, P0=padded(n0), P1=padded(n1), K=k, KEEP=keep, BE=triton.next_power_of_2(E),
-        **sizes(t, W, max(n0, n1)),
+        x, copy, scales, row_of, ends, out, out_scales, low, L0, L1, E, s0, s1, *strides(L0), *strides(L1),
+        N0=n0, N1=n1, P0=padded(n0), P1=padded(n1), K=k, KEEP=keep, FP8=copy is not None,
+        BE=triton.next_power_of_2(E), **sizes(t, W, max(n0, n1)),
     )  # fmt: skip
-    return out, low
+    return low
 
 
 @triton.jit

@@ -38,14 +38,14 @@ def test_rows_of_any_width_and_lying_apart(dtype: torch.dtype, wide: int, monkey
 def test_taken_rows_are_the_tokens_bytes_and_low_ranks_are_of_the_tokens_as_they_were(
     width: int, ranks: tuple[int, ...]
 ) -> None:
-    from erniekit.kernels.triton import fp8_rows
+    from erniekit.kernels.triton import expert_rows
 
     torch.manual_seed(0)
     order = by_expert(torch.randint(0, 5, (9, 2)), 7)  # the last two are nobody's choice
     x = torch.randn(9, width)
     lows = [(torch.randn(7, rank, width), 0.5 + rank) for rank in ranks]
     small = fp8_product.reference(x)
-    (got, scale), low = fp8_rows.take(x, small, order.row_of, 2, order.ends, lows)
+    (got, scale), low = expert_rows.take_fp8(x, small, order.row_of, 2, order.ends, lows)
     (want, right), want_low = expert_fp8.take(x, small, order.row_of, 2, order.ends, lows)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(scale, right)
