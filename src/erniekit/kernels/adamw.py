@@ -168,12 +168,19 @@ def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[t
     """What one launch can do together, each with (tensor, its copy in one piece) where the tensor is not in one."""
     found: dict[Kind, tuple[list[Slot], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
     for slot in slots:
-        whole = Slot(*(None if t is None else t.contiguous() for t in slot))  # type: ignore[arg-type]
-        aligned = all(t is None or t.data_ptr() % ALIGN == 0 for t in (*whole[:4], whole.weight))
-        kind = (slot.grad.dtype, torch.float32 if slot.weight is None else slot.weight.dtype, aligned)
+        whole = slot
+        # A model with experts has a thousand of these every step: what is in one piece already is left alone.
+        if not all(t is None or t.is_contiguous() for t in slot):
+            whole = Slot(*(None if t is None else t.contiguous() for t in slot))  # type: ignore[arg-type]
+        grad, master, average, square, _, weight = whole
+        places = grad.data_ptr() | master.data_ptr() | average.data_ptr() | square.data_ptr()
+        if weight is not None:
+            places |= weight.data_ptr()
+        kind = (grad.dtype, torch.float32 if weight is None else weight.dtype, places % ALIGN == 0)
         rows, written = found.setdefault(kind, ([], []))
         rows.append(whole)
-        written += [(a, b) for a, b in zip(slot[1:], whole[1:]) if a is not None and b is not None and a is not b]
+        if whole is not slot:
+            written += [(a, b) for a, b in zip(slot[1:], whole[1:]) if a is not None and b is not None and a is not b]
     return [(kind, *found[kind]) for kind in found]
 
 

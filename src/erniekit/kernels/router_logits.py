@@ -11,6 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from erniekit.kernels.available import has_triton
+
+_HAS_TRITON = has_triton()
+
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H], weight [E, H] -> fp32 [T, E]."""
@@ -28,6 +32,16 @@ def parts_of(value: torch.Tensor, count: int) -> list[torch.Tensor]:
     return out
 
 
+def side_by_side(value: torch.Tensor, which: tuple[int, int, int], dim: int) -> torch.Tensor:
+    """The parts `which` of an fp32 matrix (0 the largest), one after the other along `dim`."""
+    if value.is_cuda and _HAS_TRITON:
+        from erniekit.kernels.triton import parts
+
+        return parts.side_by_side(value, which, dim)
+    each = parts_of(value, max(which) + 1)
+    return torch.cat([each[k] for k in which], dim)
+
+
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Of bf16 matrices, in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
@@ -40,8 +54,7 @@ _LIBRARY.define("router_logits_backward(Tensor grad, Tensor x, Tensor weight, bo
 
 
 def _forward(x, weight):  # type: ignore[no-untyped-def]
-    parts = torch.cat(parts_of(weight, 3))
-    return _product(x, parts.t()).view(x.shape[0], 3, -1).sum(1)
+    return _product(x, side_by_side(weight, (0, 1, 2), 0).t()).view(x.shape[0], 3, -1).sum(1)
 
 
 @torch.library.register_fake("erniekit::router_logits")
@@ -50,13 +63,12 @@ def _(x, weight):  # type: ignore[no-untyped-def]
 
 
 def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
-    out, (high, middle, low) = [], parts_of(grad, 3)
+    out = []
     if wanted[0]:
         # The answer is rounded to x's 8 bits: of the product of two sums, what is below 16 bits is left out.
-        most, rest = parts_of(weight, 2)
-        out.append(_product(torch.cat([high, middle, high], 1), torch.cat([most, most, rest])).to(x.dtype))
+        out.append(_product(side_by_side(grad, (0, 1, 0), 1), side_by_side(weight, (0, 0, 1), 0)).to(x.dtype))
     if wanted[1]:
-        out.append(_product(torch.cat([high, middle, low], 1).t(), x).view(3, *weight.shape).sum(0))
+        out.append(_product(side_by_side(grad, (0, 1, 2), 1).t(), x).view(3, *weight.shape).sum(0))
     return out
 
 
