@@ -113,12 +113,22 @@ class Hands:
         box.press("Tab")
 
     def pick(self, field: str, text: str) -> None:
-        """A value of a list that also takes others: typed, and confirmed."""
+        """A value of a list: typed, then clicked where the list offers it, else confirmed as one's own."""
         box = self.see(f"#{field} input")
-        box.click()
-        box.fill(text)
-        box.press("Enter")
-        box.blur()
+        for _ in range(5):
+            box.click()
+            box.fill(text)
+            self.page.wait_for_timeout(200)
+            offered = self.page.locator("ul[role=listbox] li").filter(has_text=re.compile(rf"^\W*{re.escape(text)}$"))
+            if offered.count():
+                offered.first.click()
+            else:
+                box.press("Enter")
+            box.blur()
+            self.page.wait_for_timeout(300)  # what the list did not take is gone by then
+            if text in (box.input_value(), *self.text(f"#{field}").split()):  # of several, they stand beside the box
+                return
+        raise AssertionError(f"{field} does not take {text!r}: it says {box.input_value()!r}")
 
     def choose(self, field: str, label: str) -> None:
         self.page.locator(f"#{field} label", has_text=label).first.click()

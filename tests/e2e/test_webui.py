@@ -68,6 +68,7 @@ def fill_in(hands: Hands, steps: int, model: str = "demo/model", data: str = "de
     hands.type("train-max_steps", str(steps))
     hands.type("train-max_seq_len", "512")
     hands.until(lambda: "ek-good" in hands.page.inner_html("#train-problems"), 150, "a form that is ready")
+    hands.until(lambda: "device: cpu" in hands.text("#train-yaml"), 20, "a recipe that says what the form does")
 
 
 def learn(hands: Hands, watch: str = "train", seconds: float = 240) -> list[str]:

@@ -235,8 +235,8 @@ class Agent(LocalElasticAgent):
                 return self._end(self._publish(cause))
         elif told is not None:
             return self._end(told)
-        elif running and self._nodes and (lost := self._nodes.lost(self._may_restart)):
-            return self._end(self._publish(lost))
+        elif running and self._nodes and not self._signals and (lost := self._nodes.lost(self._may_restart)):
+            return self._end(self._publish(lost))  # once asked to stop, machines leave one by one, and ranks are saving
         elif not running:
             return super()._monitor_workers(worker_group)  # all is well: torch waits for the other machines
         if running and time.monotonic() > self._leave_by:
