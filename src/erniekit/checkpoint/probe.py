@@ -25,6 +25,9 @@ Answer = Callable[[torch.Tensor], torch.Tensor]  # token ids [1, n] -> logits [1
 KEPT_ROWS = 4  # positions whose whole logit row is stored
 
 
+FP8_BASE = "/fp8 base"  # ends the setting of one taken over frozen weights in fp8, which the stored ones do not repeat
+
+
 @dataclass(frozen=True)
 class Probe:
     ids: torch.Tensor  # int64 [1, n]

@@ -66,7 +66,7 @@ def _probe_of(folder: Path) -> Probe | None:
     """None for one taken over frozen weights in fp8: the stored ones, which are exported, do not repeat it, and the
     merge's own proof has to do."""
     probe = probes.load(folder)
-    return None if probe is None or probe.setting.endswith("fp8 base") else probe
+    return None if probe is None or probe.setting.endswith(probes.FP8_BASE) else probe
 
 
 def result_of(folder: Path) -> RunResult:

@@ -149,8 +149,7 @@ def _graphed(cfg: RunConfig) -> tuple[int, int, bool] | None:
 def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World, stage: Stage) -> Built:
     # fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps the fp32 copies.
     stored = torch.float32 if world.layout.fsdp > 1 else dtype
-    in_fp8 = cfg.lora.lora and cfg.lora.frozen_base == "fp8"
-    if in_fp8:
+    if cfg.lora.fp8_base:
         check(device.handle, world.size, folder.config.moe is not None, cfg.origin("frozen_base"))
     experts.settle_config(cfg, folder)
     whole, model = (folder.spec.cast(folder.meta(), stored) for _ in range(2))
@@ -197,7 +196,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         ),
     )
     engine.ledger = ledger
-    if in_fp8 and (left := to_fp8(engine.parts)):
+    if cfg.lora.fp8_base and (left := to_fp8(engine.parts)):
         say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are (widths no multiples of 16)")
     experts.put_in(cfg, engine)
     engine.train()

@@ -52,8 +52,10 @@ def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World)
 
 
 def _faster() -> str | None:
-    found = (flash4.library() is not None, cudnn_packed.library() is not None)
-    return faster_attention(torch.cuda.get_device_capability(), *found)
+    """Only what this card would use is looked for: importing either takes seconds."""
+    card = torch.cuda.get_device_capability()
+    hopper, newer = card[0] == 9, card[0] > 9
+    return faster_attention(card, hopper and flash4.library() is not None, newer and cudnn_packed.library() is not None)
 
 
 def show_data(data: TrainData) -> None:

@@ -182,7 +182,7 @@ def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
         "config": str(built.folder.config),
         "scratch": None if cfg.model.continue_training else cfg.train.seed,
         "dtype": str(built.dtype),
-        **({"frozen_base": cfg.lora.frozen_base} if built.lora and cfg.lora.frozen_base != "bf16" else {}),
+        **({"frozen_base": cfg.lora.frozen_base} if cfg.lora.fp8_base else {}),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 

@@ -82,7 +82,7 @@ class Saver:
     def setting(self) -> str:
         """Bit-equality of a probe is promised only where this is the same."""
         dtype = str(self.engine.dtype).removeprefix("torch.")
-        base = "/fp8 base" if self.fp8_base else ""
+        base = probes.FP8_BASE if self.fp8_base else ""
         return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}{base}"
 
     def save(self, state: TrainState, final: bool = False) -> Path | None:

@@ -29,3 +29,7 @@ class LoraSection:
         fixed=True,
     )
     lora_path: str | None = key(None, "Start from these adapters (ours, PEFT's or Paddle's).")
+
+    @property
+    def fp8_base(self) -> bool:
+        return self.lora and self.frozen_base == "fp8"
