@@ -5,7 +5,8 @@ Called by worker.py. The same seed is the same data for everybody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ class PeerRows:
     ids: torch.Tensor  # int64 [B, L]
     labels: torch.Tensor  # int64 [B, L], IGNORE where not trained
     positions: torch.Tensor | None = None  # int64 [B, L], restart at 0 in each document
+    bounds: torch.Tensor | None = None  # int32 [documents + 1] of a single row
+    longest: int = 0  # of the documents between them
     scored: int = 0  # preference rows (chosen and rejected in turn): only the last so many places are trained
 
     @property
@@ -32,12 +35,10 @@ class PeerRows:
         return torch.nn.functional.pad(self.labels[:, :-1], (1, 0), value=IGNORE)
 
     def to(self, device: torch.device) -> PeerRows:
-        moved = [
-            None if t is None else t.to(device, non_blocking=True) for t in (self.ids, self.labels, self.positions)
-        ]
-        assert moved[0] is not None
-        assert moved[1] is not None
-        return PeerRows(moved[0], moved[1], moved[2], self.scored)
+        moved: dict[str, Any] = {
+            name: t.to(device, non_blocking=True) for name, t in vars(self).items() if isinstance(t, torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def _documents(rows: Rows, vocab: int, seed: int) -> StepData:
         packs.append(Pack(tuple(_sample(n, rows.masked, vocab, rng) for n in lengths), number))
     batch = collate(packs, pad_to=rows.length)
     positions = batch.positions if rows.mean else None
-    return StepData(batch, PeerRows(batch.input_ids, batch.labels, positions))
+    bounds = batch.cu_seqlens if rows.count == 1 else None
+    longest = 0 if bounds is None else int(bounds.diff().max())
+    return StepData(batch, PeerRows(batch.input_ids, batch.labels, positions, bounds, longest))
 
 
 def document_lengths(rows: Rows, rng: np.random.Generator) -> list[int]:

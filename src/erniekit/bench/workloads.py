@@ -36,7 +36,8 @@ TINY: dict[str, Any] = dict(
 )
 TINY_EXPERTS: dict[str, Any] = dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_layer_end_index=1)
 
-ON_A_CARD = ("hf+compile", "hf+liger")  # a CPU has no driver for the one and takes half a minute to compile the other
+# A CPU has no driver for Liger, and takes half a minute to compile.
+ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger")
 
 FULL = {"fine_tuning": "Full"}
 LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
@@ -99,7 +100,7 @@ class Workload:
         return (*self.peers, *self.also)
 
 
-_DENSE = ("hf", "hf+compile")
+_DENSE = ("hf", "hf+compile", "hf+fa4")
 _EXPERTS = ("unsloth", "peft-attention")
 _8K, _32K, _128K = 8192, 32768, 131072
 _PAIRS = Rows(1, _8K, pairs=2, answer=512)
@@ -153,7 +154,8 @@ _ALL = (
     ),
     Workload(
         "E1", "0.3B, every weight, DPO with a live reference, prompt 3072 + answers 512, four pairs a step",
-        ERNIE_03B, Rows(1, 2 * _8K, pairs=4, answer=512), {**FULL, **_DPO}, ("hf",), ("hf+compile",), target=28,
+        ERNIE_03B, Rows(1, 2 * _8K, pairs=4, answer=512), {**FULL, **_DPO}, ("hf", "hf+fa4"), ("hf+compile",),
+        target=28,
     ),
     Workload(
         "E2-live", "21B-A3B, DPO with LoRA, 8K, live reference", ERNIE_21B, _PAIRS, {**LORA, **_DPO},
@@ -166,7 +168,7 @@ _ALL = (
     ),
     Workload(
         "F1", "Llama-13B shape, 8 layers, every weight, 4 x 4K", LLAMA_13B, Rows(4, 4096), {**FULL, "stage": "PT"},
-        ("hf+liger", "hf"), ("hf+compile",), together=False, target=38e3,
+        ("hf+liger", "hf+fa4", "hf"), ("hf+compile",), together=False, target=38e3,
     ),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}

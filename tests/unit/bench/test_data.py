@@ -47,6 +47,12 @@ def test_one_document_a_row_needs_no_bounds_and_a_pack_does() -> None:
     assert one.rows.positions is None
     assert packed.batch.documents() is not None
     assert packed.rows.positions is not None
+    assert one.rows.bounds is None
+    bounds = packed.rows.bounds
+    assert bounds is not None
+    assert (packed.rows.positions[0, bounds[:-1].long()] == 0).all()
+    assert int((packed.rows.positions == 0).sum()) == len(bounds) - 1
+    assert packed.rows.longest == int(packed.rows.positions.max()) + 1
 
 
 def test_two_rows_a_pair_hold_what_a_shared_prompt_holds() -> None:

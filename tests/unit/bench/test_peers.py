@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from erniekit.bench.data import make_steps
-from erniekit.bench.peers import absent, peer_class
+from erniekit.bench.peers import NEEDS, Needs, absent, peer_class
 from erniekit.bench.runner import Task
 from erniekit.bench.workloads import WORKLOADS, Options, tiny
 
@@ -63,3 +63,21 @@ def test_recomputed_layers_train_every_adapter_the_same(peer: str, tmp_path: Pat
     kept, again = found
     assert all(grad is not None and grad.norm() > 0 for grad in again.values())
     torch.testing.assert_close(again, kept)
+
+
+def test_a_package_inside_an_absent_one_is_absent_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NEEDS, "hf+fa4", Needs(("no_such_package.part",), "pip install that"))
+    assert absent("hf+fa4") == "no_such_package.part is not installed: pip install that"
+
+
+def test_a_peer_with_the_best_attention_is_told_where_a_rows_documents_end(tmp_path: Path) -> None:
+    runner = runner_of("A2-none", "hf+fa4", tmp_path)
+    runner.build()
+    rows = runner.task.steps[0].rows
+    assert runner.attention() == "sdpa"  # of a CPU
+    assert set(runner.documents(rows)) == {"position_ids"}
+    runner.flash4 = True
+    given = runner.documents(rows)
+    assert runner.attention() == "flash_attention_4"
+    assert given["cu_seq_lens_q"].tolist() == given["cu_seq_lens_k"].tolist() == rows.bounds.tolist()
+    assert given["max_length_q"] == given["max_length_k"] == rows.longest

@@ -19,6 +19,7 @@ PEERS = Registry(
     {
         "hf": "erniekit.bench.peers.hf:Transformers",
         "hf+compile": "erniekit.bench.peers.hf:CompiledTransformers",
+        "hf+fa4": "erniekit.bench.peers.hf:CompiledFlash4",
         "hf+liger": "erniekit.bench.peers.liger:Liger",
         "peft": "erniekit.bench.peers.peft:Peft",
         "peft-attention": "erniekit.bench.peers.peft:PeftAttention",
@@ -36,6 +37,7 @@ class Needs:
 NEEDS = {
     "hf": Needs(("transformers",), "pip install transformers"),
     "hf+compile": Needs(("transformers",), "pip install transformers"),
+    "hf+fa4": Needs(("transformers", "flash_attn.cute"), "pip install flash-attn-4"),
     "hf+liger": Needs(("transformers", "liger_kernel"), "pip install liger-kernel"),
     "peft": Needs(("transformers", "peft"), "pip install peft"),
     "peft-attention": Needs(("transformers", "peft"), "pip install peft"),
@@ -45,8 +47,15 @@ NEEDS = {
 
 def absent(name: str) -> str:
     """Empty where the peer can be tried; else how to get it."""
-    missing = [module for module in NEEDS[name].modules if find_spec(module) is None]
+    missing = [module for module in NEEDS[name].modules if not _found(module)]
     return f"{', '.join(missing)} is not installed: {NEEDS[name].pip}" if missing else ""
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package around it
+        return False
 
 
 def peer_class(name: str) -> type[Runner]:

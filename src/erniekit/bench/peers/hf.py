@@ -1,4 +1,4 @@
-"""transformers' own model classes in a plain training loop, tuned: SDPA or FlexAttention, fused AdamW, layers compiled.
+"""transformers' own model classes in a plain training loop, tuned: its best attention, fused AdamW, layers compiled.
 
 Base of the other peers. A preference pair is two rows, as its ecosystem does it, and only answers reach the head.
 """
@@ -6,6 +6,7 @@ Base of the other peers. A preference pair is two rows, as its ecosystem does it
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,11 +27,13 @@ BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0  # speed does not depend o
 class Transformers(Runner):
     name = "hf"
     compiled = False
+    best_attention = False  # FlashAttention-4 where transformers can use it
     thrifty = False  # layers are computed again in the backward pass, though the workload does not ask for it
 
     def build(self) -> None:
         task, work = self.task, self.task.workload
         self.packed = work.rows.mean > 0
+        self.flash4 = self.best_attention and flash4_serves(task.device)
         self.model: Any = self.adapted(self.plain_model())
         self.reference: Any = None
         if work.stage == "DPO" and not work.lora and not self.cached:
@@ -38,7 +41,8 @@ class Transformers(Runner):
         self.model.train()
         if work.recompute or self.thrifty:
             self.recompute()
-            self.note = "layers recomputed"
+        said = ["FlashAttention-4"] * self.flash4 + ["layers recomputed"] * bool(work.recompute or self.thrifty)
+        self.note = ", ".join(said)
         if self.compiled:
             self.compile_layers()
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -66,8 +70,7 @@ class Transformers(Runner):
         written = folder.spec.write_config(folder.config, "hf", str(task.dtype).removeprefix("torch."))
         config = transformers.AutoConfig.for_model(**written)
         config.use_cache = False
-        flex = self.packed and task.device.type == "cuda"  # a CPU has no backward for it
-        options: dict[str, Any] = {"attn_implementation": "flex_attention" if flex else "sdpa", "dtype": task.dtype}
+        options: dict[str, Any] = {"attn_implementation": self.attention(), "dtype": task.dtype}
         if folder.config.moe is not None:
             config._experts_implementation = "grouped_mm"
         with torch.device("meta"):
@@ -86,6 +89,20 @@ class Transformers(Runner):
         left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
         assert not left, f"no weights for {left[:3]}"
         return model
+
+    def attention(self) -> str:
+        if self.flash4:
+            return "flash_attention_4"
+        flex = self.packed and self.task.device.type == "cuda"  # a CPU has no backward for it
+        return "flex_attention" if flex else "sdpa"
+
+    def documents(self, rows: PeerRows) -> dict[str, Any]:
+        """What tells the model of a row's documents."""
+        given: dict[str, Any] = {} if rows.positions is None else {"position_ids": rows.positions}
+        if self.flash4 and rows.bounds is not None:  # else it would look for them in every layer, and wait for the card
+            given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.bounds)
+            given |= dict.fromkeys(("max_length_q", "max_length_k"), rows.longest)
+        return given
 
     def adapted(self, model: Any) -> Any:
         """With adapters, where the peer has them."""
@@ -121,7 +138,7 @@ class Transformers(Runner):
 
     def loss(self, rows: PeerRows) -> torch.Tensor:
         """The mean over trained tokens."""
-        given: dict[str, Any] = {} if rows.positions is None else {"position_ids": rows.positions}
+        given = self.documents(rows)
         if not self.compiled:
             out: torch.Tensor = self.model(input_ids=rows.ids, labels=rows.unshifted, use_cache=False, **given).loss
             return out
@@ -173,6 +190,27 @@ class CompiledTransformers(Transformers):
 
     def save_memory(self) -> bool:
         return False  # checkpointing wraps the layers; compiled ones stay as they are
+
+
+class CompiledFlash4(CompiledTransformers):
+    """The same with FlashAttention-4, which the compiler cannot read: a layer is two compiled parts around it."""
+
+    name = "hf+fa4"
+    best_attention = True
+
+
+@functools.cache
+def flash4_serves(device: torch.device) -> bool:
+    """Also makes its functions opaque to the compiler, for everybody who reaches them through transformers."""
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.utils import is_flash_attn_4_available
+
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not is_flash_attn_4_available():
+        return False
+    utils.lazy_import_flash_attention("flash_attention_4")
+    for name in ("_flash_fn", "_flash_varlen_fn"):
+        setattr(utils, name, torch.compiler.disable(getattr(utils, name)))
+    return True
 
 
 def _head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

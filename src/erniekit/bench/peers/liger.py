@@ -12,6 +12,7 @@ from erniekit.bench.runner import Patch
 
 class Liger(Transformers):
     name = "hf+liger"
+    best_attention = True
     _patch: ClassVar[Patch | None] = None
 
     def adapted(self, model: Any) -> Any:

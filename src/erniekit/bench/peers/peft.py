@@ -18,6 +18,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 class Peft(Transformers):
     name = "peft"
+    best_attention = True
     experts = True
 
     def adapted(self, model: Any) -> Any:
