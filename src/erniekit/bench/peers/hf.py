@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -207,6 +208,7 @@ def flash4_serves(device: torch.device) -> bool:
 
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not is_flash_attn_4_available():
         return False
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # its own compiler's, of its own code
     utils.lazy_import_flash_attention("flash_attention_4")
     for name in ("_flash_fn", "_flash_varlen_fn"):
         setattr(utils, name, torch.compiler.disable(getattr(utils, name)))
