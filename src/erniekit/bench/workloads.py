@@ -37,7 +37,7 @@ TINY: dict[str, Any] = dict(
 TINY_EXPERTS: dict[str, Any] = dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_layer_end_index=1)
 
 # A CPU has no driver for Liger, and takes half a minute to compile.
-ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger")
+ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger", "hf+liger+fp32")
 
 FULL = {"fine_tuning": "Full"}
 LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
@@ -171,7 +171,7 @@ _ALL = (
     ),
     Workload(
         "F1", "Llama-13B shape, 8 layers, every weight, 4 x 4K", LLAMA_13B, Rows(4, 4096), {**FULL, "stage": "PT"},
-        ("hf+liger", "hf"), ("hf+compile", "hf+fa4"), together=False, target=38e3,
+        ("hf+liger", "hf+liger+fp32", "hf"), ("hf+compile", "hf+fa4"), together=False, target=38e3,
     ),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}

@@ -81,3 +81,19 @@ def test_a_peer_with_the_best_attention_is_told_where_a_rows_documents_end(tmp_p
     assert runner.attention() == "flash_attention_4"
     assert given["cu_seq_lens_q"].tolist() == given["cu_seq_lens_k"].tolist() == rows.bounds.tolist()
     assert given["max_length_q"] == given["max_length_k"] == rows.longest
+
+
+def test_a_peer_with_masters_keeps_what_sixteen_bits_would_lose(tmp_path: Path) -> None:
+    runner = runner_of("F1", "hf", tmp_path)
+    runner.task = replace(runner.task, dtype=torch.bfloat16)
+    runner.masters = True
+    runner.build()
+    before = [weight.detach().clone() for weight in runner.trained]
+    for number in range(2):
+        runner.step(number)
+    moved = 0
+    for old, master, weight in zip(before, runner.updated, runner.trained):
+        assert master.dtype == torch.float32
+        assert torch.equal(weight, master.bfloat16())
+        moved += int((master != old.float()).sum() > int((weight != old).sum()))
+    assert moved > len(before) // 2  # of most tensors more numbers have moved than 16 bits can show

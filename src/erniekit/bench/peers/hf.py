@@ -28,6 +28,7 @@ BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0  # speed does not depend o
 class Transformers(Runner):
     name = "hf"
     compiled = False
+    masters = False  # fp32 weights and moments behind the 16-bit weights, as ours
     best_attention = False  # FlashAttention-4 where transformers can use it
     thrifty = False  # layers are computed again in the backward pass, though the workload does not ask for it
 
@@ -47,9 +48,10 @@ class Transformers(Runner):
         if self.compiled:
             self.compile_layers()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        fused = task.device.type == "cuda" or all(p.dtype == torch.float32 for p in trained)
         self.trained = trained
-        self.optimizer = torch.optim.AdamW(trained, LEARNING_RATE, BETAS, EPS, DECAY, fused=fused)
+        self.updated = [p.detach().float() for p in trained] if self.masters else trained
+        fused = task.device.type == "cuda" or all(p.dtype == torch.float32 for p in self.updated)
+        self.optimizer = torch.optim.AdamW(self.updated, LEARNING_RATE, BETAS, EPS, DECAY, fused=fused)
         self.kept: dict[int, torch.Tensor] = {}
         if self.cached:
             for place, data in enumerate(task.steps):
@@ -109,12 +111,11 @@ class Transformers(Runner):
         """With adapters, where the peer has them."""
         return model
 
-    def layers(self) -> Iterable[nn.Module]:
-        return next(m.layers for m in self.model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
-
     def compile_layers(self) -> None:
-        for layer in self.layers():
-            layer.compile()
+        """The reference's too: rounded otherwise, a first step would not lose ln 2."""
+        for model in (self.model, self.reference):
+            for layer in () if model is None else _layers(model):
+                layer.compile()
         self.head_loss = torch.compile(_head_loss)
 
     def recompute(self) -> None:
@@ -133,9 +134,18 @@ class Transformers(Runner):
         told = self.preference(rows, place) if rows.scored else Told(self.loss(rows))
         told.loss.backward()
         norm = nn.utils.clip_grad_norm_(self.trained, CLIP, foreach=True)
+        self.update()
+        return Told(told.loss.detach(), {**told.numbers, "grad_norm": norm.detach()})
+
+    def update(self) -> None:
+        if self.masters:
+            for master, weight in zip(self.updated, self.trained):
+                assert weight.grad is not None
+                master.grad, weight.grad = weight.grad.float(), None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Told(told.loss.detach(), {**told.numbers, "grad_norm": norm.detach()})
+        if self.masters:
+            torch._foreach_copy_([p.data for p in self.trained], self.updated)
 
     def loss(self, rows: PeerRows) -> torch.Tensor:
         """The mean over trained tokens."""
@@ -213,6 +223,10 @@ def flash4_serves(device: torch.device) -> bool:
     for name in ("_flash_fn", "_flash_varlen_fn"):
         setattr(utils, name, torch.compiler.disable(getattr(utils, name)))
     return True
+
+
+def _layers(model: Any) -> Iterable[nn.Module]:
+    return next(m.layers for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
 
 
 def _head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,13 @@ class Liger(Transformers):
             yield
 
 
+class LigerMasters(Liger):
+    """What ours keeps as well; 16-bit states lose most updates of a long pre-training."""
+
+    name = "hf+liger+fp32"
+    masters = True
+
+
 def _apply() -> None:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
