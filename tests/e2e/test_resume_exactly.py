@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from erniekit.errors import ConfigError, Preempted
 from erniekit.train.metrics import LogHook
@@ -80,10 +82,13 @@ def test_the_checks_before_training_do_not_change_the_run(train: Callable, weigh
     assert weights(tmp_path / "on") == weights(tmp_path / "off")
 
 
+@pytest.mark.parametrize("lean", [False, True])
 def test_bf16_with_masters_resumes_bit_identical(
-    train: Callable, stop_at: Callable, weights: Callable, tmp_path: Path
+    lean: bool, train: Callable, stop_at: Callable, weights: Callable, tmp_path: Path
 ) -> None:
+    """lean: the moments in 16 bit as well."""
     keys = dict(compute_type="bf16", max_steps=2, gradient_accumulation_steps=1, doctor="off")
+    keys |= {"use_lowprecision_moment": lean}
     train(tmp_path / "whole", **keys)
     stop_at(1)
     with pytest.raises(Preempted):
@@ -93,6 +98,8 @@ def test_bf16_with_masters_resumes_bit_identical(
     got, want = weights(tmp_path / "cut" / "checkpoint-2"), weights(tmp_path / "whole" / "checkpoint-2")
     assert "master_weights.safetensors" in want
     assert got == want
+    kept = load_file(tmp_path / "cut" / "checkpoint-2" / "optimizer.safetensors")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16 if lean else torch.float32}
 
 
 @pytest.mark.full  # the demo, at every commit, kills and resumes, too

@@ -173,6 +173,11 @@ _ALL = (
         "F1", "Llama-13B shape, 8 layers, every weight, 4 x 4K", LLAMA_13B, Rows(4, 4096), {**FULL, "stage": "PT"},
         ("hf+liger", "hf+liger+fp32", "hf"), ("hf+compile", "hf+fa4"), together=False, target=38e3,
     ),
+    Workload(
+        "F1-lean", "the same, moments in 16 bit", LLAMA_13B, Rows(4, 4096),
+        {**FULL, "stage": "PT", "use_lowprecision_moment": True}, ("hf+liger",), ("hf+liger+fp32", "hf"),
+        together=False, target=38e3,
+    ),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}
 

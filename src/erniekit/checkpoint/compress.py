@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 BITS = {"O0": 32, "O1": 8, "O2": 4}
 BLOCK = 128
 _SHORTEST = 32
+_MOMENTS = (torch.float32, torch.bfloat16)  # what they may be before
 
 Named = tuple[str, torch.Tensor]
 
@@ -65,7 +66,7 @@ def compressed(tensors: Iterable[Named], stage: str) -> Iterator[Named]:
 
 def _pair(first: Named, second: Named, bits: int) -> Iterator[Named]:
     lead, width = first[1].shape[:-1], first[1].shape[-1]
-    m, v = (t.detach().reshape(-1, width).cpu().split(_rows_at_once(width)) for _, t in (first, second))
+    m, v = (t.detach().reshape(-1, width).cpu().float().split(_rows_at_once(width)) for _, t in (first, second))
     squares = [_encode_squares(_blocks(part), bits) for part in v]
     roots = (_decode_squares(codes, scales, bits).sqrt_() for codes, scales in squares)
     signed = [_encode_signed((_blocks(part) / root).nan_to_num_(0.0, 0.0, 0.0), bits) for part, root in zip(m, roots)]
@@ -165,7 +166,7 @@ def _square_of(name: str) -> str:
 
 def _worth_it(m: torch.Tensor, v: torch.Tensor) -> bool:
     large = m.ndim >= 2 and m.shape[-1] >= _SHORTEST and m.numel() > 0 and m.shape == v.shape
-    return large and all(t.dtype == torch.float32 and bool(torch.isfinite(t).all()) for t in (m, v))
+    return large and all(t.dtype in _MOMENTS and bool(torch.isfinite(t).all()) for t in (m, v))
 
 
 def _rows_at_once(columns: int) -> int:

@@ -21,10 +21,10 @@ class Slot(NamedTuple):
     """One parameter: its gradient and what an update changes."""
 
     grad: torch.Tensor  # 16-bit or fp32
-    master: torch.Tensor  # fp32, as all but `grad` and `weight`
-    average: torch.Tensor
+    master: torch.Tensor  # fp32
+    average: torch.Tensor  # fp32 or bf16, as the next
     square: torch.Tensor
-    step: torch.Tensor  # [], updates so far
+    step: torch.Tensor  # fp32 [], updates so far
     weight: torch.Tensor | None = None  # 16-bit, becomes the master's rounded value; None: the master is the weight
 
 
@@ -33,6 +33,30 @@ class Rates(NamedTuple):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    fair: bool = True  # how bf16 moments are rounded; else to the nearest
+
+
+def fair16(value: torch.Tensor, step: torch.Tensor, which: int) -> torch.Tensor:
+    """fp32 -> bf16, up or down by chance, so that the mean is the value. To the nearest, a second moment would never
+    fall: 0.999 of a bf16 number is that number again.
+
+    The chance is drawn from the value itself, the update's number and `which` moment it is: the same on every layout of
+    the model, and after a resume.
+    """
+    bits = value.contiguous().view(torch.int32)
+    h = bits ^ (step.to(torch.int32) * _signed(SALTS[0]) + _signed(SALTS[1]) * which)
+    for shift, factor in SPREADS:
+        h = (h ^ ((h >> shift) & ((1 << 32 - shift) - 1))) * _signed(factor)
+    noise = (h >> 16) & 0xFFFF
+    return ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+SALTS = (0x9E3779B1, 0x85EBCA6B)
+SPREADS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # every bit of the result depends on every bit of what is given
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
 
 
 @torch.no_grad()
@@ -44,14 +68,25 @@ def reference(
     for grad, master, average, square, step, weight in slots if go else ():
         g = grad.float() if scale is None else grad.float() * scale
         step += 1
+        m, v = average.float(), square.float()  # the moments themselves where they are fp32
         master.mul_(1 - rates.lr * rates.weight_decay)
-        average.lerp_(g, 1 - beta1)
-        square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         taken = float(step)
-        root = square.sqrt().div_(math.sqrt(1 - beta2**taken)).add_(rates.eps)
-        master.addcdiv_(average, root, value=-rates.lr / (1 - beta1**taken))
+        root = v.sqrt().div_(math.sqrt(1 - beta2**taken)).add_(rates.eps)
+        master.addcdiv_(m, root, value=-rates.lr / (1 - beta1**taken))
+        keep_moments((average, square), (m, v), step, rates.fair)
         if weight is not None:
             weight.copy_(master)
+
+
+def keep_moments(
+    kept: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], step: torch.Tensor, fair: bool
+) -> None:
+    """made: fp32, what an update made of them. step: counts this update."""
+    for which, (old, new) in enumerate(zip(kept, made)):
+        if old.dtype != torch.float32:
+            old.copy_(fair16(new, step, which) if fair else new)
 
 
 def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -107,7 +142,7 @@ class Fused:
                     one if good is None else good,
                     *(float(x) for x in (lr, lr * rates.weight_decay, 1 - beta1, _log(beta1))),
                     *(float(x) for x in (beta2, 1 - beta2, _log(beta2), rates.eps)),
-                    *_kinds(kind), BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
+                    *_kinds(kind), FAIR=rates.fair, BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
                 )  # fmt: skip
             for target, made in written:
                 target.copy_(made)
@@ -161,7 +196,8 @@ class Fused:
         return sent[1]
 
 
-Kind = tuple[torch.dtype, torch.dtype, bool]  # of the gradients, of the weights to be written; all on ALIGN bytes
+# Of the gradients, of the moments, of the weights to be written; whether all lie on ALIGN bytes.
+Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool]
 
 
 def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[torch.Tensor, torch.Tensor]]]]:
@@ -176,7 +212,8 @@ def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[t
         places = grad.data_ptr() | master.data_ptr() | average.data_ptr() | square.data_ptr()
         if weight is not None:
             places |= weight.data_ptr()
-        kind = (grad.dtype, torch.float32 if weight is None else weight.dtype, places % ALIGN == 0)
+        written_as = torch.float32 if weight is None else weight.dtype
+        kind = (grad.dtype, average.dtype, written_as, places % ALIGN == 0)
         rows, written = found.setdefault(kind, ([], []))
         rows.append(whole)
         if whole is not slot:
@@ -196,8 +233,8 @@ def _lengths(slots: list[Slot]) -> list[int]:
     return [slot.master.numel() for slot in slots]
 
 
-def _kinds(kind: Kind) -> tuple[Any, Any, bool]:
-    return _triton_type(kind[0]), _triton_type(kind[1]), kind[2]
+def _kinds(kind: Kind) -> tuple[Any, ...]:
+    return *(_triton_type(dtype) for dtype in kind[:3]), kind[3]
 
 
 def _log(beta: float) -> float:

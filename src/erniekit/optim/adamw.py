@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from erniekit.kernels.adamw import Fused, Rates, Slot, fits, norm_reference
+from erniekit.kernels.adamw import Fused, Rates, Slot, fits, keep_moments, norm_reference
 from erniekit.optim.groups import Group
 from erniekit.optim.offload import OnDevice
 
@@ -34,9 +34,13 @@ class AdamW:
         eps: float,
         low_precision: bool = False,
         home: OnDevice | None = None,
+        moments: torch.dtype = torch.float32,
+        fair: bool = True,
     ) -> None:
-        """low_precision: the model computes in 16 bit from fp32 parameters, so what is saved has masters as well."""
+        """low_precision: the model computes in 16 bit from fp32 parameters, so what is saved has masters as well.
+        moments: fp32 or bf16, between updates. fair: how these are rounded, see kernels/adamw.py."""
         self.groups, self.betas, self.eps = groups, betas, eps
+        self.moments, self.fair = moments, fair
         self.low_precision, self.home = low_precision, home or OnDevice()
         self.masters: dict[str, torch.Tensor] = {}  # fp32; the parameter itself when it is fp32 already
         self.params: dict[str, nn.Parameter] = {}
@@ -62,6 +66,11 @@ class AdamW:
     @property
     def has_masters(self) -> bool:
         return self.low_precision or any(self.masters[n] is not p for n, p in self.params.items())
+
+    @property
+    def bytes_a_weight(self) -> int:
+        """What a checkpoint holds of a trained weight beside the weight itself."""
+        return 4 * self.has_masters + 2 * self.moments.itemsize
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """All in fp32: what other ranks' are added to."""
@@ -100,7 +109,7 @@ class AdamW:
         grads = self.gradients() if self.fused is None else self._gathered()
         for group in self.groups:
             names = [n for n in group.names if n in grads]
-            rates = Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay)
+            rates = Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.fair)
             for part in [[n] for n in names] if self.home.one_by_one else [names]:
                 self._update(part, [_own(grads[n]) for n in part], rates, good)
         self._clip = None
@@ -122,10 +131,13 @@ class AdamW:
             slots = [Slot(*each) for each in zip(grads, masters, averages, squares, steps, weights)]
             self.fused.update(names[0] if names else "", slots, rates, self._clip, good)
         else:
+            m, v = [t.float() for t in averages], [t.float() for t in squares]  # themselves where they are fp32
             adamw(
-                masters, grads, averages, squares, [], steps, fused=True, amsgrad=False, lr=rates.lr,
+                masters, grads, m, v, [], steps, fused=True, amsgrad=False, lr=rates.lr,
                 beta1=self.betas[0], beta2=self.betas[1], weight_decay=rates.weight_decay, eps=self.eps, maximize=False,
             )  # fmt: skip
+            for kept, made, step in zip(zip(averages, squares), zip(m, v), steps):
+                keep_moments(kept, made, step, self.fair)
         for name, state, master, weight, *moments in zip(names, states, masters, weights, averages, squares):
             if weight is not None:
                 if self.fused is None:
@@ -141,7 +153,7 @@ class AdamW:
     def _state(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self._states:
             param = _own(self.params[name].detach())
-            moments = {key: self.home.room(param.shape, param.device).zero_() for key in MOMENTS}
+            moments = {key: self.home.room(param.shape, param.device, self.moments).zero_() for key in MOMENTS}
             self._states[name] = {"step": torch.zeros((), device=param.device), **moments}
         return self._states[name]
 

@@ -19,9 +19,9 @@ class OnDevice:
 
     one_by_one = False  # update one parameter at a time, so that the states of no more than one are on the device
 
-    def room(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Memory, with nothing in it yet, where an fp32 state of a parameter on `device` is kept."""
-        return torch.empty(*shape, dtype=torch.float32, device=device)
+    def room(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory, with nothing in it yet, where a state of a parameter on `device` is kept."""
+        return torch.empty(*shape, dtype=dtype, device=device)
 
     def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A state for an update; not a copy where it is kept there already."""
@@ -43,10 +43,10 @@ class InHost(OnDevice):
         self._spare: list[torch.Tensor] = []  # unused ends of pinned blocks
         self._busy: set[torch.device] = set()  # that copies to the host were started on
 
-    def room(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    def room(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if device.type == "cpu":
-            return super().room(shape, device)
-        return self._pinned(4 * prod(shape)).view(torch.float32).view(*shape)
+            return super().room(shape, device, dtype)
+        return self._pinned(dtype.itemsize * prod(shape)).view(dtype).view(*shape)
 
     def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
         return kept.to(device, non_blocking=True)

@@ -218,7 +218,15 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
     )
     betas = (cfg.optim.adam_beta1, cfg.optim.adam_beta2)
     home = states_home(cfg.memory.offload_optim, cfg.memory.tensorwise_offload_optimizer)
-    return AdamW(groups, betas, cfg.optim.adam_epsilon, low_precision=built.dtype != torch.float32, home=home)
+    return AdamW(
+        groups,
+        betas,
+        cfg.optim.adam_epsilon,
+        low_precision=built.dtype != torch.float32,
+        home=home,
+        moments=torch.bfloat16 if cfg.optim.use_lowprecision_moment else torch.float32,
+        fair=cfg.train.compat != "erniekit",
+    )
 
 
 def make_schedule(cfg: RunConfig, max_steps: int) -> Schedule:

@@ -254,7 +254,7 @@ def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
 def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
     shapes = [built.sharding.shape(name) for name in built.saved_names()]
     weights = sum(prod(shape) for shape in shapes) * built.dtype.itemsize
-    states = built.trainable() * (12 if optimizer.has_masters else 8)
+    states = built.trainable() * optimizer.bytes_a_weight
     one = weights + (0 if cfg.checkpoint.ignore_save_lr_and_optim else states)
     kept = cfg.checkpoint.save_total_limit or 2
     need = int(one * (kept + 1) * 1.1)

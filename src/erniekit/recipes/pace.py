@@ -20,6 +20,7 @@ SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
+LEAN_STATE = 8  # with moments in 16 bit
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
@@ -81,7 +82,8 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     if world.size > 1 or not limit:
         return
-    count = layers_to_recompute(model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen)
+    state = LEAN_STATE if cfg.optim.use_lowprecision_moment else KEPT_STATE
+    count = layers_to_recompute(model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen, state)
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
     yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
@@ -94,10 +96,12 @@ def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
     return min(1.0, 2.0 * cfg.lora.lora_rank / model.hidden_size)
 
 
-def layers_to_recompute(model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int) -> int:
+def layers_to_recompute(
+    model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int, state: int = KEPT_STATE
+) -> int:
     """The fewest layers that must be computed again for a step to fit in `limit` bytes."""
     weights = model.parameters()
-    fixed = weights * 2 + weights * trained * (2 + KEPT_STATE) + head_room(model, rows)
+    fixed = weights * 2 + weights * trained * (2 + state) + head_room(model, rows)
     kept = [saved_per_token(model, layer) * tokens for layer in range(model.num_layers)]
     start = 2 * model.hidden_size * tokens  # what a layer that is computed again starts from
     most = max(kept)

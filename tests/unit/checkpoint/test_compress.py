@@ -111,7 +111,7 @@ def test_what_is_small_alone_or_not_finite_is_stored_as_it_is(tmp_path):
         "norm": (torch.randn(300), torch.rand(300)),
         "lora.B": (torch.randn(300, 8), torch.rand(300, 8)),
         "bad": (torch.randn(4, 256), torch.full((4, 256), torch.inf)),
-        "half": (torch.randn(4, 256).bfloat16(), torch.rand(4, 256).bfloat16()),
+        "half": (torch.randn(4, 256).half(), torch.rand(4, 256).half()),
         "empty": (torch.zeros(0, 256), torch.zeros(0, 256)),
     }
     kept = {f"{n}/{key}": t for n, pair in pairs.items() for key, t in zip(("exp_avg", "exp_avg_sq"), pair)}
@@ -125,6 +125,17 @@ def test_what_is_small_alone_or_not_finite_is_stored_as_it_is(tmp_path):
     assert all(torch.equal(stored[name], tensor) for name, tensor in kept.items())
     assert stored.is_compressed
     assert set(stored) == {*kept, *real}
+
+
+def test_moments_in_16_bit_are_stored_as_their_fp32_values_are(tmp_path):
+    pair = {"w/exp_avg": torch.randn(4, 256).bfloat16(), "w/exp_avg_sq": torch.rand(4, 256).bfloat16()}
+    folders = [tmp_path / "lean", tmp_path / "full"]
+    for folder in folders:
+        folder.mkdir()
+    lean = through_disk(folders[0], pair, "O1")
+    full = through_disk(folders[1], {name: tensor.float() for name, tensor in pair.items()}, "O1")
+    assert lean.is_compressed
+    assert all(torch.equal(lean[name], full[name]) for name in pair)
 
 
 def test_rows_of_odd_length_are_stored_in_8_bit(tmp_path):

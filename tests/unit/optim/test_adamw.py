@@ -91,6 +91,47 @@ def test_state_restored_into_a_new_optimizer_continues_bit_for_bit() -> None:
         assert all(torch.equal(whole.masters[n], b.masters[n]) for n in whole.masters)
 
 
+def lean(model: Tiny) -> AdamW:
+    return AdamW(make_groups(model.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8, moments=torch.bfloat16)
+
+
+def test_moments_in_16_bit_train_nearly_the_same_and_come_back_bit_for_bit() -> None:
+    straight, usual = tiny(torch.bfloat16), tiny(torch.bfloat16)
+    whole, full = lean(straight), AdamW(make_groups(usual.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+    start = {name: master.clone() for name, master in whole.masters.items()}
+    train(straight, whole, 6)
+    train(usual, full, 6)
+    for name, master in whole.masters.items():
+        moved = (full.masters[name] - start[name]).norm()
+        assert (master - full.masters[name]).norm() < 0.05 * moved, name  # moments are off by 0.8 % at most, each step
+    saved = dict(whole.state_tensors())
+    assert {t.dtype for t in saved.values()} == {torch.bfloat16}
+    assert whole.bytes_a_weight == 8
+    assert full.bytes_a_weight == 12
+
+    first = tiny(torch.bfloat16)
+    a = lean(first)
+    train(first, a, 2)
+    second = tiny(torch.bfloat16)
+    second.load_state_dict(first.state_dict())
+    b = lean(second)
+    assert b.load(a.steps_taken(), dict(a.state_tensors()), dict(a.master_tensors())) == []
+    train(second, b, 4, start=2)
+    assert all(torch.equal(whole.masters[n], b.masters[n]) for n in whole.masters)
+    assert all(torch.equal(t, saved[n]) for n, t in b.state_tensors())
+
+
+def test_a_card_rounds_moments_as_a_cpu_does() -> None:
+    here, there = tiny(torch.bfloat16), tiny(torch.bfloat16)
+    a, b = lean(here), lean(there)
+    b.fused = PlainAdamW()  # type: ignore[assignment]
+    train(here, a, 1)
+    train(there, b, 1)
+    theirs = dict(b.state_tensors())
+    for name, moment in a.state_tensors():
+        torch.testing.assert_close(moment.float(), theirs[name].float(), rtol=2**-7, atol=0)
+
+
 def on_a_card(model: Tiny) -> AdamW:
     """As there, with the kernels' definition in their place."""
     optimizer = AdamW(make_groups(model.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)

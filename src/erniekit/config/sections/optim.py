@@ -42,4 +42,6 @@ class OptimSection:
         choices=("adamw", "adafactor", "adamw_mini", "adamw_custom"),
         fixed=True,
     )
-    use_lowprecision_moment: bool = key(False, "Optimiser moments in 16 bit.", fixed=True, later="16-bit moments")
+    use_lowprecision_moment: bool = key(
+        False, "AdamW's moments in bf16, 4 bytes a trained weight less; rounded without bias.", fixed=True
+    )

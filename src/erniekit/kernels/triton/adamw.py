@@ -10,7 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from erniekit.kernels.adamw import SALTS, SPREADS
+
 COLUMNS = tl.constexpr(6)  # of `tensors`: master, average, square, weight, step, length
+_SALT, _OTHER = tl.constexpr(SALTS[0]), tl.constexpr(SALTS[1])
+_SHIFT_A, _FACTOR_A, _SHIFT_B, _FACTOR_B = (tl.constexpr(n) for spread in SPREADS for n in spread)
 
 
 @triton.jit
@@ -33,10 +37,24 @@ def _updated(g, p, m, v, lr_decay, step_size, root, rest1, beta2, rest2, eps):
 
 
 @triton.jit
+def _kept(value, salt, MOMENT: tl.constexpr, FAIR: tl.constexpr):
+    """A moment as it is stored: kernels/adamw.fair16, or to the nearest."""
+    if FAIR and tl.float32 != MOMENT:
+        bits = value.to(tl.uint32, bitcast=True)
+        h = bits ^ salt
+        h = (h ^ (h >> _SHIFT_A)) * _FACTOR_A
+        h = (h ^ (h >> _SHIFT_B)) * _FACTOR_B
+        return ((bits + (h >> 16)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(MOMENT)
+
+
+@triton.jit
 def update(
     tensors, grads, chunks, scale, good,
     lr, lr_decay, rest1, log_beta1, beta2, rest2, log_beta2, eps,
-    GRAD: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, FAIR: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """scale: what gradients are multiplied by; good: 0 leaves everything as it is; both on the device. rest: 1 - beta.
     WEIGHT: the type of the 16-bit weights, fp32 where there are none. Counts of updates include this one."""
@@ -46,7 +64,9 @@ def update(
         row = tensors + tensor * COLUMNS
         grad, master, average, square = tl.load(grads + tensor), tl.load(row), tl.load(row + 1), tl.load(row + 2)
         weight, length = tl.load(row + 3), tl.load(row + 5)
-        step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        count = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+        salt = count.to(tl.uint32) * _SALT
+        step = count.to(tl.float64)
         factor = tl.load(scale)
         # fp64: 1 - beta ** step loses half its digits in fp32 when the step is small.
         size = tl.div_rn(lr, (1.0 - tl.exp(step * log_beta1)).to(tl.float32))
@@ -55,25 +75,28 @@ def update(
             first = start + k * BLOCK
             g_at = _lanes(grad, first, GRAD, ALIGNED, BLOCK)
             p_at = _lanes(master, first, tl.float32, ALIGNED, BLOCK)
-            m_at = _lanes(average, first, tl.float32, ALIGNED, BLOCK)
-            v_at = _lanes(square, first, tl.float32, ALIGNED, BLOCK)
+            m_at = _lanes(average, first, MOMENT, ALIGNED, BLOCK)
+            v_at = _lanes(square, first, MOMENT, ALIGNED, BLOCK)
             w_at = _lanes(weight, first, WEIGHT, ALIGNED, BLOCK)
             if first + BLOCK <= length:  # a mask would be known lane by lane only, and so would be the reads
-                g, p, m, v = tl.load(g_at).to(tl.float32) * factor, tl.load(p_at), tl.load(m_at), tl.load(v_at)
+                g, p = tl.load(g_at).to(tl.float32) * factor, tl.load(p_at)
+                m, v = tl.load(m_at).to(tl.float32), tl.load(v_at).to(tl.float32)
                 p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
                 tl.store(p_at, p)
-                tl.store(m_at, m)
-                tl.store(v_at, v)
+                tl.store(m_at, _kept(m, salt, MOMENT, FAIR))
+                tl.store(v_at, _kept(v, salt + _OTHER, MOMENT, FAIR))
                 if tl.float32 != WEIGHT:
                     tl.store(w_at, p.to(WEIGHT))
             elif first < length:
                 own = first + tl.arange(0, BLOCK) < length
                 g = tl.load(g_at, own, other=0.0).to(tl.float32) * factor
-                p, m, v = tl.load(p_at, own, other=0.0), tl.load(m_at, own, other=0.0), tl.load(v_at, own, other=0.0)
+                p = tl.load(p_at, own, other=0.0)
+                m = tl.load(m_at, own, other=0.0).to(tl.float32)
+                v = tl.load(v_at, own, other=0.0).to(tl.float32)
                 p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
                 tl.store(p_at, p, own)
-                tl.store(m_at, m, own)
-                tl.store(v_at, v, own)
+                tl.store(m_at, _kept(m, salt, MOMENT, FAIR), own)
+                tl.store(v_at, _kept(v, salt + _OTHER, MOMENT, FAIR), own)
                 if tl.float32 != WEIGHT:
                     tl.store(w_at, p.to(WEIGHT), own)
 
