@@ -174,7 +174,7 @@ _ALL = (
         ("hf+liger", "hf+liger+fp32", "hf"), ("hf+compile", "hf+fa4"), together=False, target=38e3,
     ),
     Workload(
-        "F1-lean", "the same, moments in 16 bit", LLAMA_13B, Rows(4, 4096),
+        "F1b", "the same, moments in 16 bit", LLAMA_13B, Rows(4, 4096),
         {**FULL, "stage": "PT", "use_lowprecision_moment": True}, ("hf+liger",), ("hf+liger+fp32", "hf"),
         together=False, target=38e3,
     ),
