@@ -16,7 +16,7 @@ import torch
 from erniekit.bench.data import make_steps
 from erniekit.bench.ours import Ours
 from erniekit.bench.runner import Task
-from erniekit.bench.workloads import ERNIE_03B, FULL, Options, Rows, Workload
+from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, FULL, LORA, Options, Rows, Workload
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
 
@@ -24,6 +24,11 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 LENGTH = 1024
 SMALL = {**ERNIE_03B, "num_hidden_layers": 4, "vocab_size": 8192}
+SMALL_EXPERTS = {
+    **ERNIE_21B, "num_hidden_layers": 4, "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "moe_num_experts": 16, "moe_intermediate_size": 256,
+    "moe_layer_end_index": 3,
+}  # fmt: skip
 
 
 def ours(folder: Path, graph: bool, model: dict, rows: Rows, **keys: object) -> Ours:
@@ -68,6 +73,27 @@ def test_replayed_layers_train_as_others_do_whatever_documents_come(tmp_path: Pa
         assert abs(norm - other_norm) < 2e-2 * norm, found
 
 
+@pytest.mark.parametrize("base", ["bf16", "fp8"])
+def test_replayed_experts_train_and_tell_of_their_routing_as_others_do(tmp_path: Path, base: str) -> None:
+    """Adapters on everything; some rows end in padding, which routing must not count."""
+    found, usage = {}, {}
+    keys = {**LORA, "frozen_base": base, "moe_aux_loss_lambda": 0.01}
+    steps = [[packs(s, 1 + s % 2)] for s in range(8)]
+    for graph in (False, True):
+        runner = ours(tmp_path, graph, SMALL_EXPERTS, Rows(1, LENGTH, mean=256), **keys)
+        found[graph] = losses(runner, steps)
+        usage[graph] = {layer: count.clone() for layer, count in runner.built.engine.usage.items()}
+        recorded = getattr(runner.built.engine.model.run_layers, "recorded", None)
+        assert len(recorded or ()) == (2 if graph else 0), "rows of one document, and packs"
+    for (loss, norm), (other, other_norm) in zip(found[False], found[True]):
+        assert abs(loss - other) < 2e-3 * loss, found
+        assert abs(norm - other_norm) < 5e-2 * norm, found
+    assert usage[False].keys() == usage[True].keys() == {1, 2, 3}
+    for layer, counts in usage[False].items():
+        assert counts.sum() == usage[True][layer].sum()
+        assert (counts - usage[True][layer]).abs().sum() < 0.02 * counts.sum(), "but for choices that are nearly even"
+
+
 def timed(runner: Ours, count: int = 20) -> float:
     for number in range(6):
         runner.step(number)
@@ -80,6 +106,17 @@ def timed(runner: Ours, count: int = 20) -> float:
 
 
 def table(folder: Path) -> None:
+    for base, length in (("bf16", 4096), ("bf16", 8192), ("fp8", 8192)):
+        each = []
+        for graph in (False, True):
+            runner = ours(folder, graph, dict(ERNIE_21B), Rows(1, length), **LORA, frozen_base=base)
+            each.append(timed(runner, 8))
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            del runner
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        print(f"21B-A3B, LoRA, {base}, {length} tokens: launched {each[0]:.1f} ms a step, replayed {each[1]:.1f}, "
+              f"{peak:.1f} GiB", flush=True)  # fmt: skip
     for length, mean in ((512, 0), (2048, 0), (2048, 512), (4096, 0)):
         each = []
         for graph in (False, True):

@@ -4,54 +4,78 @@ device's work. Used by apply.py. Embedding, head and loss stay outside: how many
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from erniekit.kernels.packed_attention import Packs
+from erniekit.log import say
 from erniekit.parallel.compiled import is_eager
 
 SHAPES = 2  # that are recorded; each keeps the memory of its activations
+LAUNCHED = 2  # micro-batches of a large model before it is recorded: they tell what its activations take
+GIB = 1024**3
 
 
 class GraphedLayers:
     """In place of a model's `run_layers`. What it cannot replay runs as before: other shapes, evaluation, documents
-    that share keys, layers that tell of themselves."""
+    that share keys."""
 
     def __init__(self, model: Any, rows: int, length: int, several: bool) -> None:
         """rows, length: of the batches to come. several: micro-batches a step; a replay writes gradients where the one
         before wrote them, so each is copied first."""
         self.model, self.plain, self.shape, self.several = model, model.run_layers, (rows, length), several
         self.recorded: dict[Any, Any] = {}
+        self.launched = 0 if model.config.moe is not None else LAUNCHED
+        self.room = True
 
     def __call__(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
         if not self._fits(x_BLH, ctx):
             return self.plain(x_BLH, ctx)
-        key = (ctx.kernel, None if ctx.packs is None else ctx.packs.bounds.shape)
+        documents = None if ctx.packs is None else ctx.packs.bounds.shape
+        key = (ctx.kernel, documents, _real(ctx) is None, ctx.record is None)
         if key not in self.recorded:
-            if len(self.recorded) == SHAPES:
+            if len(self.recorded) == SHAPES or not self._may_record():
                 return self.plain(x_BLH, ctx)
             self.recorded[key] = self._record(x_BLH, ctx)
-        bounds = () if ctx.packs is None else (ctx.packs.bounds,)
-        out: torch.Tensor = self.recorded[key](x_BLH, ctx.cos, ctx.sin, *bounds)
-        return out
+        stack = self.recorded[key]
+        out, *told = stack(x_BLH, *_inputs(ctx))
+        if ctx.record is not None:
+            ctx.record.update(stack.read(told))
+        result: torch.Tensor = out
+        return result
 
     def _fits(self, x_BLH: torch.Tensor, ctx: Any) -> bool:
         if not (torch.is_grad_enabled() and self.model.training) or is_eager():
             return False
-        if x_BLH.shape[:2] != self.shape or ctx.record is not None or ctx.shared is not None:
+        if x_BLH.shape[:2] != self.shape or ctx.shared is not None:
             return False
-        return all(layer.attn.inner.takes(x_BLH.dtype, ctx) for layer in self.model.layers)
+        inners = [layer.attn.inner for layer in self.model.layers]
+        return all(hasattr(inner, "takes") and inner.takes(x_BLH.dtype, ctx) for inner in inners)
+
+    def _may_record(self) -> bool:
+        """Recording rehearses in ordinary memory what it then keeps in memory of its own: a step's activations twice.
+        Without room for them a capture would fail halfway, after which nothing can be recorded or drawn by chance."""
+        if self.launched < LAUNCHED:
+            self.launched += 1
+            return False
+        if self.model.config.moe is not None and self.room:
+            held = torch.cuda.memory_allocated()
+            need = 2 * (torch.cuda.max_memory_allocated() - held)
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
+            self.room = need < free
+            if not self.room:
+                say(f"note     cuda_graph: recording takes {need / GIB:.0f} GiB, {free / GIB:.0f} are free: launched")
+        return self.room
 
     def _record(self, x_BLH: torch.Tensor, ctx: Any) -> nn.Module:
         stack: Any = _Stack(self.model.layers, ctx)
         x = x_BLH.detach().clone().requires_grad_(x_BLH.requires_grad)
-        sample = [x, ctx.cos.clone(), ctx.sin.clone()]
-        if ctx.packs is not None:
-            sample.append(ctx.packs.bounds.clone())
-        stack = torch.cuda.make_graphed_callables(stack, tuple(sample))
-        torch.cuda.empty_cache()  # what the rehearsals left in memory that a graph cannot use
+        torch.cuda.empty_cache()  # what was launched so far left its memory behind
+        stack = torch.cuda.make_graphed_callables(stack, (x, *(t.clone() for t in _inputs(ctx))))
+        torch.cuda.empty_cache()  # and so did the rehearsals: a graph cannot use it
         if self.several and not self.recorded:
             for param in stack.parameters():
                 if param.requires_grad:
@@ -60,21 +84,53 @@ class GraphedLayers:
         return graphed
 
 
+def _inputs(ctx: Any) -> list[torch.Tensor]:
+    """What differs from one batch to the next."""
+    found = [ctx.cos, ctx.sin, None if ctx.packs is None else ctx.packs.bounds, _real(ctx)]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _real(ctx: Any) -> torch.Tensor | None:
+    """Only who tells of itself looks at padding."""
+    return None if ctx.record is None else ctx.real
+
+
 class _Stack(nn.Module):
-    """The layers as a function of tensors alone."""
+    """The layers as a function of tensors alone; what they tell of themselves follows their output, a tensor a name."""
 
     def __init__(self, layers: nn.ModuleList, ctx: Any) -> None:
         super().__init__()
         self.layers, self.like = layers, ctx._replace(cos=None, sin=None, cu_seqlens=None, real=None, packs=None)
+        self.tells, self.packed, self.padded = ctx.record is not None, ctx.packs is not None, _real(ctx) is not None
+        self.told: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
         self.sizes = torch.zeros(3, dtype=torch.int64)
         if ctx.packs is not None:
             # A pack to come may have any documents: as many as there is room for, the longest as long as all.
             tokens = ctx.cos.shape[0] * ctx.cos.shape[1]
             self.sizes = torch.tensor([ctx.packs.bounds.numel() - 1, tokens, tokens])
 
-    def forward(self, x_BLH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *bounds: torch.Tensor) -> torch.Tensor:
-        packs = Packs(bounds[0], self.sizes) if bounds else None
-        ctx = self.like._replace(cos=cos, sin=sin, packs=packs)
+    def forward(self, x_BLH: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cos, sin, *rest = inputs
+        packs = Packs(rest.pop(0), self.sizes) if self.packed else None
+        ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=rest.pop(0) if self.padded else None)
+        sheets: list[dict[str, Any]] = []
         for layer in self.layers:
-            x_BLH = layer(x_BLH, ctx)
-        return x_BLH
+            sheets.append({})
+            x_BLH = layer(x_BLH, ctx._replace(record=sheets[-1]) if self.tells else ctx)
+        return x_BLH, *self._gathered(sheets)
+
+    def _gathered(self, sheets: list[dict[str, Any]]) -> list[torch.Tensor]:
+        values: dict[str, list[torch.Tensor]] = {}
+        self.told = {}
+        for number, sheet in enumerate(sheets):
+            for name, value in sheet.items():
+                tensor, count = value if isinstance(value, tuple) else (value, None)
+                self.told.setdefault(name, []).append((number, count))
+                values.setdefault(name, []).append(tensor.detach())
+        return [torch.stack(values[name]) for name in self.told]
+
+    def read(self, told: list[torch.Tensor]) -> Iterator[tuple[tuple[str, int], Any]]:
+        """As the layers wrote it: a copy, for the next replay writes there again."""
+        for (name, places), stacked in zip(self.told.items(), told):
+            for (number, count), tensor in zip(places, stacked.detach().clone()):
+                yield (name, number), tensor if count is None else (tensor, count)

@@ -1,0 +1,79 @@
+"""What is recorded as a CUDA graph: the layers as a function of tensors alone. Graphs themselves need a card
+(tests/device/test_cuda_graph.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from erniekit.kernels.packed_attention import Packs
+from erniekit.losses.moe_balance import Balance, Weights
+from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.models.layers.decoder import Decoder
+from erniekit.models.layers.moe import MoE
+from erniekit.parallel.graphed import GraphedLayers, _inputs, _Stack
+
+
+def decoder() -> Decoder:
+    moe = MoEShape(experts=4, choices=2, width=16, shared_width=24, start=1, end=2)
+    config = DecoderConfig(
+        family="ernie4_5_moe", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True, max_positions=64, moe=moe,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Decoder(config)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.balance = Balance(Weights(aux=0.1, z=0.01), torch.ones(()))
+    return model
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_recorded_stack_gives_what_launched_layers_give_and_tells_what_they_tell(padded: bool) -> None:
+    model, x = decoder(), torch.randn(2, 12, 32)
+    model.records = []
+    positions = torch.arange(12).expand(2, 12)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[1, 9:] = False
+    ctx = model.context(positions)._replace(real=real if padded else None)
+    want = model.run_layers(x, ctx)
+    assert {name for name, _ in ctx.record} == {"usage", "router_aux", "router_z"}
+
+    stack = _Stack(model.layers, ctx)
+    out, *told = stack(x, *_inputs(ctx))
+    torch.testing.assert_close(out, want)
+    found = dict(stack.read(told))
+    assert found.keys() == ctx.record.keys()
+    for key, value in ctx.record.items():
+        if isinstance(value, tuple):
+            assert found[key][1] == value[1]
+            value, found[key] = value[0], found[key][0]
+        assert torch.equal(found[key], value), key
+    counted = sum(found["usage", 1].tolist())
+    assert counted == 2 * (21 if padded else 24)
+    kept = found["usage", 1].clone()
+    for tensor in told:
+        tensor.zero_()  # as the next replay would
+    assert torch.equal(found["usage", 1], kept)
+
+
+def test_padding_is_an_input_only_where_layers_tell_of_themselves() -> None:
+    model = decoder()
+    real = torch.ones(2, 12, dtype=torch.bool)
+    ctx = model.context(torch.arange(12).expand(2, 12))._replace(real=real)
+    assert len(_inputs(ctx)) == 2
+    assert len(_inputs(ctx._replace(record={}))) == 3
+    packs = Packs(torch.tensor([0, 12, 24], dtype=torch.int32), torch.tensor([2, 12, 12]))
+    assert len(_inputs(ctx._replace(packs=packs, record={}))) == 4
+
+
+def test_where_nothing_can_be_replayed_layers_are_launched() -> None:
+    model, x = decoder(), torch.randn(2, 12, 32)
+    ctx = model.context(torch.arange(12).expand(2, 12))
+    graphed = GraphedLayers(model, 2, 12, several=False)
+    model.train()
+    torch.testing.assert_close(graphed(x, ctx), model.run_layers(x, ctx))  # a CPU has no kernels for it
+    assert not graphed.recorded
