@@ -75,7 +75,7 @@ def test_replayed_layers_train_as_others_do_whatever_documents_come(tmp_path: Pa
 
 @pytest.mark.parametrize("base", ["bf16", "fp8"])
 def test_replayed_experts_train_and_tell_of_their_routing_as_others_do(tmp_path: Path, base: str) -> None:
-    """Adapters on everything; some rows end in padding, which routing must not count."""
+    """Adapters on everything, rows of one document and of two."""
     found, usage = {}, {}
     keys = {**LORA, "frozen_base": base, "moe_aux_loss_lambda": 0.01}
     steps = [[packs(s, 1 + s % 2)] for s in range(8)]

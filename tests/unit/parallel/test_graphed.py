@@ -19,7 +19,8 @@ def decoder() -> Decoder:
     moe = MoEShape(experts=4, choices=2, width=16, shared_width=24, start=1, end=2)
     config = DecoderConfig(
         family="ernie4_5_moe", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
-        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True, max_positions=64, moe=moe,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True,
+        max_positions=64, moe=moe,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Decoder(config)
