@@ -137,6 +137,19 @@ def test_a_run_on_the_card_resumes_with_its_probe_bit_for_bit(bench: Bench, caps
     assert apart(whole, resumed) < BF16_LOSS  # attention's backward sums in no fixed order on this card
 
 
+def test_deterministic_runs_on_the_card_end_with_the_same_bits_stopped_or_not(bench: Bench) -> None:
+    found = []
+    try:
+        for name in ("bits", "bits-again", "bits-stopped"):
+            if name == "bits-stopped":
+                bench.run(name, max_steps=6, deterministic=True, stop_after=3)
+            bench.run(name, max_steps=6, deterministic=True)
+            found.append((bench.folder / name / "checkpoint-6" / "model.safetensors").read_bytes())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == found[1] == found[2]
+
+
 def test_recompute_compile_and_32k_run_from_recipes(bench: Bench) -> None:
     plain = bench.run("plain", max_steps=6)
     again = bench.run("recompute", max_steps=6, recompute=True)

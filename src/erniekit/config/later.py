@@ -108,7 +108,6 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
         _Row(("freeze_config", "train_emb_only", "train_moe_only"), bool, "training a part of the model", "use LoRA"),
         _Row(("adaptive_norm_clip",), bool, "clipping by a running norm", "use max_grad_norm"),
         _Row(("ignore_data_skip", "skip_data_intervals"), bool, "resuming elsewhere in the data", "leave it out"),
-        _Row(("sft_benchmark",), bool, "the benchmark mode", "metrics.jsonl of any run has tokens/s"),
         _Row(
             ("pipeline_parallel_config",),
             _has("use_dualpipev"),

@@ -28,6 +28,9 @@ class Device:
     def synchronise(self) -> None:
         return None
 
+    def same_bits(self) -> None:
+        """From now on the same computation gives the same bits; where it always does, nothing is to be done."""
+
     def rng_state(self) -> torch.Tensor | None:
         return None
 

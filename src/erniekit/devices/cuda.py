@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from erniekit.devices.base import Device
@@ -32,6 +34,12 @@ class CudaDevice(Device):
 
     def synchronise(self) -> None:
         torch.cuda.synchronize()
+
+    def same_bits(self) -> None:
+        # Without it torch refuses products: with workspace where it likes, cuBLAS may add up in another order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
 
     def rng_state(self) -> torch.Tensor | None:
         return torch.cuda.get_rng_state()

@@ -115,6 +115,8 @@ def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
         cfg = cfg.replace(compute_type="fp32")
         say("note     compute_type: bf16 -> fp32 (bf16 is slow on a CPU; write compute_type: bf16 to have it)")
     device.reset_peak()
+    if cfg.train.deterministic:
+        device.same_bits()
     torch.manual_seed(cfg.train.seed)
     return cfg, device, DTYPES[cfg.precision.compute_type]
 

@@ -3,7 +3,6 @@ policy is compared."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
-from erniekit.log import say
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.engine import Engine, Loss
@@ -30,10 +28,10 @@ from erniekit.recipes.stage import Prepare, Stage
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import evaluate_pairs
 from erniekit.train.hooks import Hook
-from erniekit.train.step import StepResult
+from erniekit.train.tokens_a_second import TokensASecond
 
 if TYPE_CHECKING:
-    from erniekit.train.trainer import Trainer
+    pass
 
 
 class DPO(Stage):
@@ -77,35 +75,12 @@ class DPO(Stage):
         out: list[Hook] = []
         if every > 0 and isinstance(prepare, Reference) and prepare.own is not None:
             out.append(RefreshReference(prepare.own, built, every, Path(cfg.train.output_dir or "output")))
-        return [*out, Benchmark(built.world)] if cfg.dpo.dpo_benchmark else out
+        return [*out, TokensASecond(built.world)] if cfg.dpo.dpo_benchmark else out
 
     def evaluate(
         self, cfg: RunConfig, engine: Engine, batches: Iterable[Batch], prepare: Prepare | None = None
     ) -> dict[str, float]:
         return evaluate_pairs(engine, batches, prepare, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
-
-
-class Benchmark(Hook):
-    """`dpo_benchmark`: tokens a second, padding apart; the first step warms up."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.tokens, self.began = world, 0, 0.0
-
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
-        return False
-
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self.began:
-            self.tokens += result.tokens
-        else:
-            self.began = time.perf_counter()
-
-    def on_end(self, trainer: Trainer) -> None:
-        seconds = time.perf_counter() - self.began
-        # Ranks that share a pack read the same tokens.
-        tokens = sum(self.world.gather(self.tokens)) // (self.world.size // self.world.layout.data_ranks)
-        rate = tokens / seconds if tokens else 0.0
-        say(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")
 
 
 def pair_rules(cfg: RunConfig) -> PairRules:

@@ -24,6 +24,7 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
 from erniekit.train.evaluate import evaluate
 from erniekit.train.hooks import Hook
+from erniekit.train.tokens_a_second import TokensASecond
 
 if TYPE_CHECKING:
     from erniekit.recipes.build import Built
@@ -70,7 +71,7 @@ class Stage:
         return None
 
     def hooks(self, cfg: RunConfig, built: Built, prepare: Prepare | None) -> list[Hook]:
-        return []
+        return [TokensASecond(built.world)] if cfg.train.sft_benchmark else []
 
     def evaluate(
         self, cfg: RunConfig, engine: Engine, batches: Iterable[Batch], prepare: Prepare | None = None

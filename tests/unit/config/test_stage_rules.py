@@ -53,9 +53,9 @@ def test_kept_log_probabilities_of_a_reference_that_changes_are_refused():
         load(["stage=DPO", "fine_tuning=Full", "ref_model_update_steps=10", "reference_logps=cached"])
 
 
-def test_a_benchmark_neither_evaluates_nor_saves_on_the_way():
-    words = ["stage=DPO", "dpo_benchmark=True", "eval_dataset_path=a.jsonl", "evaluation_strategy=epoch"]
-    cfg = load([*words, "save_strategy=steps"])
+@pytest.mark.parametrize("words", [["stage=DPO", "dpo_benchmark=True"], ["stage=SFT", "sft_benchmark=True"]])
+def test_a_benchmark_neither_evaluates_nor_saves_on_the_way(words):
+    cfg = load([*words, "eval_dataset_path=a.jsonl", "evaluation_strategy=epoch", "save_strategy=steps"])
     assert (cfg.train.evaluation_strategy, cfg.train.do_eval, cfg.checkpoint.save_strategy) == ("no", False, "no")
 
 

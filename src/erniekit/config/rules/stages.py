@@ -73,8 +73,9 @@ def preference_training_has_no_dropout(run: View) -> Iterator[Note]:
 
 
 def benchmark_only_trains(run: View) -> Iterator[Note]:
-    if run["stage"] == "DPO" and run["dpo_benchmark"]:
-        reason = "dpo_benchmark is True"
+    name = "dpo_benchmark" if run["stage"] == "DPO" else "sft_benchmark"
+    if run[name]:
+        reason = f"{name} is True"
         yield from run.set("evaluation_strategy", "no", reason)
         yield from run.set("do_eval", False, reason, quiet=True)
         yield from run.set("save_strategy", "no", reason)

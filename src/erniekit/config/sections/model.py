@@ -39,7 +39,7 @@ class ModelSection:
     cuda_graph: bool | None = key(
         None,
         "Replay the compiled layers as CUDA graphs. When not given: where a micro-batch is so short that launching its "
-        "kernels would take longer than running them; dense models on one NVIDIA card, SFT and PT.",
+        "kernels would take longer than running them. On one NVIDIA card, SFT and PT; with experts only when given.",
     )
     allow_pickle: bool = key(False, "Read .bin/.pt weights (weights only). Off: safetensors alone.")
     tokenizer_name: str | None = key(

@@ -47,6 +47,11 @@ class TrainSection:
     early_stopping_patience: int = key(0, "Stop after so many evaluations without improvement; 0 never stops.", low=0)
     early_stopping_threshold: float = key(0.0, "How much counts as an improvement.", low=0)
     seed: int = key(42, "Same seed, same run.", basic=True, fixed=True)
+    deterministic: bool = key(
+        False,
+        "The same bits at every run and after a resume on a card as well: attention by FlashAttention-2 and no kernel "
+        "chosen by its time. A CPU always has them.",
+    )
     device: str = key(
         "auto",
         "gpu, cpu; auto takes the GPU when there is one.",
@@ -79,4 +84,4 @@ class TrainSection:
     drift_check_steps: int = key(100, "Steps between checks that replicas hold the same bits; 0: never.", low=0)
     train_emb_only: int = key(0, "Train the embedding alone.", fixed=True, later="partial training")
     adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, later="pre-training")
-    sft_benchmark: bool = key(False, "Train without saving or evaluating and print tokens/s.", later="benchmarks")
+    sft_benchmark: bool = key(False, "Train without evaluation or saves on the way; print tokens/s at the end.")

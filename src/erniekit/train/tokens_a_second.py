@@ -1,0 +1,37 @@
+"""TokensASecond: what `sft_benchmark` and `dpo_benchmark` print at a run's end. Put in by the stages."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from erniekit.log import say
+from erniekit.parallel.mesh import World
+from erniekit.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from erniekit.train.step import StepResult
+    from erniekit.train.trainer import Trainer
+
+
+class TokensASecond(Hook):
+    """Padding apart; the first step warms up."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.tokens, self.began = world, 0, 0.0
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self.began:
+            self.tokens += result.tokens
+        else:
+            self.began = time.perf_counter()
+
+    def on_end(self, trainer: Trainer) -> None:
+        seconds = time.perf_counter() - self.began
+        # Ranks that share a pack read the same tokens.
+        tokens = sum(self.world.gather(self.tokens)) // (self.world.size // self.world.layout.data_ranks)
+        rate = tokens / seconds if tokens else 0.0
+        say(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")
