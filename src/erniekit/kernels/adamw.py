@@ -15,6 +15,10 @@ import torch
 from erniekit.kernels.available import has_triton
 
 ALIGN = 16  # bytes read at once
+# Of the chance that rounds moments: what an update's number and a moment are multiplied by, and (shift, factor) of two
+# rounds after which every high bit depends on every bit of what was given.
+SALTS = (0x9E3779B1, 0x85EBCA6B)
+SPREADS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
 
 class Slot(NamedTuple):
@@ -49,10 +53,6 @@ def fair16(value: torch.Tensor, step: torch.Tensor, which: int) -> torch.Tensor:
         h = (h ^ ((h >> shift) & ((1 << 32 - shift) - 1))) * _signed(factor)
     noise = (h >> 16) & 0xFFFF
     return ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-SALTS = (0x9E3779B1, 0x85EBCA6B)
-SPREADS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # every bit of the result depends on every bit of what is given
 
 
 def _signed(word: int) -> int:

@@ -78,3 +78,28 @@ def test_where_nothing_can_be_replayed_layers_are_launched() -> None:
     model.train()
     torch.testing.assert_close(graphed(x, ctx), model.run_layers(x, ctx))  # a CPU has no kernels for it
     assert not graphed.recorded
+
+
+class Rehearsed(GraphedLayers):
+    """Everything but the recording itself, which needs a card."""
+
+    def _fits(self, x_BLH: torch.Tensor, ctx: object) -> bool:
+        return True
+
+    def _may_record(self) -> bool:
+        return True
+
+    def _record(self, x_BLH: torch.Tensor, ctx: object) -> torch.nn.Module:
+        return _Stack(self.model.layers, ctx)
+
+
+def test_each_kind_of_batch_has_a_recording_of_its_own_up_to_the_limit() -> None:
+    model, x = decoder(), torch.randn(2, 12, 32)
+    graphed = Rehearsed(model, 2, 12, several=False)
+    plain = model.context(torch.arange(12).expand(2, 12))
+    real = torch.ones(2, 12, dtype=torch.bool)
+    for ctx in (plain, plain._replace(record={}), plain._replace(record={}, real=real), plain):
+        torch.testing.assert_close(graphed(x, ctx), model.run_layers(x, ctx._replace(record=None)))
+        told = {name for name, _ in ctx.record or ()}
+        assert told == (set() if ctx.record is None else {"usage", "router_aux", "router_z"})
+    assert len(graphed.recorded) == 2, "the third kind was launched"
