@@ -5,7 +5,10 @@ It speaks to a server that runs, or opens a folder behind one of its own (chat_s
 
 from __future__ import annotations
 
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ from erniekit.serve.chat_client import EVERYWHERE, Address, Answer, Client, NoAn
 from erniekit.serve.server import read_key
 from erniekit.serve.speech import Delta
 
+ANSWERED = b"\0"  # no signal has this number
 WORDS = "exit leaves, clear starts anew, Ctrl-C stops an answer"
 # What a terminal would obey rather than show: all control characters but tab and newline.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -173,10 +177,12 @@ class Screen:
         self.last = kind
         self._put(text, self.thoughts if kind == "reasoning" else self.output)
 
+    def ending(self, notes: str, output: TextIO) -> str:
+        """Of the line, with what there is to say of the answer."""
+        return f" {notes}" if notes and self.last and output is self.output else notes
+
     def end(self, notes: str, output: TextIO) -> None:
-        """The end of the line, with what there is to say of the answer."""
-        blank = " " if notes and self.last and output is self.output else ""
-        self._put(f"{blank}{notes}\n", output)
+        self._put(self.ending(notes, output) + "\n", output)
 
     @staticmethod
     def _put(text: str, stream: TextIO) -> None:
@@ -207,37 +213,78 @@ def converse(talk: Talk, about: str, input_stream: TextIO, output: TextIO) -> in
     """Turns until `exit`, the end of the input, or Ctrl-C twice."""
     print(f"{about}; {WORDS}", file=output, flush=True)
     interrupts = 0
-    while interrupts < 2:
-        try:
-            text = _read(input_stream, output)
-        except KeyboardInterrupt:
-            interrupts += 1
-            print("" if interrupts > 1 else "\nCtrl-C again to leave", file=output, flush=True)
-            continue
-        if text is None or text.strip() == "exit":
-            break
-        if text.strip() == "clear":
-            talk.clear()
-            print("cleared", file=output, flush=True)
-        elif text.strip():
-            interrupts = _turn(talk, text.strip(), output)
+    with heard_at_the_prompt():
+        while interrupts < 2:
+            try:
+                text = _read(input_stream, output)
+                if text is None or text.strip() == "exit":
+                    break
+                if text.strip() == "clear":
+                    talk.clear()
+                    print("cleared", file=output, flush=True)
+                elif text.strip():
+                    interrupts, last = _turn(talk, text.strip(), output)
+                    print(last, file=output, flush=True)
+            except KeyboardInterrupt:  # at the prompt, or on the way there
+                interrupts += 1
+                print("" if interrupts > 1 else "\nCtrl-C again to leave", file=output, flush=True)
     return 0
 
 
-def _turn(talk: Talk, text: str, output: TextIO) -> int:
-    """One answer on the screen; 1 when it was interrupted. A refusal is said and the conversation goes on."""
+def _turn(talk: Talk, text: str, output: TextIO) -> tuple[int, str]:
+    """One answer on the screen; 1 when it was interrupted, and how its line ends. A refusal is said and the
+    conversation goes on."""
     screen = Screen(output, output)
     try:
         print("Assistant: ", end="", file=output, flush=True)
         answer = talk.say(text, screen)
     except ErnieKitError as error:
-        print("\n" + "\n".join(error.lines()).translate(_CONTROLS), file=output, flush=True)
-        return 0
+        return 0, "\n" + "\n".join(error.lines()).translate(_CONTROLS)
     except KeyboardInterrupt:  # before it was asked
-        print("[stopped]", file=output, flush=True)
-        return 1
-    screen.end(notes_on(answer), output)
-    return int(answer.finish == "interrupt")
+        return 1, "[stopped]"
+    return int(answer.finish == "interrupt"), screen.ending(notes_on(answer), output)
+
+
+@contextmanager
+def heard_at_the_prompt() -> Iterator[None]:
+    """A Ctrl-C that comes while a line's editor is set up is noted and answered only with the next key: CPython waits
+    for that key first. A thread hears by a socket of every Ctrl-C and of every answer, and repeats the unanswered."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def answer(*_: object) -> None:
+        with suppress(OSError):
+            theirs.send(ANSWERED)
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        waits = False
+        while True:
+            ours.settimeout(0.1 if waits else None)
+            try:
+                word = ours.recv(1)
+            except TimeoutError:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                word = ANSWERED  # the repeated one comes by the socket again
+            if not word:
+                return
+            waits = word[0] == signal.SIGINT
+
+    handler = signal.signal(signal.SIGINT, answer)
+    wake = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGINT, handler)
+        theirs.close()
+        listener.join(1)
+        ours.close()
 
 
 def _read(input_stream: TextIO, output: TextIO) -> str | None:
