@@ -24,6 +24,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.world import open_world
 from erniekit.recipes import stage_of
 from erniekit.recipes.build import build
+from memory import memory
 from ranks import Ranks
 
 pytestmark = [
@@ -66,11 +67,6 @@ def write(folder: Path, layers: int) -> int:
     files = write_model(folder, config(layers), value, max_shard_size=0.2)
     assert len(files) > 2
     return sum(s.numel() for s in shapes.values()) * 2
-
-
-def memory(word: str) -> int:
-    """Bytes: VmRSS now, VmHWM the most since this process began."""
-    return int(Path("/proc/self/status").read_text().partition(f"{word}:")[2].split()[0]) * 1024
 
 
 def start(path: str, keys: list[str], read_whole: bool = False) -> tuple[int, int, list[str]]:

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from memory import MEMORY
+
 LIMIT = 1.5 * 2**30  # bytes, the process and its workers together
 
 # A process of its own, so that its peak is not that of the test suite.
@@ -42,16 +44,15 @@ if steps:
     began = time.monotonic()
     last = stream.count_packs(1) - 1
     told |= {"packs": last + 1, "in_last": len(stream[last]), "skipped_s": time.monotonic() - began}
-peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 workers = resource.getrusage(resource.RUSAGE_CHILDREN)
-told["peak_bytes"] = 1024 * (peak + 2 * workers.ru_maxrss)  # maxrss: the larger of the two
+told["peak_bytes"] = memory() + 2048 * workers.ru_maxrss  # KiB, maxrss: the larger of the two
 told["cpu_s"] = time.process_time() + workers.ru_utime + workers.ru_stime
 print(json.dumps(told))
 """
 
 
 def run(*args):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *map(str, args)], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([sys.executable, "-c", MEMORY + SCRIPT, *map(str, args)], stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
 

@@ -66,10 +66,12 @@ def compressed(tensors: Iterable[Named], stage: str) -> Iterator[Named]:
 
 def _pair(first: Named, second: Named, bits: int) -> Iterator[Named]:
     lead, width = first[1].shape[:-1], first[1].shape[-1]
-    m, v = (t.detach().reshape(-1, width).cpu().float().split(_rows_at_once(width)) for _, t in (first, second))
-    squares = [_encode_squares(_blocks(part), bits) for part in v]
+    m, v = (t.detach().reshape(-1, width).cpu().split(_rows_at_once(width)) for _, t in (first, second))
+    squares = [_encode_squares(_blocks(part.float()), bits) for part in v]
     roots = (_decode_squares(codes, scales, bits).sqrt_() for codes, scales in squares)
-    signed = [_encode_signed((_blocks(part) / root).nan_to_num_(0.0, 0.0, 0.0), bits) for part, root in zip(m, roots)]
+    signed = [
+        _encode_signed((_blocks(part.float()) / root).nan_to_num_(0.0, 0.0, 0.0), bits) for part, root in zip(m, roots)
+    ]
     for (name, _), parts in ((first, signed), (second, squares)):
         codes = torch.cat([_packed(codes.flatten(1)[:, :width], bits) for codes, _ in parts])
         scales = torch.cat([scales for _, scales in parts])

@@ -28,8 +28,7 @@ class GraphedLayers:
         before wrote them, so each is copied first."""
         self.model, self.plain, self.shape, self.several = model, model.run_layers, (rows, length), several
         self.recorded: dict[Any, Any] = {}
-        self.launched = 0 if model.config.moe is not None else LAUNCHED
-        self.room = True
+        self.launched, self.room = 0, True
 
     def __call__(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
         if not self._fits(x_BLH, ctx):
@@ -58,10 +57,12 @@ class GraphedLayers:
     def _may_record(self) -> bool:
         """Recording rehearses in ordinary memory what it then keeps in memory of its own: a step's activations twice.
         Without room for them a capture would fail halfway, after which nothing can be recorded or drawn by chance."""
+        if self.model.config.moe is None:
+            return True
         if self.launched < LAUNCHED:
             self.launched += 1
             return False
-        if self.model.config.moe is not None and self.room:
+        if self.room:
             held = torch.cuda.memory_allocated()
             need = 2 * (torch.cuda.max_memory_allocated() - held)
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held

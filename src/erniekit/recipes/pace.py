@@ -50,7 +50,7 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
     asked, why_not = cfg.model.cuda_graph, None
     if device.type != "cuda" or world.size > 1:
         why_not = "one NVIDIA card alone replays graphs"
-    elif asked is None and model.moe is not None:
+    elif asked is None and (model.moe is not None or model.mtp_layers):
         why_not = "with experts only where cuda_graph: True asks for it: recording takes a step's activations twice"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"

@@ -5,10 +5,7 @@ It speaks to a server that runs, or opens a folder behind one of its own (chat_s
 
 from __future__ import annotations
 
-import signal
-import socket
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,10 +15,10 @@ from erniekit.config import RunConfig, load, refuse_later
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import colour_on, paint
 from erniekit.serve.chat_client import EVERYWHERE, Address, Answer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.interrupts import heard_at_the_prompt
 from erniekit.serve.server import read_key
 from erniekit.serve.speech import Delta
 
-ANSWERED = b"\0"  # no signal has this number
 WORDS = "exit leaves, clear starts anew, Ctrl-C stops an answer"
 # What a terminal would obey rather than show: all control characters but tab and newline.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -243,48 +240,6 @@ def _turn(talk: Talk, text: str, output: TextIO) -> tuple[int, str]:
     except KeyboardInterrupt:  # before it was asked
         return 1, "[stopped]"
     return int(answer.finish == "interrupt"), screen.ending(notes_on(answer), output)
-
-
-@contextmanager
-def heard_at_the_prompt() -> Iterator[None]:
-    """A Ctrl-C that comes while a line's editor is set up is noted and answered only with the next key: CPython waits
-    for that key first. A thread hears by a socket of every Ctrl-C and of every answer, and repeats the unanswered."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-
-    def answer(*_: object) -> None:
-        with suppress(OSError):
-            theirs.send(ANSWERED)
-        raise KeyboardInterrupt
-
-    def listen() -> None:
-        waits = False
-        while True:
-            ours.settimeout(0.1 if waits else None)
-            try:
-                word = ours.recv(1)
-            except TimeoutError:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                word = ANSWERED  # the repeated one comes by the socket again
-            if not word:
-                return
-            waits = word[0] == signal.SIGINT
-
-    handler = signal.signal(signal.SIGINT, answer)
-    wake = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wake)
-        signal.signal(signal.SIGINT, handler)
-        theirs.close()
-        listener.join(1)
-        ours.close()
 
 
 def _read(input_stream: TextIO, output: TextIO) -> str | None:

@@ -22,6 +22,7 @@ from erniekit.models import find
 from erniekit.models.init import init_weights
 from erniekit.models.names import Entry, grouped_qkv, of_runs, verbatim
 from fake_sharding import FakeSharding, Held, random_sharding
+from memory import memory
 
 SIZES = {"vocab_size": 30, "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 1, "head_dim": 6}
 VARIANTS = {
@@ -144,23 +145,18 @@ def test_exactly_the_bytes_of_the_piece_are_read(tmp_path, turned, monkeypatch):
         assert torch.equal(out, FakeSharding({"w": (64, 48)}, {"w": [held]}).local("w", 0, whole))
 
 
-def peak_megabytes() -> float:
-    """The most memory this process ever had, files mapped into it included. (getrusage starts at the parent's.)"""
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
-
-
 def read_quarters(path: str) -> None:
     """In a process of its own, as torch's allocator keeps what it had: prints the peak after each reading."""
     slices.CHUNK = 4 << 20
-    files, seen, kept = {"a": Path(path)}, [peak_megabytes()], []
+    files, seen, kept = {"a": Path(path)}, [memory() / 2**20], []
     for turned in (False, True):
         entry = of_runs("w", ("a",), verbatim("w", "a").runs, turned)
         out = torch.empty(8192, 2048)
         fill_boxes(TensorFiles(files), entry, quarter_of_columns(8192, 8192), out)
         kept.append(out)
-        seen.append(peak_megabytes())
+        seen.append(memory() / 2**20)
     kept.append(TensorFiles(files).read("a"))
-    print(*seen, peak_megabytes())
+    print(*seen, memory() / 2**20)
 
 
 def test_peak_memory_is_the_piece_and_a_chunk(tmp_path):

@@ -15,6 +15,7 @@ from erniekit.data.formats import detect, read, rows
 from erniekit.data.types import Problem
 from erniekit.errors import ConfigError, DataError
 from jsonl import write_jsonl
+from memory import MEMORY
 
 ROW = {"src": ["q1", "q2"], "tgt": ["a1", "a2"]}
 
@@ -26,12 +27,10 @@ def outcomes(path: Path, format: str = "erniekit") -> list[tuple[int, str]]:
 def memory_to_read(*paths: Path) -> float:
     """MiB that a fresh process needs on top of its imports."""
     code = (
-        "import re, sys; from erniekit.data.formats import read\n"
-        # Not ru_maxrss: that begins with what the process that started this one had, and may never grow.
-        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
-        "before = peak()\n"
+        f"import sys; from erniekit.data.formats import read\n{MEMORY}\n"
+        "before = memory()\n"
         "for path in sys.argv[1:]: print(sum(1 for _ in read(path, 'erniekit')), end=' ')\n"
-        "print(peak() - before)"
+        "print((memory() - before) / 2**20)"
     )
     done = subprocess.run([sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True, check=True)
     *counts, grown = done.stdout.split()

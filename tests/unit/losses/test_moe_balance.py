@@ -11,19 +11,16 @@ from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.moe_balance import Balance, Weights, orthogonal
-from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.models.config import MoEShape
 from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
+from tiny_config import with_experts
 
 MOE = MoEShape(experts=6, choices=2, width=16, shared_width=16, start=1, end=2)
-CONFIG = DecoderConfig(
-    family="ernie4_5_moe", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
-    num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True,
-    max_positions=128, moe=MOE,
-)  # fmt: skip
+CONFIG = with_experts(MOE, vocab_size=61, max_positions=128)
 ALL = Weights(aux=0.02, z=0.003, orthogonal=0.05)
 TELLS = ("router_aux", "router_z", "router_ortho")
 

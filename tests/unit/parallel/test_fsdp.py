@@ -10,10 +10,11 @@ import torch
 from erniekit.data.collate import one_document
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
-from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.models.config import MoEShape
 from erniekit.parallel.apply import Options, parallelise, sharding_of
 from erniekit.parallel.mesh import Layout, World
 from ranks import Ranks
+from tiny_config import with_experts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -21,11 +22,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def computed_in(axes: dict[str, Any]) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """The dtype of each kind of weight in use, in a model that computes in bf16; and what this rank learns."""
     moe = MoEShape(experts=4, choices=2, width=8, shared_width=8, start=0, end=0)
-    config = DecoderConfig(
-        family="ernie4_5_moe", vocab_size=31, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
-        num_kv_heads=1, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True,
-        max_positions=64, moe=moe,
-    )  # fmt: skip
+    config = with_experts(
+        moe, vocab_size=31, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1
+    )
     layout, rank = Layout(**axes), torch.distributed.get_rank()
     spec = MODELS.get("ernie4_5_moe")
     with torch.device("meta"):

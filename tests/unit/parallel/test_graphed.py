@@ -9,21 +9,17 @@ import torch
 
 from erniekit.kernels.packed_attention import Packs
 from erniekit.losses.moe_balance import Balance, Weights
-from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.models.config import MoEShape
 from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.moe import MoE
 from erniekit.parallel.graphed import GraphedLayers, _inputs, _Stack
+from tiny_config import with_experts
 
 
 def decoder() -> Decoder:
     moe = MoEShape(experts=4, choices=2, width=16, shared_width=24, start=1, end=2)
-    config = DecoderConfig(
-        family="ernie4_5_moe", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
-        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True,
-        max_positions=64, moe=moe,
-    )  # fmt: skip
     torch.manual_seed(0)
-    model = Decoder(config)
+    model = Decoder(with_experts(moe))
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.2)
     for layer in model.layers:

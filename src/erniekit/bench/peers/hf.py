@@ -41,10 +41,11 @@ class Transformers(Runner):
         if work.stage == "DPO" and not work.lora and not self.cached:
             self.reference = self.plain_model().eval().requires_grad_(False)
         self.model.train()
-        if work.recompute or self.thrifty:
+        again = work.recompute or self.thrifty
+        if again:
             self.recompute()
-        said = ["FlashAttention-4"] * self.flash4 + ["layers recomputed"] * bool(work.recompute or self.thrifty)
-        self.note = ", ".join(said)
+        said = (("FlashAttention-4", self.flash4), ("layers recomputed", again))
+        self.note = ", ".join(word for word, on in said if on)
         if self.compiled:
             self.compile_layers()
         trained = [p for p in self.model.parameters() if p.requires_grad]
