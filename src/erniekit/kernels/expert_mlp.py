@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import expert_fp8, expert_mlp_rows
+from erniekit.kernels import expert_fp8, expert_mlp_rows, hopper_products
 from erniekit.kernels.available import has_triton
 from erniekit.kernels.expert_fp8 import EXTRAS, Matrices, matrices
 from erniekit.kernels.expert_mlp_rows import Low, Tail, spans
@@ -61,15 +61,20 @@ def expert_mlp(
 
     Every choice must be of some expert. Frozen tensors form no gradient.
     """
-    updates = (of_gate, of_up, of_down)
+    given = as_given(x, order, weights, gate_up, down, of_gate, of_up, of_down)
+    out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(*given)
+    return out[0]
+
+
+def as_given(
+    x: torch.Tensor, order: Order, weights: torch.Tensor, gate_up: Weight, down: Weight, *updates: Update | None
+) -> tuple[Any, ...]:
+    """What the op is called with."""
     factors = [t for update in updates for t in (update[:2] if update else (None, None))]
     scales = [update.scale if update else 0.0 for update in updates]
     first, second = matrices(gate_up), matrices(down)
     tokens = (x, order.row_of, order.place_of, order.ends, weights)
-    out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(
-        *tokens, first.rows, second.rows, *factors, scales, *first[1:], *second[1:]
-    )
-    return out[0]
+    return *tokens, first.rows, second.rows, *factors, scales, *first[1:], *second[1:]
 
 
 class TorchSteps:
@@ -109,7 +114,7 @@ def cuda_steps() -> Any:
         def product(
             rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float = 1.0
         ) -> torch.Tensor:
-            return expert_products.add_low(F.grouped_mm(rows, weight, offs=ends), tails, scale, ends)
+            return expert_products.add_low(hopper_products.grouped(rows, weight, ends), tails, scale, ends)
 
         @staticmethod
         def weight_gradient(grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -136,12 +141,12 @@ def _given(*lows: Low | None) -> list[Low]:
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
 _FACTORS = "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b"
 _TENSORS = "Tensor x, Tensor row_of, Tensor place_of, Tensor ends, Tensor weights, Tensor gate_up, Tensor down"
-_INPUTS = f"{_TENSORS}, {_FACTORS}"
-_IN_FP8 = ", ".join(f"Tensor? {w}_{part}=None" for w in ("gate_up", "down") for part in Matrices._fields[1:])
-_LIBRARY.define(f"expert_mlp({_INPUTS}, float[] scales, {_IN_FP8}) -> (Tensor, Tensor, Tensor, Tensor)")
+INPUTS = f"{_TENSORS}, {_FACTORS}"
+IN_FP8 = ", ".join(f"Tensor? {w}_{part}=None" for w in ("gate_up", "down") for part in Matrices._fields[1:])
+_LIBRARY.define(f"expert_mlp({INPUTS}, float[] scales, {IN_FP8}) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    f"expert_mlp_backward(Tensor grad, {_INPUTS}, Tensor middle, Tensor z, Tensor z_down, float[] scales, "
-    f"bool[] wanted, {_IN_FP8}) -> Tensor[]"
+    f"expert_mlp_backward(Tensor grad, {INPUTS}, Tensor middle, Tensor z, Tensor z_down, float[] scales, "
+    f"bool[] wanted, {IN_FP8}) -> Tensor[]"
 )
 
 
@@ -149,7 +154,7 @@ def _held(gate_up: torch.Tensor, down: torch.Tensor, in_fp8: Sequence[torch.Tens
     return [Matrices(gate_up, *in_fp8[:EXTRAS]), Matrices(down, *in_fp8[EXTRAS:])]
 
 
-def _forward(  # type: ignore[no-untyped-def]
+def forward(  # type: ignore[no-untyped-def]
     x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, scales, *in_fp8
 ):
     """y, and what backward wants: gate_up's rows, z of gate and up, z of down."""
@@ -168,7 +173,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @torch.library.register_fake("erniekit::expert_mlp")
-def _(  # type: ignore[no-untyped-def]
+def empty_answers(  # type: ignore[no-untyped-def]
     x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, *_
 ):
     ranks = [0 if factor is None else factor.shape[1] for factor in (gate_a, up_a, down_a)]
@@ -179,10 +184,10 @@ def _(  # type: ignore[no-untyped-def]
 
 # What may want a gradient, in the order backward answers.
 GRADED = ("x", "weights", "gate_up", "down", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
-_PLACES = (0, 4, 5, 6, 7, 8, 9, 10, 11, 12)  # of those among the op's inputs
+PLACES = (0, 4, 5, 6, 7, 8, 9, 10, 11, 12)  # of those among the op's inputs
 
 
-def _backward(  # type: ignore[no-untyped-def]
+def backward(  # type: ignore[no-untyped-def]
     grad, x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b,
     middle, z, z_down, scales, wanted, *in_fp8,
 ):  # fmt: skip
@@ -252,15 +257,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 def _gradients(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[torch.Tensor | None, ...]:
     grads: list[torch.Tensor | None] = [None] * (14 + 2 * EXTRAS)
     if grad is not None:
-        wanted = [bool(ctx.needs_input_grad[i]) for i in _PLACES]
+        wanted = [bool(ctx.needs_input_grad[i]) for i in PLACES]
         known, in_fp8 = ctx.saved_tensors[:16], ctx.saved_tensors[16:]
         found = torch.ops.erniekit.expert_mlp_backward(grad, *known, ctx.scales, wanted, *in_fp8)
-        for place, each in zip((i for i, want in zip(_PLACES, wanted) if want), found):
+        for place, each in zip((i for i, want in zip(PLACES, wanted) if want), found):
             grads[place] = each
     return tuple(grads)
 
 
 for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("expert_mlp", _forward, _device)
-    _LIBRARY.impl("expert_mlp_backward", _backward, _device)
+    _LIBRARY.impl("expert_mlp", forward, _device)
+    _LIBRARY.impl("expert_mlp_backward", backward, _device)
 torch.library.register_autograd("erniekit::expert_mlp", _gradients, setup_context=_keep)

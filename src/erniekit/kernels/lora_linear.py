@@ -43,14 +43,18 @@ def lora_linear(
     x: torch.Tensor, weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None, updates: Sequence[RowUpdate]
 ) -> torch.Tensor:
     """x [..., in], weight [out, in] -> [..., out]."""
-    held, *in_fp8 = weight if isinstance(weight, Fp8Weight) else (weight, None, None, None)
-    out = held.shape[0]
-    A = updates[0].A if len(updates) == 1 else torch.cat([update.A for update in updates])
-    B = placed(updates, out)
+    held, A, B, scales, ranks, *in_fp8 = as_given(weight, updates)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    scales, ranks = [update.scale for update in updates], [update.A.shape[0] for update in updates]
     y, _ = torch.ops.erniekit.lora_linear(rows, held, bias, A, B, scales, ranks, *in_fp8)
-    return y.view(*x.shape[:-1], out)
+    return y.view(*x.shape[:-1], held.shape[0])
+
+
+def as_given(weight: torch.Tensor | Fp8Weight, updates: Sequence[RowUpdate]) -> tuple[Any, ...]:
+    """What the op is called with: the weight, all A and B as one, scales, ranks, and the rest of an fp8 weight."""
+    held, *in_fp8 = weight if isinstance(weight, Fp8Weight) else (weight, None, None, None)
+    A = updates[0].A if len(updates) == 1 else torch.cat([update.A for update in updates])
+    scales, ranks = [update.scale for update in updates], [update.A.shape[0] for update in updates]
+    return held, A, placed(updates, held.shape[0]), scales, ranks, *in_fp8
 
 
 def placed(updates: Sequence[RowUpdate], out: int) -> torch.Tensor:
@@ -116,7 +120,7 @@ def _common(scales: Sequence[float]) -> float | None:
     return scales[0] if len(set(scales)) == 1 else None
 
 
-def _forward(
+def forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -152,7 +156,7 @@ def _sum(
     return product(*quantised(x), held, scales, x.dtype).addmm_(low, factor, alpha=alpha)
 
 
-def _backward(
+def backward(
     grad: torch.Tensor,
     x: torch.Tensor,
     low: torch.Tensor,
@@ -193,8 +197,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=alpha)
 
 
-_LIBRARY.impl("lora_linear", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("lora_linear_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("lora_linear", forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("lora_linear_backward", backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("erniekit::lora_linear")

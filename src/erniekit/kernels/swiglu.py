@@ -13,7 +13,7 @@ from erniekit.kernels.available import has_triton
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """[..., 2 W] -> [..., W]."""
-    if not gate_up.is_cuda or gate_up.dtype not in (torch.bfloat16, torch.float16) or not HAS_TRITON:
+    if not _on_card(gate_up):
         return reference(gate_up)
     flat = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
     return _forward(flat).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
@@ -22,6 +22,22 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """grad [T, W], gate_up [T, 2 W] -> [T, 2 W], for who writes a way back by hand."""
+    return (_backward if _on_card(gate_up) else reference_gradient)(grad.contiguous(), gate_up)
+
+
+def reference_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(wide).chunk(2, dim=-1)
+    bent, g = torch.sigmoid(gate), grad.to(wide)
+    return torch.cat((g * up * bent * (1 + gate * (1 - bent)), g * gate * bent), dim=-1).to(gate_up.dtype)
+
+
+def _on_card(gate_up: torch.Tensor) -> bool:
+    return gate_up.is_cuda and gate_up.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
 HAS_TRITON = has_triton()  # a constant for who compiles this

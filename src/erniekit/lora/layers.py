@@ -109,11 +109,9 @@ class LoRALinear(LoRALayer):
     """A linear, fused or plain."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.active and self._base_is_itself():
-            weight = self.base.held if isinstance(self.base, Fp8Base) else self.base.weight
-            bias, updates = self.base.bias, self.row_updates()
-            if in_one_op(x, weight, bias, updates):
-                return lora_linear(x, weight, bias, updates)
+        given = self.as_op(x)
+        if given is not None:
+            return lora_linear(x, *given)
         y: torch.Tensor = self.base(x)
         if not self.active:
             return y
@@ -122,6 +120,14 @@ class LoRALinear(LoRALayer):
         A = pairs[0].A if len(pairs) == 1 else torch.cat([pair.A for pair in pairs])
         low = F.linear(x, A).split([pair.rank for pair in pairs], dim=-1)
         return self._added(y, [F.linear(low_pair, pair.B) for low_pair, pair in zip(low, pairs)])
+
+    def as_op(self, x: torch.Tensor) -> tuple[torch.Tensor | Fp8Weight, torch.Tensor | None, list[RowUpdate]] | None:
+        """Weight, bias and updates as kernels/lora_linear.py takes them; None: it does not take these."""
+        if not (self.active and self._base_is_itself()):
+            return None
+        weight = self.base.held if isinstance(self.base, Fp8Base) else self.base.weight
+        given = weight, self.base.bias, self.row_updates()
+        return given if in_one_op(x, *given) else None
 
     def _base_is_itself(self) -> bool:
         """Its weight and bias say all it does: nobody swapped it, its forward (tensor parallel does), or looks on."""

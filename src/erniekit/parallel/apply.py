@@ -93,6 +93,9 @@ def parallelise(
         whole = options.recompute == "full"
         if options.recompute and not whole:
             apply_recompute(part, options.recompute, options.no_recompute_layers, inputs)
+        if device.type == "cuda" and world.size == 1:
+            for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
+                choose(device)  # type: ignore[operator]
         if options.compile:
             compile_layers(part, one_graph=device.type == "cuda" and world.size == 1)
         if whole:

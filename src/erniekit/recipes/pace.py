@@ -19,6 +19,7 @@ USABLE = 0.92  # of a card's memory: the allocator's rounding and other librarie
 SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
+EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
 LEAN_STATE = 8  # with moments in 16 bit
 
@@ -50,8 +51,8 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
     asked, why_not = cfg.model.cuda_graph, None
     if device.type != "cuda" or world.size > 1:
         why_not = "one NVIDIA card alone replays graphs"
-    elif asked is None and (model.moe is not None or model.mtp_layers):
-        why_not = "with experts only where cuda_graph: True asks for it: recording takes a step's activations twice"
+    elif asked is None and model.mtp_layers:
+        why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"
     elif cfg.memory.recompute:
@@ -70,7 +71,10 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
 def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig) -> bool:
     peak = max(device.peak_flops.values(), default=0.0)
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
-    return bool(peak) and 6 * model.parameters() * tokens / (USUAL_MFU * peak) < LAUNCHES * model.num_layers
+    work, launches = 6 * model.parameters(), LAUNCHES
+    if model.moe is not None:  # a token meets few of the weights, and a frozen one has no gradient
+        work, launches = (4 if cfg.lora.lora else 6) * model.active_parameters(), EXPERT_LAUNCHES
+    return bool(peak) and work * tokens / (USUAL_MFU * peak) < launches * model.num_layers
 
 
 def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:

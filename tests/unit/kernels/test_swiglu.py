@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from erniekit.kernels.swiglu import swiglu
+from erniekit.kernels.swiglu import swiglu, swiglu_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,3 +21,11 @@ def test_equals_transformers_with_the_gate_half_first(dtype):
     upstream = torch.randn(3, 5, 16).to(dtype)
     theirs.backward(upstream), ours.backward(upstream)
     torch.testing.assert_close(fused.grad, torch.cat([gate.grad, up.grad], dim=-1), atol=0, rtol=0)
+
+
+def test_the_gradient_written_by_hand_is_the_one_torch_finds():
+    torch.manual_seed(0)
+    fused = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(4, 5, dtype=torch.float64)
+    swiglu(fused).backward(upstream)
+    torch.testing.assert_close(swiglu_gradient(upstream, fused.detach()), fused.grad)

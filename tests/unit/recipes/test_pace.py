@@ -53,7 +53,9 @@ def test_layers_are_compiled_on_one_card_with_rows_of_one_length_or_as_told(
     [
         (["max_seq_len=2048"], SMALL, True),
         (["max_seq_len=8192"], SMALL, False),
-        (["max_seq_len=2048"], LARGE, False),
+        (["max_seq_len=8192", "fine_tuning=LoRA"], LARGE, True),
+        (["max_seq_len=32768", "fine_tuning=LoRA"], LARGE, False),
+        (["max_seq_len=2048"], replace(LARGE, mtp_layers=1), False),
         (["max_seq_len=2048", "recompute=True"], SMALL, False),
         (["max_seq_len=2048", "compile=False"], SMALL, False),
         (["max_seq_len=2048", "cuda_graph=False"], SMALL, False),

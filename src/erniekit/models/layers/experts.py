@@ -5,6 +5,8 @@ Held by models/layers/moe.py; LoRA wraps ExpertLinear as it wraps a linear. E ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -67,11 +69,16 @@ class Experts(nn.Module):
             return self.down(swiglu(self.gate_up(rows, ends)), ends)
         return of_somebody(self.down(swiglu(self.gate_up(of_somebody(rows, ends), ends)), ends), ends)
 
-    def _of_tokens(self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor, spare: bool) -> torch.Tensor:
+    def as_op(self, x_TH: torch.Tensor) -> tuple[Any, ...] | None:
+        """Weights and updates as kernels/expert_mlp.py takes them; None: it does not take these."""
         gate_up, down = self.gate_up.matrices(), self.down.matrices()
         updates = {**self.gate_up.updates(), **self.down.updates()}
         three = [updates.get(part) for part, _ in (*self.gate_up.parts, *self.down.parts)]
-        if not spare and fits(x_TH, gate_up, down, *three):
-            return expert_mlp(x_TH, order, weights, gate_up, down, *three)
+        return (gate_up, down, *three) if fits(x_TH, gate_up, down, *three) else None
+
+    def _of_tokens(self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor, spare: bool) -> torch.Tensor:
+        held = None if spare else self.as_op(x_TH)
+        if held is not None:
+            return expert_mlp(x_TH, order, weights, *held)
         rows = gather(x_TH, order, weights.shape[1])
         return combine(self._of_rows(rows, order.ends, spare), weights, order)

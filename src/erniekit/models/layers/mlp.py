@@ -5,15 +5,25 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from erniekit.kernels.gate_up import gate_up_swiglu, serves
 from erniekit.kernels.swiglu import swiglu
 from erniekit.models.layers.linear import FusedLinear
 
 
 class MLP(nn.Module):
+    in_one_op = False  # gate, up and SwiGLU, where the card at hand does that
+
     def __init__(self, hidden: int, width: int, bias: bool) -> None:
         super().__init__()
         self.gate_up = FusedLinear(hidden, (("gate_proj", width), ("up_proj", width)), bias)
         self.down = nn.Linear(width, hidden, bias=bias)
 
+    def choose_kernels(self, device: torch.device) -> None:
+        """Once nobody puts adapters in or cuts weights into parts any more."""
+        plain = type(self.gate_up) is FusedLinear and self.gate_up.bias is None
+        self.in_one_op = plain and serves(self.gate_up.weight, device)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_one_op and x.dtype == self.gate_up.weight.dtype == torch.bfloat16:
+            return self.down(gate_up_swiglu(x, self.gate_up.weight))
         return self.down(swiglu(self.gate_up(x)))

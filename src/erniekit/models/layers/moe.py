@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.kernels import expert_mlp, lora_linear
+from erniekit.kernels.experts_and_shared import experts_and_shared
 from erniekit.kernels.moe_permute import by_expert
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.experts import Experts
@@ -47,6 +49,30 @@ class MoE(nn.Module):
     def forward(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
         x_TH = x_BLH.flatten(0, 1)
         routing = self.router(x_TH)
-        y_BLH = self.exchange(x_TH, routing, self.experts, self.router.experts).view_as(x_BLH)
-        y_BLH = self.balance(y_BLH, routing, self.router, ctx)
-        return y_BLH if self.shared is None else y_BLH + self.shared(x_BLH)
+        together = self._both_as_op(x_TH, routing)
+        if together is None:
+            y_TH, own = self.exchange(x_TH, routing, self.experts, self.router.experts), None
+        else:
+            held, *shared = together
+            order = by_expert(routing.ids, self.router.experts)
+            y_TH, own = experts_and_shared(expert_mlp.as_given(x_TH, order, routing.weights, *held), x_TH, *shared)
+        y_BLH: torch.Tensor = self.balance(y_TH.view_as(x_BLH), routing, self.router, ctx)
+        if self.shared is None:
+            return y_BLH
+        return y_BLH + (self.shared(x_BLH) if own is None else own.view_as(x_BLH))
+
+    def _both_as_op(self, x_TH: torch.Tensor, routing: Routing) -> tuple[Any, ...] | None:
+        """What both kinds of experts are given, where all are here and the shared ones, adapted, can run beside the
+        others; None: one after the other."""
+        if self.shared is None or routing.dropped or not isinstance(self.exchange, LocalExchange):
+            return None
+        linears: list[Any] = [self.shared.gate_up, self.shared.down]
+        adapted = [linear.as_op(x_TH) for linear in linears if hasattr(linear, "as_op")]
+        if len(adapted) < 2 or not all(each is not None and _frozen(*each[:2]) for each in adapted):
+            return None
+        held = self.experts.as_op(x_TH)
+        return None if held is None else (held, *(lora_linear.as_given(each[0], each[2]) for each in adapted))
+
+
+def _frozen(weight: Any, bias: torch.Tensor | None) -> bool:
+    return bias is None and not getattr(weight, "requires_grad", False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from erniekit.kernels.gate_up import pairs
 from erniekit.kernels.swiglu import reference
 
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="the dev extra installs it on Linux")
 from erniekit.kernels.triton import swiglu as kernels
 
 
-@pytest.mark.parametrize(("rows", "width"), [(3, 1100), (1, 1), (5, 64)])
+@pytest.mark.parametrize(("rows", "width"), [(3, 2100), (1, 1), (5, 64)])
 def test_both_ways_equal_the_reference_at_any_width(rows: int, width: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(rows, 2 * width, requires_grad=True)
@@ -24,3 +25,7 @@ def test_both_ways_equal_the_reference_at_any_width(rows: int, width: int) -> No
     kernels.backward[kernels.grid(rows, width)](grad, x.detach(), back, width, BLOCK=kernels.BLOCK)
     torch.testing.assert_close(y, want.detach())
     torch.testing.assert_close(back, x.grad)
+    back.zero_()
+    paired = pairs(x.detach())
+    kernels.backward_of_pairs[kernels.grid(rows, width)](grad, paired, back, width, BLOCK=kernels.BLOCK)
+    torch.testing.assert_close(back, x.grad, msg="of gates beside their ups")

@@ -1,0 +1,117 @@
+"""Products that quack-kernels, which flash-attn-4 brings along, does faster on Hopper cards than torch: rows grouped by
+expert, a wide head, and gate and up with SwiGLU on the way out. Each is tried once against torch before it is used.
+
+Called by expert_mlp.py, head_gradients.py and gate_up.py. R rows, D what is summed over, E experts, V vocab, W width.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from erniekit.log import warn_once
+
+APART = 0.02  # of two right answers in bf16, relative
+NEEDED = ("gemm", "gemm_act")
+WIDE, MANY = 16384, 1024  # columns and rows from which a head's logits are faster: 4 to 9 %
+
+Trial = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]  # what came out, and what should have
+
+
+@functools.cache
+def library() -> Any:
+    """Its module, or None where it is not installed or does not load."""
+    try:
+        module = importlib.import_module("quack.gemm_interface")
+        return module if all(hasattr(module, name) for name in NEEDED) else None
+    except Exception:  # a version that does not fit the driver, Python or torch raises whatever it likes
+        return None
+
+
+def here(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and library() is not None
+
+
+def agrees(what: str, trial: Trial) -> bool:
+    """Says so where it does not."""
+    try:
+        far = float(torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(*trial())]).max())
+    except Exception as problem:
+        warn_once(f"{what}: quack-kernels does not work here ({type(problem).__name__}: {problem})")
+        return False
+    if not far <= APART:
+        warn_once(f"{what}: quack-kernels is off by {far:.1%} here and not used")
+    return far <= APART
+
+
+def _draws(device: torch.device) -> Callable[..., torch.Tensor]:
+    random = torch.Generator(device).manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=random, device=device).bfloat16()
+
+
+def grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """rows [R, D] sorted by expert, weight [E, D, W], ends int32 [E] -> [R, W]."""
+    return _grouped(rows, weight, ends) if groups(rows.device) else F.grouped_mm(rows, weight, offs=ends)
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    bounds = F.pad(ends, (1, 0))
+    out: torch.Tensor = library().gemm(rows, weight, cu_seqlens_m=bounds, dynamic_scheduler=True, tuned=False)
+    return out
+
+
+@functools.cache
+def groups(device: torch.device) -> bool:
+    def trial() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """An expert has no row; weights as they lie and turned."""
+        drawn = _draws(device)
+        rows, weight = drawn(300, 128), drawn(4, 192, 128).transpose(1, 2)
+        ends = torch.tensor([70, 70, 201, 300], dtype=torch.int32).to(device, non_blocking=True)
+        answers = [_grouped(rows, weight, ends), _grouped(rows, weight.contiguous(), ends)]
+        return answers, [F.grouped_mm(rows, weight, offs=ends)] * 2
+
+    return here(device) and agrees("experts", trial)
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [R, D], weight [V, D] -> [R, V]."""
+    large = x.shape[0] >= MANY and weight.shape[0] >= WIDE and x.dtype == weight.dtype == torch.bfloat16
+    plain = x.is_contiguous() and weight.is_contiguous() and type(weight) in (torch.Tensor, torch.nn.Parameter)
+    return _logits(x, weight) if large and plain and widens(x.device) else F.linear(x, weight)
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = library().gemm(x, weight.detach().t(), dynamic_scheduler=True, tuned=False)
+    return out
+
+
+@functools.cache
+def widens(device: torch.device) -> bool:
+    def trial() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        drawn = _draws(device)
+        x, weight = drawn(300, 128), drawn(1024, 128)
+        return [_logits(x, weight)], [F.linear(x, weight)]
+
+    return here(device) and agrees("head", trial)
+
+
+def gated(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, D], weight [2 W, D], gate's rows first -> SwiGLU [R, W], and gate and up in turn [R, 2 W]."""
+    paired, act = library().gemm_act(x, weight.t(), activation="swiglu", tuned=False, concat_layout=("B",))
+    return act, paired
+
+
+@functools.cache
+def gates(device: torch.device) -> bool:
+    def trial() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        drawn = _draws(device)
+        x, weight = drawn(300, 128), drawn(512, 128) / 8
+        gate, up = F.linear(x, weight).chunk(2, dim=1)
+        return list(gated(x, weight)), [F.silu(gate.float()) * up, torch.stack((gate, up), dim=2).flatten(1)]
+
+    return here(device) and agrees("feed-forward", trial)
