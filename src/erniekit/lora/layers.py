@@ -21,7 +21,7 @@ from erniekit.kernels.grouped_gemm import grouped_linear
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
 from erniekit.lora.fp8_base import Fp8Base
 from erniekit.models.layers.experts import ExpertLinear
-from erniekit.models.layers.linear import FusedLinear
+from erniekit.models.layers.linear import FusedLinear, is_watched
 from erniekit.models.layers.router import Router, Routing
 
 SHARED = "shared"  # the key of a pair whose one A serves several projections
@@ -132,8 +132,8 @@ class LoRALinear(LoRALayer):
     def _base_is_itself(self) -> bool:
         """Its weight and bias say all it does: nobody swapped it, its forward (tensor parallel does), or looks on."""
         base = self.base
-        watched = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
-        return type(base) in (nn.Linear, FusedLinear, Fp8Base) and "forward" not in base.__dict__ and not watched
+        plain = type(base) in (nn.Linear, FusedLinear, Fp8Base) and "forward" not in base.__dict__
+        return plain and not is_watched(base)
 
     def row_updates(self) -> list[RowUpdate]:
         rows, start = {}, 0

@@ -69,3 +69,11 @@ def test_the_block_trains_the_same_either_way_also_when_traced() -> None:
         runs[in_one_op] = [out.detach(), *(p.grad.clone() for p in block.parameters())]
     for apart, together in zip(runs[False], runs[True]):
         torch.testing.assert_close(together, apart, atol=5e-3, rtol=5e-2)  # bf16 rounds at other places
+
+
+def test_who_looks_on_at_gate_and_up_sees_them_called() -> None:
+    block, seen = MLP(64, 64, bias=False).bfloat16(), []
+    block.in_one_op = True
+    block.gate_up.register_forward_hook(lambda *given: seen.append(1))
+    block(torch.randn(3, 64).bfloat16())
+    assert seen == [1]

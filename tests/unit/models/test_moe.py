@@ -119,15 +119,19 @@ def test_adapted_shared_experts_beside_the_others_train_as_after_them(monkeypatc
     torch.testing.assert_close(runs[1], runs[0])
 
 
-@pytest.mark.parametrize("why", ["a bias", "a trained weight", "no adapters on down", "adapters switched off"])
+@pytest.mark.parametrize(
+    "why", ["a bias", "a trained weight", "no adapters on down", "adapters switched off", "somebody looks on"]
+)
 def test_shared_experts_that_the_op_does_not_take_follow_the_others(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    block = adapted(filled(MoE(replace(config(), mlp_bias=why == "a bias"), 1)))
+    block, calls = adapted(filled(MoE(replace(config(), mlp_bias=why == "a bias"), 1))), []
     if why == "a trained weight":
         block.shared.gate_up.base.weight.requires_grad_()
     elif why == "no adapters on down":
         block.shared.down = block.shared.down.base
     elif why == "adapters switched off":
         block.shared.gate_up.active = False
+    elif why == "somebody looks on":
+        block.shared.down.register_forward_hook(lambda *seen: calls.append(1))
     monkeypatch.setattr(layers_experts, "fits", lambda *given: True)
     monkeypatch.setattr(layers_moe, "experts_and_shared", lambda *given: pytest.fail("taken"))
     x = torch.randn(2, 5, 16)
@@ -135,6 +139,7 @@ def test_shared_experts_that_the_op_does_not_take_follow_the_others(monkeypatch:
     y.sum().backward()
     if why == "a trained weight":
         assert block.shared.gate_up.base.weight.grad is not None
+    assert len(calls) == (why == "somebody looks on")
 
 
 def router(capacity: tuple[float, float, float] | None) -> Router:

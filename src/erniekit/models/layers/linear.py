@@ -19,3 +19,10 @@ class FusedLinear(nn.Linear):
 def parts_of(module: nn.Linear, name: str) -> tuple[tuple[str, int], ...]:
     """The public projections inside a linear: its parts, or itself under `name`."""
     return module.parts if isinstance(module, FusedLinear) else ((name, module.out_features),)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Somebody looks on as it is called, so that it must be."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

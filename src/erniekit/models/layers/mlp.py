@@ -7,7 +7,7 @@ from torch import nn
 
 from erniekit.kernels.gate_up import gate_up_swiglu, serves
 from erniekit.kernels.swiglu import swiglu
-from erniekit.models.layers.linear import FusedLinear
+from erniekit.models.layers.linear import FusedLinear, is_watched
 
 
 class MLP(nn.Module):
@@ -24,6 +24,7 @@ class MLP(nn.Module):
         self.in_one_op = plain and serves(self.gate_up.weight, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.in_one_op and x.dtype == self.gate_up.weight.dtype == torch.bfloat16:
+        sixteen = x.dtype == self.gate_up.weight.dtype == torch.bfloat16
+        if self.in_one_op and sixteen and not is_watched(self.gate_up):
             return self.down(gate_up_swiglu(x, self.gate_up.weight))
         return self.down(swiglu(self.gate_up(x)))

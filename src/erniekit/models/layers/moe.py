@@ -15,6 +15,7 @@ from erniekit.kernels.experts_and_shared import experts_and_shared
 from erniekit.kernels.moe_permute import by_expert
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.experts import Experts
+from erniekit.models.layers.linear import is_watched
 from erniekit.models.layers.mlp import MLP
 from erniekit.models.layers.router import Router, Routing
 
@@ -67,6 +68,8 @@ class MoE(nn.Module):
         if self.shared is None or routing.dropped or not isinstance(self.exchange, LocalExchange):
             return None
         linears: list[Any] = [self.shared.gate_up, self.shared.down]
+        if any(is_watched(module) for module in (self.exchange, self.experts, self.shared, *linears)):
+            return None
         adapted = [linear.as_op(x_TH) for linear in linears if hasattr(linear, "as_op")]
         if len(adapted) < 2 or not all(each is not None and _frozen(*each[:2]) for each in adapted):
             return None
