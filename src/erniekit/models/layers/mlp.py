@@ -24,7 +24,8 @@ class MLP(nn.Module):
         self.in_one_op = plain and serves(self.gate_up.weight, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sixteen = x.dtype == self.gate_up.weight.dtype == torch.bfloat16
-        if self.in_one_op and sixteen and not is_watched(self.gate_up):
-            return self.down(gate_up_swiglu(x, self.gate_up.weight))
+        if self.in_one_op and not is_watched(self.gate_up):
+            weight = self.gate_up.weight
+            if x.dtype == weight.dtype == torch.bfloat16:
+                return self.down(gate_up_swiglu(x, weight))
         return self.down(swiglu(self.gate_up(x)))
