@@ -32,7 +32,7 @@ class Options:
     recompute: str | None = None  # granularity
     no_recompute_layers: tuple[int, ...] = ()
     compile: bool = False
-    graphed: tuple[int, int, bool] | None = None  # GraphedLayers' rows, length and several
+    graphed: tuple[int, int, int] | None = None  # GraphedLayers' rows, length and micro-batches
     schedule: str = "auto"
     offload: bool = False  # of what fully_shard spreads
     offload_recompute_inputs: bool = False

@@ -15,7 +15,7 @@ from erniekit.log import say
 from erniekit.parallel.compiled import is_eager
 
 SHAPES = 2  # that are recorded; each keeps the memory of its activations
-LAUNCHED = 2  # micro-batches of a large model before it is recorded: they tell what its activations take
+LAUNCHED = 2  # steps of a large model before it is recorded: they tell what its activations and its optimiser take
 GIB = 1024**3
 
 
@@ -23,10 +23,10 @@ class GraphedLayers:
     """In place of a model's `run_layers`. What it cannot replay runs as before: other shapes, evaluation, documents
     that share keys."""
 
-    def __init__(self, model: Any, rows: int, length: int, several: bool) -> None:
-        """rows, length: of the batches to come. several: micro-batches a step; a replay writes gradients where the one
-        before wrote them, so each is copied first."""
-        self.model, self.plain, self.shape, self.several = model, model.run_layers, (rows, length), several
+    def __init__(self, model: Any, rows: int, length: int, micro_batches: int) -> None:
+        """rows, length: of the batches to come. micro_batches: of a step; a replay writes gradients where the one
+        before wrote them, so that each of several is copied first."""
+        self.model, self.plain, self.shape, self.micro_batches = model, model.run_layers, (rows, length), micro_batches
         self.recorded: dict[Any, Any] = {}
         self.launched, self.room = 0, True
 
@@ -59,7 +59,7 @@ class GraphedLayers:
         Without room for them a capture would fail halfway, after which nothing can be recorded or drawn by chance."""
         if self.model.config.moe is None:
             return True
-        if self.launched < LAUNCHED:
+        if self.launched < LAUNCHED * self.micro_batches:
             self.launched += 1
             return False
         if self.room:
@@ -80,7 +80,7 @@ class GraphedLayers:
         stack = torch.cuda.make_graphed_callables(stack, (x, *(t.clone() for t in _inputs(ctx))))
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
         torch.cuda.empty_cache()  # and so did the rehearsals: a graph cannot use it
-        if self.several and not self.recorded:
+        if self.micro_batches > 1 and not self.recorded:
             for param in stack.parameters():
                 if param.requires_grad:
                     param.register_hook(torch.Tensor.clone)

@@ -141,11 +141,10 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
     )
 
 
-def _graphed(cfg: RunConfig) -> tuple[int, int, bool] | None:
+def _graphed(cfg: RunConfig) -> tuple[int, int, int] | None:
     if not cfg.model.cuda_graph:
         return None
-    several = cfg.train.gradient_accumulation_steps > 1
-    return cfg.train.per_device_train_batch_size, cfg.data.max_seq_len, several
+    return cfg.train.per_device_train_batch_size, cfg.data.max_seq_len, cfg.train.gradient_accumulation_steps
 
 
 def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World, stage: Stage) -> Built:

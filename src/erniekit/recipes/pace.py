@@ -20,6 +20,7 @@ SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
+ALIGNED = 8  # what the widths of experts must be multiples of for a grouped product in 16 bit
 KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
 LEAN_STATE = 8  # with moments in 16 bit
 
@@ -55,8 +56,10 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
         why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"
-    elif cfg.memory.recompute:
+    elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):
         why_not = "layers are computed again in the backward pass"
+    elif model.moe is not None and (model.hidden_size % ALIGNED or model.moe.width % ALIGNED):
+        why_not = "the host waits for the routing: no grouped product takes experts of these widths"
     elif cfg.train.stage not in ("SFT", "PT"):
         why_not = f"not with stage: {cfg.train.stage}"
     elif asked is None and not launches_show(cfg, device, model):
