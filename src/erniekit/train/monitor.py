@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -33,26 +34,36 @@ class Beat(NamedTuple):
 class Heart:
     """Memory shared by the training thread, which writes its beat, and the two that watch it."""
 
-    _BEAT = struct.Struct("=dddq32s")  # at 0: the training thread's
+    _BEAT = struct.Struct("=dddq32s")  # at 0: the training thread's, and behind it what tells that it is whole
+    _CHECK = struct.Struct("=I")
     _TOLD = struct.Struct("=dq")  # at 128: the watchdog thread's: the beat it reported, its kernel thread id
     _READY = struct.Struct("=q")  # at 256: the monitor's process id, once it watches
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SIZE)
+        self._last = Beat()
 
     def beat(self, at: float, soft: float, hard: float, step: int, phase: str) -> None:
-        self._BEAT.pack_into(self._map, 0, at, soft, hard, step, phase.encode()[:32])
+        raw = self._BEAT.pack(at, soft, hard, step, phase.encode()[:32])
+        self._put(0, raw + self._CHECK.pack(zlib.crc32(raw)))
 
     def read(self) -> Beat:
+        """The last that is whole. One caught in the middle, by another process, is not: half of it may be the beat
+        before, or zeros, which would look like silence since the machine started."""
         size = self._BEAT.size
-        raw = self._map[:size]
-        while raw != (again := self._map[:size]):  # caught in the middle of a beat
-            raw = again
-        at, soft, hard, step, phase = self._BEAT.unpack(raw)
-        return Beat(at, soft, hard, step, phase.rstrip(b"\0").decode(errors="replace"))
+        both = self._map[: size + self._CHECK.size]
+        raw = both[:size]
+        if self._CHECK.pack(zlib.crc32(raw)) == both[size:]:
+            at, soft, hard, step, phase = self._BEAT.unpack(raw)
+            self._last = Beat(at, soft, hard, step, phase.rstrip(b"\0").decode(errors="replace"))
+        return self._last
+
+    def _put(self, at: int, raw: bytes) -> None:
+        """As it is: pack_into would write zeros first, for others to see."""
+        self._map[at : at + len(raw)] = raw
 
     def tell(self, at: float, thread: int) -> None:
-        self._TOLD.pack_into(self._map, 128, at, thread)
+        self._put(128, self._TOLD.pack(at, thread))
 
     def told(self) -> tuple[float, int]:
         at, thread = self._TOLD.unpack_from(self._map, 128)
@@ -64,7 +75,7 @@ class Heart:
 
     @monitor.setter
     def monitor(self, process: int) -> None:
-        self._READY.pack_into(self._map, 256, process)
+        self._put(256, self._READY.pack(process))
 
     def close(self) -> None:
         self._map.close()

@@ -152,3 +152,19 @@ def test_saying_where_the_loop_is_costs_microseconds(tmp_path: Path) -> None:
 
 def _cpu(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+@pytest.mark.parametrize("written", [0, 8, 60])
+def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(heart: Heart, written: int) -> None:
+    lookout = Lookout(heart, 0.1)
+    assert lookout.look()[0] == "", "nobody has begun yet"
+    now = time.monotonic()
+    heart.beat(now, 5.0, 9.0, 3, "data")
+    assert lookout.look()[:2] == ("", heart.read())
+    whole = heart._map[:128]
+    heart._map[:128] = whole[:written] + bytes(128 - written)  # as another process may see it, under load
+    word, beat, silence = lookout.look()
+    assert (word, beat.step, beat.phase, beat.at) == ("", 3, "data", now)
+    assert silence < 1
+    heart._map[:128] = whole
+    assert heart.read().step == 3
