@@ -1,11 +1,14 @@
-"""Whether Triton kernels can be built here. Asked by every file that has one, and by recipes/pace.py."""
+"""Whether Triton kernels can be built here, and which optional libraries of kernels load. Asked by every file that has
+or calls one, and by recipes/pace.py."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 
 @cache
@@ -21,3 +24,12 @@ def why_no_triton() -> str | None:
 @cache
 def has_triton() -> bool:
     return why_no_triton() is None
+
+
+def loaded(name: str, *needed: str) -> ModuleType | None:
+    """An optional module that has all it is wanted for; None where it is not installed or does not load."""
+    try:
+        module = import_module(name)
+    except Exception:  # a version that does not fit the driver, Python or torch raises whatever it likes
+        return None
+    return module if all(hasattr(module, each) for each in needed) else None

@@ -22,6 +22,7 @@ from erniekit.kernels.available import has_triton
 from erniekit.kernels.expert_fp8 import EXTRAS, Matrices, matrices
 from erniekit.kernels.expert_mlp_rows import Low, Tail, spans
 from erniekit.kernels.fp8_product import Fp8Weight
+from erniekit.kernels.grouped_gemm import ALIGNED
 from erniekit.kernels.moe_permute import Order
 
 HIGHEST_RANK = 128  # what the kernels hold in registers
@@ -42,7 +43,7 @@ def fits(x: torch.Tensor, gate_up: Weight, down: Weight, *updates: Update | None
     factors = [t for update in updates if update is not None for t in (update.A, update.B)]
     plain = [weight for weight in (gate_up, down) if not isinstance(weight, Fp8Weight)]
     sixteen = all(t.dtype == torch.bfloat16 for t in (x, *plain, *factors))
-    aligned = x.shape[1] % 8 == 0 and matrices(down).rows.shape[2] % 8 == 0
+    aligned = x.shape[1] % ALIGNED == 0 and matrices(down).rows.shape[2] % ALIGNED == 0
     low = all(update.A.shape[1] <= HIGHEST_RANK for update in updates if update is not None)
     return READY and x.is_cuda and sixteen and aligned and low and x.shape[0] > 0
 
@@ -142,6 +143,8 @@ _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
 _FACTORS = "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b"
 _TENSORS = "Tensor x, Tensor row_of, Tensor place_of, Tensor ends, Tensor weights, Tensor gate_up, Tensor down"
 INPUTS = f"{_TENSORS}, {_FACTORS}"
+TENSORS = 13  # of those
+GIVEN = TENSORS + 1 + 2 * EXTRAS  # with scales and what fp8 matrices have beside
 IN_FP8 = ", ".join(f"Tensor? {w}_{part}=None" for w in ("gate_up", "down") for part in Matrices._fields[1:])
 _LIBRARY.define(f"expert_mlp({INPUTS}, float[] scales, {IN_FP8}) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
@@ -248,20 +251,28 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors, (ctx.scales, *in_fp8) = inputs[:13], inputs[13:]
+    tensors, (ctx.scales, *in_fp8) = inputs[:TENSORS], inputs[TENSORS:]
     ctx.save_for_backward(*tensors, *output[1:], *in_fp8)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[torch.Tensor | None, ...]:
-    grads: list[torch.Tensor | None] = [None] * (14 + 2 * EXTRAS)
-    if grad is not None:
-        wanted = [bool(ctx.needs_input_grad[i]) for i in PLACES]
-        known, in_fp8 = ctx.saved_tensors[:16], ctx.saved_tensors[16:]
-        found = torch.ops.erniekit.expert_mlp_backward(grad, *known, ctx.scales, wanted, *in_fp8)
-        for place, each in zip((i for i, want in zip(PLACES, wanted) if want), found):
-            grads[place] = each
+    if grad is None:
+        return (None,) * GIVEN
+    wanted = [bool(ctx.needs_input_grad[i]) for i in PLACES]
+    known, in_fp8 = ctx.saved_tensors[: TENSORS + 3], ctx.saved_tensors[TENSORS + 3 :]
+    found = torch.ops.erniekit.expert_mlp_backward(grad, *known, ctx.scales, wanted, *in_fp8)
+    return in_places(found, PLACES, wanted, GIVEN)
+
+
+def in_places(
+    found: Sequence[torch.Tensor], places: Sequence[int], wanted: Sequence[bool], count: int
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients found, those wanted of `places`, as autograd takes them: one or None for each of `count` inputs."""
+    grads: list[torch.Tensor | None] = [None] * count
+    for place, each in zip((place for place, want in zip(places, wanted) if want), found):
+        grads[place] = each
     return tuple(grads)
 
 

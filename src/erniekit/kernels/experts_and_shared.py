@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from erniekit.kernels import expert_mlp, lora_linear
-from erniekit.kernels.expert_fp8 import EXTRAS
 from erniekit.kernels.swiglu import swiglu, swiglu_gradient
 
 Small = TypeVar("Small")
 Large = TypeVar("Large")
 LINEAR = 8  # what lora_linear.as_given gives: weight, A, B, scales, ranks and the rest of an fp8 weight
-ROUTED = 14 + 2 * EXTRAS  # what expert_mlp.as_given gives
+ROUTED = expert_mlp.GIVEN
 SHARED = 1 + 2 * LINEAR  # tokens, gate_up, down
 # What may want a gradient, of the shared experts: tokens, and A and B of both products.
 PLACES = (*expert_mlp.PLACES, *(ROUTED + i for i in (0, 2, 3, 2 + LINEAR, 3 + LINEAR)))
@@ -114,7 +113,7 @@ def _backward(grad: torch.Tensor, own_grad: torch.Tensor, *given: Any) -> list[t
     """The gradients wanted of PLACES."""
     routed, shared = given[:ROUTED], given[ROUTED : ROUTED + SHARED]
     *kept, wanted = given[ROUTED + SHARED :]
-    tensors, (scales, *in_fp8) = routed[:13], routed[13:]
+    tensors, (scales, *in_fp8) = routed[: expert_mlp.TENSORS], routed[expert_mlp.TENSORS :]
     split = len(expert_mlp.PLACES)
     own, of_routed = at_once(
         grad.device,
@@ -152,16 +151,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _gradients(ctx: Any, grad: torch.Tensor | None, own_grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    grads: list[torch.Tensor | None] = [None] * (ROUTED + SHARED)
     if grad is None and own_grad is None:
-        return tuple(grads)
+        return (None,) * (ROUTED + SHARED)
     grad, own_grad = (torch.zeros_like(ctx.saved_tensors[0]) if g is None else g for g in (grad, own_grad))
     wanted = [bool(ctx.needs_input_grad[place]) for place in PLACES]
     given = [ctx.lists.get(place, tensor) for place, tensor in enumerate(ctx.saved_tensors)]
     found = torch.ops.erniekit.experts_and_shared_backward(grad, own_grad, *given, wanted)
-    for place, each in zip((place for place, want in zip(PLACES, wanted) if want), found):
-        grads[place] = each
-    return tuple(grads)
+    return expert_mlp.in_places(found, PLACES, wanted, ROUTED + SHARED)
 
 
 torch.library.register_autograd("erniekit::experts_and_shared", _gradients, setup_context=_keep)

@@ -7,12 +7,12 @@ documents. B batch, L length, T tokens, N heads, D head_dim.
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
 from typing import Any
 
 import torch
 
+from erniekit.kernels.available import loaded
 from erniekit.log import warn_once
 
 HEAD_DIMS = (64, 128)
@@ -22,11 +22,7 @@ LEAST = 256  # "the longest" told to it: of shorter ones it would make other ker
 @functools.cache
 def library() -> Any:
     """The package's module, or None where it is not installed or does not load."""
-    try:
-        module = importlib.import_module("flash_attn.cute.interface")
-        return module if hasattr(module, "_flash_attn_fwd") and hasattr(module, "_flash_attn_bwd") else None
-    except Exception:  # a version that does not fit the driver, Python or torch raises whatever it likes
-        return None
+    return loaded("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+ALIGNED = 8  # widths in 16 bit are multiples of this: what the kernel's tiles can load
+
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [R, in], weight [E, out, in], ends int32 [E] (one past each expert's last row) -> [R, out].
@@ -37,5 +39,5 @@ def reference(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> t
 
 def _fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """torch's kernel: 16-bit on the device, with widths its tiles can load; small CPU products are quick in a loop."""
-    aligned = all(n * rows.element_size() % 16 == 0 for n in weight.shape[1:])
+    aligned = all(n % ALIGNED == 0 for n in weight.shape[1:])
     return rows.is_cuda and rows.dtype == torch.bfloat16 == weight.dtype and aligned and hasattr(F, "grouped_mm")

@@ -24,12 +24,20 @@ def reference(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """grad [T, W], gate_up [T, 2 W] -> [T, 2 W], for who writes a way back by hand."""
-    return (_backward if _on_card(gate_up) else reference_gradient)(grad.contiguous(), gate_up)
+def pairs(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 W] of gates, then ups -> each gate beside its up."""
+    return torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1)
 
 
-def reference_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
+    """grad [T, W], gate_up [T, 2 W] -> of gates, then of ups [T, 2 W], for who writes a way back by hand. paired: each
+    gate lies beside its up."""
+    return (_backward if _on_card(gate_up) else reference_gradient)(grad.contiguous(), gate_up, paired)
+
+
+def reference_gradient(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
+    if paired:
+        gate_up = gate_up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, dim=-1)
     bent, g = torch.sigmoid(gate), grad.to(wide)
@@ -54,12 +62,13 @@ def _forward(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton_op("erniekit::swiglu_backward", mutates_args={})
-def _backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def _backward(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
     from erniekit.kernels.triton import swiglu as kernels
 
     rows, width = grad.shape
     out = torch.empty_like(gate_up)
-    wrap_triton(kernels.backward)[kernels.grid(rows, width)](grad, gate_up, out, width, BLOCK=kernels.BLOCK)
+    launch = wrap_triton(kernels.backward)[kernels.grid(rows, width)]
+    launch(grad, gate_up, out, width, PAIRED=paired, BLOCK=kernels.BLOCK)
     return out
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from erniekit.kernels.expert_mlp import Update
 from erniekit.kernels.fp8_product import Fp8Weight
-from erniekit.kernels.grouped_gemm import grouped_linear
+from erniekit.kernels.grouped_gemm import ALIGNED, grouped_linear
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
 from erniekit.lora.fp8_base import Fp8Base
 from erniekit.models.layers.experts import ExpertLinear
@@ -25,7 +25,6 @@ from erniekit.models.layers.linear import FusedLinear, is_watched
 from erniekit.models.layers.router import Router, Routing
 
 SHARED = "shared"  # the key of a pair whose one A serves several projections
-ALIGNED = 8  # ranks the grouped product is given are multiples of this: what its kernel can load in 16 bit
 
 Parts = tuple[tuple[str, int], ...]
 

@@ -11,6 +11,7 @@ from erniekit.config import RunConfig
 from erniekit.config.note import Note
 from erniekit.devices.base import Device
 from erniekit.kernels.available import why_no_triton
+from erniekit.kernels.grouped_gemm import ALIGNED
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import World
 
@@ -20,7 +21,6 @@ SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
-ALIGNED = 8  # what the widths of experts must be multiples of for a grouped product in 16 bit
 KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
 LEAN_STATE = 8  # with moments in 16 bit
 

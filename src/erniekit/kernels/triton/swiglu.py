@@ -20,38 +20,26 @@ def forward(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
-    """grad [T, W], gate_up [T, 2 W] -> out [T, 2 W]: both halves of one buffer, which a concatenation writes twice."""
+def backward(grad, gate_up, out, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+    """grad [T, W], gate_up [T, 2 W] -> out [T, 2 W]: both halves of one buffer, which a concatenation writes twice.
+    PAIRED: each gate lies beside its up in gate_up; out has gates first all the same."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at = row * 2 * width + column
     g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
-    _store_gradients(out + at, g, gate, up, width, inside)
-
-
-@triton.jit
-def backward_of_pairs(grad, paired, out, width, BLOCK: tl.constexpr):
-    """The same where each gate lies beside its up: paired [T, 2 W]. out has gates first all the same."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    place = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    both = tl.load(paired + row * 2 * width + place, mask=place < 2 * width, other=0.0).to(tl.float32)
-    gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
-    _store_gradients(out + row * 2 * width + column, g, gate, up, width, inside)
-
-
-@triton.jit
-def _store_gradients(at, g, gate, up, width, inside):
+    if PAIRED:
+        place = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+        both = tl.load(gate_up + row * 2 * width + place, mask=place < 2 * width, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
     bent = tl.sigmoid(gate)
     silu = gate * bent
-    kind = at.dtype.element_ty
-    tl.store(at, (g * up * (bent + silu * (1.0 - bent))).to(kind), mask=inside)
-    tl.store(at + width, (g * silu).to(kind), mask=inside)
+    kind = out.dtype.element_ty
+    tl.store(out + at, (g * up * (bent + silu * (1.0 - bent))).to(kind), mask=inside)
+    tl.store(out + at + width, (g * silu).to(kind), mask=inside)
 
 
 def grid(rows: int, width: int) -> tuple[int, int]:

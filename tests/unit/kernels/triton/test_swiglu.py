@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.kernels.gate_up import pairs
-from erniekit.kernels.swiglu import reference
+from erniekit.kernels.swiglu import pairs, reference
 
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
 
@@ -22,10 +21,10 @@ def test_both_ways_equal_the_reference_at_any_width(rows: int, width: int) -> No
     want.backward(grad)
     y, back = torch.empty_like(want), torch.empty_like(x)
     kernels.forward[kernels.grid(rows, width)](x.detach(), y, width, BLOCK=kernels.BLOCK)
-    kernels.backward[kernels.grid(rows, width)](grad, x.detach(), back, width, BLOCK=kernels.BLOCK)
+    kernels.backward[kernels.grid(rows, width)](grad, x.detach(), back, width, PAIRED=False, BLOCK=kernels.BLOCK)
     torch.testing.assert_close(y, want.detach())
     torch.testing.assert_close(back, x.grad)
     back.zero_()
     paired = pairs(x.detach())
-    kernels.backward_of_pairs[kernels.grid(rows, width)](grad, paired, back, width, BLOCK=kernels.BLOCK)
+    kernels.backward[kernels.grid(rows, width)](grad, paired, back, width, PAIRED=True, BLOCK=kernels.BLOCK)
     torch.testing.assert_close(back, x.grad, msg="of gates beside their ups")
