@@ -72,7 +72,14 @@ def note(tmp_path: Path, monkeypatch) -> Path:
 
 
 def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # ended before it was asked, or while it was
+        return False
 
 
 def test_it_is_started_with_our_keys_followed_and_ended_with_all_its_children(model, note):
