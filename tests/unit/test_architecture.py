@@ -11,6 +11,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "erniekit"
 # room -> the rooms it may import; errors, log and registry are open to all, and so is a room's own inside.
 ALLOWED = {
     "config": set(),
+    "files": set(),
     "kernels": set(),
     "devices": set(),
     "parallel": {"devices", "kernels"},
@@ -33,7 +34,7 @@ ALLOWED = {
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
     "cli": {"config", "recipes", "export", "serve", "data"},
 }  # fmt: skip
-OPEN = {"errors", "log", "registry", "__version__"}
+OPEN = {"errors", "files", "log", "registry", "__version__"}
 
 
 def imports(file: Path) -> set[str]:

@@ -20,6 +20,7 @@ from erniekit.bench.peers import NEEDS
 from erniekit.bench.report import differences, remarks, table
 from erniekit.bench.workloads import WORKLOADS, Options, Workload, chosen
 from erniekit.errors import ConfigError
+from erniekit.files import OwnedFiles
 from erniekit.log import say
 from erniekit.registry import nearest
 
@@ -36,7 +37,8 @@ def bench_command(args: list[str]) -> int:
         return 0
     wanted, options = chosen(_words(given.only)), _options(given)
     out = Path(given.output_dir).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
+    results_of = [name for work in wanted for name in (f"{work.name}.json", f"{work.name}.profile.txt")]
+    OwnedFiles(out).claim("bench.json", *results_of)
     results, failed = run_all(wanted, options, out, given.seconds_limit)
     for line in (*table(results), *remarks(results)) if results else ():
         say(line)

@@ -131,7 +131,8 @@ def main() -> int:
 
 
 def _write(file: Path, result: dict[str, Any]) -> None:
-    temporary = file.with_suffix(".tmp")
+    temporary = file.with_name(f".{file.name}.part")
+    temporary.unlink(missing_ok=True)  # of a killed run, or a link, which must not be followed
     temporary.write_text(json.dumps(result, indent=1))
     temporary.replace(file)
 

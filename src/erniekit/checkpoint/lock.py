@@ -57,8 +57,9 @@ class Holder:
 
 
 class RunLock:
-    def __init__(self, folder: Path) -> None:
-        self.path = Path(folder) / LOCK
+    def __init__(self, folder: Path, name: str = LOCK, work: str = "another run is training into this folder") -> None:
+        """`work`: what a refusal says the holder is doing."""
+        self.path, self._work = Path(folder) / name, work
         self._fd = -1
         self._owner = 0  # the process that took it; a fork of it does not hold it
 
@@ -101,7 +102,7 @@ class RunLock:
 
     def _try_once(self) -> bool:
         """True: held; False: the file was replaced under us, try again; raises when someone holds it."""
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             locked, holder = _flock(fd), _read(fd)
             if locked:  # the OS says free; a live holder then means a disk whose flock does nothing
@@ -130,7 +131,7 @@ class RunLock:
     def _refusal(self, holder: Holder | None) -> CheckpointError:
         who = "another process" if holder is None else str(holder)
         return CheckpointError(
-            f"another run is training into this folder: {who}",
+            f"{self._work}: {who}",
             where=str(self.path.parent),
             fix=f"choose another output_dir, or stop that run; if it is surely over, delete {self.path}",
         )

@@ -194,7 +194,8 @@ def tensor_files(path: Path) -> dict[str, Path]:
                 fix="finish the download, or copy the files of the other nodes here",
             )
         return files
-    singles = sorted(path.glob("model*.safetensors"))
+    whole = path / "model.safetensors"
+    singles = [whole] if whole.is_file() else sorted(path.glob("model*.safetensors"))
     if not singles:
         other = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pdparams", ".pdiparams"))
         raise CheckpointError(
@@ -202,7 +203,17 @@ def tensor_files(path: Path) -> dict[str, Path]:
             where=str(path),
             fix="use the safetensors release of this model" if other else "check model_name_or_path",
         )
-    return {name: file for file in singles for name in _open_file(file).keys()}  # noqa: SIM118
+    found: dict[str, Path] = {}
+    for file in singles:
+        for name in _open_file(file).keys():  # noqa: SIM118
+            if name in found:
+                raise CheckpointError(
+                    f"{name} is both in {found[name].name} and in {file.name}",
+                    where=str(path),
+                    fix="files of two models lie in this folder: move one of them away",
+                )
+            found[name] = file
+    return found
 
 
 def _open_file(file: Path) -> Any:

@@ -64,14 +64,24 @@ ops = FileOps()
 
 
 def publish(
-    parent: Path, name: str, write: Write, *, info: dict[str, Any] | None = None, expected_bytes: int = 0
+    parent: Path,
+    name: str,
+    write: Write,
+    *,
+    info: dict[str, Any] | None = None,
+    expected_bytes: int = 0,
+    may_replace: Callable[[Path], None] = lambda target: None,
 ) -> Path:
-    """`parent/name` with what `write(folder)` put into it; on any failure what was there before stays."""
+    """`parent/name` with what `write(folder)` put into it; on any failure what was there before stays.
+
+    may_replace: called with the target right before the swap; raises where what is there must not go.
+    """
     require_space(parent, name, expected_bytes)
     tmp = hidden(parent, "tmp", name)
     try:
         ops.mkdir(tmp)
         _seal(tmp, write(tmp) or {}, info or {})
+        may_replace(parent / name)
         _swap_in(tmp, parent / name)
     except (OSError, SafetensorError) as error:
         raise _not_written(parent / name, error) from error
@@ -127,7 +137,7 @@ def sweep(parent: Path, names: str) -> None:
         left = _HIDDEN.fullmatch(path.name)
         if left is None or not fnmatch.fnmatch(left["name"], names):
             continue
-        if left["kind"] == "old" and not (parent / left["name"]).exists():
+        if left["kind"] == "old" and not os.path.lexists(parent / left["name"]):
             ops.rename(path, parent / left["name"])  # killed between the two renames of _swap_in
         else:
             _remove_quietly(path)
@@ -138,6 +148,10 @@ def hidden(parent: Path, kind: str, name: str) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
+    """Links are removed and never followed, the folder itself among them."""
+    if folder.is_symlink():
+        ops.unlink(folder)
+        return
     for root, folders, files in os.walk(folder, topdown=False):
         for name in files:
             ops.unlink(Path(root, name))
@@ -179,7 +193,7 @@ def _completed(path: Path, record: FileRecord) -> FileRecord:
 
 
 def _swap_in(tmp: Path, final: Path) -> None:
-    aside = hidden(final.parent, "old", final.name) if final.exists() else None
+    aside = hidden(final.parent, "old", final.name) if os.path.lexists(final) else None
     if aside is not None:
         ops.rename(final, aside)
     try:

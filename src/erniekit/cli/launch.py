@@ -55,6 +55,7 @@ def train_command(args: list[str]) -> int:
         if needed(launch, cfg):
             refuse_later(cfg)
             run.check_world(cfg, launch.world)
+            run.take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
     run.run_train(cfg, ["erniekit", "train", *args])
     return 0
@@ -103,7 +104,7 @@ def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> Launch:
         max_restarts=cfg.launch.max_restarts,
         grace_s=cfg.train.preempt_grace_s,
         join_timeout_s=cfg.launch.join_timeout_s,
-        output=Path(cfg.train.output_dir or "output"),
+        output=Path(cfg.train.output_dir or "output").expanduser(),
         saves_on_each_node=cfg.checkpoint.save_on_each_node,
     )
 

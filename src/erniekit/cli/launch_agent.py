@@ -27,10 +27,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTime
 
 from erniekit.cli.launch import Launch
 from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
-from erniekit.cli.launch_logs import Relay
+from erniekit.cli.launch_logs import LAUNCHER_LOG, Relay, own_folder
 from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
 from erniekit.cli.launch_pulse import Machine, newest_checkpoint, notice_silence
 from erniekit.errors import ConfigError
+from erniekit.log import say
 
 LEAVE_S = 8.0  # from SIGTERM to SIGKILL for the ranks whose peer is gone
 SLACK_S = 5.0  # beyond a rank's grace to save: it has to get to the end of its step as well
@@ -43,15 +44,17 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 def run_ranks(launch: Launch, command: list[str]) -> int:
     """Start `command` in every rank of this machine and see it through; the exit code for the shell."""
     try:
-        launch.log_dir.mkdir(parents=True, exist_ok=True)
+        logs = own_folder(launch.log_dir)
     except OSError as e:
         fix = "give another log_dir"
         raise ConfigError(f"no logs of the ranks: {e.strerror}", where=str(launch.log_dir), fix=fix) from e
-    relay = Relay(launch.log_dir)
+    if logs != launch.log_dir:
+        say(f"note     {launch.log_dir} holds logs of another program: this run's are in {logs}")
+    relay = Relay(logs)
     errors = Path(tempfile.mkdtemp(prefix="erniekit-ranks-"))
     agent = None
     try:
-        with _remarks_to_a_file(launch.log_dir), _environment(launch), _signals_end_us():
+        with _remarks_to_a_file(logs), _environment(launch), _signals_end_us():
             handler, here = rendezvous(launch)
             if launch.nnodes > 1:
                 notice_silence(launch.port)
@@ -330,7 +333,7 @@ class Agent(LocalElasticAgent):
 @contextlib.contextmanager
 def _remarks_to_a_file(folder: Path) -> Iterator[None]:
     """torch's own remarks: what happened is told by the rank it happened to."""
-    log, handler = logging.getLogger("torch.distributed"), logging.FileHandler(folder / "launcher.log", "w", delay=True)
+    log, handler = logging.getLogger("torch.distributed"), logging.FileHandler(folder / LAUNCHER_LOG, "w", delay=True)
     before = log.propagate, log.handlers
     log.propagate, log.handlers = False, [handler]
     try:

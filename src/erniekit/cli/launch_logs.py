@@ -20,10 +20,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from erniekit.files import OwnedFiles
+
+LAUNCHER_LOG = "launcher.log"
 SCREEN = {"stdout": 1, "stderr": 2}
 _COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _LONGEST = 1 << 16  # bytes of a line without an end that are kept before it is written anyway
 _SIZE = struct.Struct("HHHH")  # rows, columns and two that nobody uses
+
+
+def own_folder(wanted: Path) -> Path:
+    """`wanted`, or beside it the first folder whose logs are all ours: another launcher's are never replaced."""
+    number = 1
+    folder = wanted
+    while _foreign_logs(folder):
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+        number += 1
+    folder.mkdir(parents=True, exist_ok=True)
+    OwnedFiles(folder).claim(LAUNCHER_LOG)
+    return folder
+
+
+def _foreign_logs(folder: Path) -> bool:
+    names = [path.name for path in folder.glob("workerlog.*")] if folder.is_dir() else []
+    return bool(OwnedFiles(folder).in_the_way([*names, LAUNCHER_LOG]))
 
 
 @dataclass
@@ -109,13 +129,15 @@ class Relay:
 
     def _fresh(self, rank: int) -> Path:
         """The last run's log is kept as .1, those of this run's earlier attempts as .attempt-K."""
-        path = self.path(rank)
+        path, owned = self.path(rank), OwnedFiles(self.folder)
         attempts = self._opened.get(rank, 0)
         if not attempts:
             for old in self.folder.glob(f"{path.name}.attempt-*"):
-                old.unlink()
+                owned.remove(old.name)
+        kept = Path(f"{path}.attempt-{attempts}" if attempts else f"{path}.1")
+        owned.claim(path.name, *([kept.name] if os.path.lexists(path) else []))
         if path.exists():
-            path.replace(f"{path}.attempt-{attempts}" if attempts else f"{path}.1")
+            path.replace(kept)
         self._opened[rank] = attempts + 1
         return path
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 from collections import Counter, deque
@@ -24,6 +23,17 @@ from tqdm import tqdm
 
 from erniekit import log
 from erniekit.data import mmap_files
+from erniekit.data.index_files import (
+    BAD,
+    INDEX,
+    SEQUENCES,
+    SIZES,
+    STATE,
+    TOKENS,
+    bad_rows_of,
+    refuse_foreign,
+    remove_work,
+)
 from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.text_job import TextChunk, TextJob
 from erniekit.data.text_rows import Place, documents
@@ -36,8 +46,6 @@ _RULES = 1  # of every plan: raise it when the same text would give other tokens
 COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
 COMMIT_SECONDS = 10.0
 _ENOUGH_ROWS = 1000  # none of the first so many usable: the key is wrong, not the rows
-TOKENS, SIZES, SEQUENCES, BAD, INDEX = "tokens", "sizes", "sequences", "bad_rows.jsonl", "index"
-STATE = "state.json"
 
 
 @dataclass
@@ -84,6 +92,7 @@ def index_text(
     made = _made(output, files, format, plan)
     if made is None:
         work = output.with_name(output.name + ".indexing")
+        refuse_foreign(output, work, format, plan)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with only_one(work) as alone:
@@ -91,13 +100,16 @@ def index_text(
                     work = work.with_name(f"{work.name}-{platform.node()}-{os.getpid()}")
                 made = _made(output, files, format, plan)
                 if made is None:
+                    refuse_foreign(output, work, format, plan)
                     work.mkdir(exist_ok=True)
                     run = _Run(files, work, output, job, format, plan, commit_bytes)
                     made = run.publish(run.report(num_proc), max_bad_fraction)
-            Path(f"{work}.lock").unlink(missing_ok=True)  # those who wait hold it open, and find the result
+            lock = Path(f"{work}.lock")
+            if lock.is_file() and not lock.is_symlink() and not lock.stat().st_size:
+                lock.unlink()  # those who wait hold it open, and find the result
         except OSError as error:
             raise DataError(f"tokens cannot be written: {error}", where=str(output), fix="free some space") from error
-    made.report.check(max_bad_fraction, _bad_rows(output))
+    made.report.check(max_bad_fraction, bad_rows_of(output))
     return made
 
 
@@ -127,10 +139,6 @@ def _plan(files: Sequence[Path], job: TextJob, format: str, identity: Any) -> di
         "dtype": job.dtype,
         "format": format,
     }
-
-
-def _bad_rows(output: Path) -> Path:
-    return output.with_name(f"{output.name}_{BAD}")
 
 
 def _named(files: Sequence[Path]) -> str:
@@ -181,8 +189,10 @@ class _Run:
         try:
             told = json.loads((self.work / STATE).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return State()
-        if told.pop("plan") != self.plan:
+            self.state = State()
+            self._keep()  # before any other file: it says whose folder this is
+            return self.state
+        if told.pop("plan", None) != self.plan:
             raise DataError(
                 "an unfinished run is here, of other text or with other settings",
                 where=str(self.work),
@@ -269,7 +279,7 @@ class _Run:
 
     def _hopeless(self, rows: int, chunk: TextChunk) -> DataError:
         """Not one usable row so far; the next try, with other settings, is to find no trace of this one."""
-        shutil.rmtree(self.work, ignore_errors=True)
+        remove_work(self.work)
         return DataError(
             f"none of the first {rows:,} rows can be used",
             where="\n       ".join(f"row {line}  {kind}: {reason}" for line, kind, reason in chunk.bad[:3]),
@@ -332,14 +342,15 @@ class _Run:
         tokens, index = (Path(str(self.output) + suffix) for suffix in mmap_files.SUFFIXES[self.format])
         if (self.work / TOKENS).exists():  # else a kill came between two of the steps below
             os.replace(self.work / TOKENS, tokens)
-        listed = _bad_rows(self.output)
-        listed.unlink(missing_ok=True)
+        listed = bad_rows_of(self.output)
         if report.bad:
-            shutil.copyfile(self.work / BAD, listed)
+            _write(listed, (self.work / BAD).read_bytes())
+        else:
+            listed.unlink(missing_ok=True)
         told = {"plan": self.plan, "report": report.to_dict()}
         _write(Path(f"{index}.json"), json.dumps(told).encode())
         os.replace(self.work / INDEX, index)
-        shutil.rmtree(self.work, ignore_errors=True)
+        remove_work(self.work)
         return Indexed(str(self.output), report)
 
 
@@ -350,8 +361,9 @@ def _settle(file: IO[bytes]) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Whole or not at all."""
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
+    beside = path.with_name(f".{path.name}.part")
+    beside.unlink(missing_ok=True)
+    with open(beside, "xb") as file:  # a link of that name is never followed
         file.write(content)
         _settle(file)
     os.replace(beside, path)

@@ -28,6 +28,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.tokens import cores, default_cache_dir, digest_of
 from erniekit.data.types import Pack
 from erniekit.errors import ConfigError, DataError
+from erniekit.files import OwnedFiles, own
 
 BLOCK = 1024  # positions that are blended together
 _BLOCKS_KEPT = 8
@@ -295,9 +296,9 @@ def index_online(
 def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> Path:
     """All of a run's files in one list; no list where nothing is bad."""
     if not append:
-        to.unlink(missing_ok=True)
+        OwnedFiles(to.parent).remove(to.name)
     if stored.exists():
-        to.parent.mkdir(parents=True, exist_ok=True)
+        own(to)
         with open(stored, encoding="utf-8") as rows, open(to, "a", encoding="utf-8") as out:
             for row in rows:
                 out.write(json.dumps(json.loads(row) | {"file": path}, ensure_ascii=False) + "\n")

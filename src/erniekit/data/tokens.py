@@ -26,6 +26,7 @@ from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_P
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
+from erniekit.files import OwnedFiles, own
 
 _RULES = (
     "types.py",
@@ -277,7 +278,7 @@ def only_one(folder: Path) -> Iterator[bool]:
     except ImportError:
         yield False
         return
-    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+    with open(folder.with_name(folder.name + ".lock"), "a") as lock:  # never truncates what is there
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
@@ -289,9 +290,9 @@ def only_one(folder: Path) -> Iterator[bool]:
 def _list_bad_rows(folder: Path, report: DataReport, to: Path, append: bool) -> None:
     if not report.bad:
         if not append:
-            to.unlink(missing_ok=True)
+            OwnedFiles(to.parent).remove(to.name)
         return
-    to.parent.mkdir(parents=True, exist_ok=True)
+    own(to)
     with open(folder / BAD_ROWS, encoding="utf-8") as stored, open(to, "a" if append else "w", encoding="utf-8") as out:
         for line in stored:
             out.write(json.dumps({"file": report.file, **json.loads(line)}, ensure_ascii=False) + "\n")

@@ -22,6 +22,7 @@ from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
 from erniekit.export.source import find_source
+from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
 from erniekit.log import paint, say, warn
 from erniekit.lora import paddle_files, peft_files
@@ -90,10 +91,10 @@ def export(
 
     It appears whole and proven, or not at all. `probe`: a saved answer the result must give as well.
     """
+    sources = [base, *([adapter] if adapter else [])]
+    check_target(out, sources)
     source = _Watched(base)
     source.check_names()
-    if out.resolve() == base.resolve():
-        raise CheckpointError("the result would replace its own source", where=str(out), fix="choose another folder")
     model = source.meta()
     source.check_shapes(model)
     loaded = read_adapter(adapter, model) if adapter else None
@@ -115,9 +116,9 @@ def export(
                 proofs.append(prove(source, loaded, written, set(updates), probe))
                 info["proof"] = vars(proofs[0])
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _point_at_leftovers(out)
-    publish(out.parent, out.name, write, info=info, expected_bytes=size)
+    with one_export(out):
+        check_target(out, sources)
+        publish(out.parent, out.name, write, info=info, expected_bytes=size, may_replace=check_replaceable)
     _tell(out, loaded, merge, proofs, layout)
     return out
 
@@ -171,11 +172,6 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
     # disable=None: no bar where nobody watches (a pipe, a log file).
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         yield bar.update
-
-
-def _point_at_leftovers(out: Path) -> None:
-    for path in out.parent.glob(f".tmp-{out.name}-*"):
-        warn(f"{path} is of an export that was killed or still runs; delete it if none does")
 
 
 def _tell(out: Path, adapter: Adapter | None, merge: _Merge, proofs: list[Proof], layout: str) -> None:

@@ -14,12 +14,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from erniekit.demo import ProofFailed
+from erniekit.demo.folder import seal, take_folder
 from erniekit.demo.other_stack import OtherStack
 from erniekit.demo.victim import Victim
 from erniekit.errors import ConfigError
+from erniekit.files import own
 from erniekit.log import paint, say
 
-MARK = ".made-by-erniekit-demo"
 ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seconds
 STEPS, SAVE_STEPS, KILL_AFTER = 40, 10, 14
 LORA_STEPS = 20
@@ -31,11 +32,12 @@ def demo_command(args: list[str]) -> int:
     say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
     say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
-    other = OtherStack(root / "logs" / "transformers.log")
+    other = OtherStack(own(root / "logs" / "transformers.log"))
     try:
         run_stages(root, other, began)
     finally:
         other.close()
+    seal(root)
     say(paint("every proof holds", "green", "bold") + "\n")
     say("\n".join(next_lines(root)))
     return 0
@@ -53,17 +55,6 @@ def folder_from(args: list[str]) -> Path:
     return Path(words[1])
 
 
-def take_folder(root: Path) -> Path:
-    """An empty folder, or that of an older demo, which goes; anything else is somebody's work."""
-    if root.exists() and not (root / MARK).is_file() and (not root.is_dir() or any(root.iterdir())):
-        raise ConfigError(f"{root} is in use and not by a demo", where="--dir", fix="name another folder: --dir DIR")
-    shutil.rmtree(root, ignore_errors=True)
-    for name in ("data", "logs"):
-        (root / name).mkdir(parents=True)
-    (root / MARK).touch()
-    return root
-
-
 def run_stages(root: Path, other: OtherStack, began: float) -> None:
     import torch
 
@@ -74,7 +65,7 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
 
     # The same run twice: here, and side by side in a process that will not live to its end.
     words = sft_words(root, root / "killed")
-    victim = Victim(["train", *words], root / "killed", root / "logs" / "killed.log")
+    victim = Victim(["train", *words], root / "killed", own(root / "logs" / "killed.log"))
     threads = torch.get_num_threads()
     # Runs are bit-identical only with equal numbers of threads; for so small a model one is fastest, too.
     torch.set_num_threads(1)
@@ -169,7 +160,7 @@ def export(output: Path, log: Path) -> None:
 
 @contextmanager
 def logged(command: str, words: Sequence[str], log: Path) -> Iterator[None]:
-    with log.open("w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
+    with own(log).open("w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
         print(f"$ erniekit {command} {' '.join(words)}", flush=True)
         yield
 
@@ -178,8 +169,8 @@ def write_data(root: Path) -> None:
     from erniekit.demo.tiny import PERSONA, TRAIN
 
     rows = TRAIN.read_text(encoding="utf-8").splitlines(keepends=True)
-    (root / "data" / "sft.jsonl").write_text("".join(rows[:ROWS]), encoding="utf-8")
-    shutil.copyfile(PERSONA, root / "data" / "persona.jsonl")
+    own(root / "data" / "sft.jsonl").write_text("".join(rows[:ROWS]), encoding="utf-8")
+    shutil.copyfile(PERSONA, own(root / "data" / "persona.jsonl"))
 
 
 # ---- what is proven: each gives the text of its line or raises
@@ -271,7 +262,7 @@ def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
     model, tokenizer = load(root / "lora")
     prompt = prompt_ids([{"role": "user", "content": QUESTION}], tokenizer)
     ids = prompt + tokenizer.encode_text(wanted(root))
-    ends, file = [tokenizer.eos_id, tokenizer.end_id], root / "logs" / "logits.safetensors"
+    ends, file = [tokenizer.eos_id, tokenizer.end_id], own(root / "logs" / "logits.safetensors")
     before = other.ask(root / "sft", ids, prompt, ends, file)
     told = other.ask(root / "lora" / "export", ids, prompt, ends, file)
     theirs = load_file(file)["logits"]

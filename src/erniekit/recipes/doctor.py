@@ -30,6 +30,7 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes import opening, pace, stage_of
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.run import take_output
 from erniekit.recipes.stage import Prepare, Stage
 
 LEAK_TOKENS = 24  # of each document in the leak probe
@@ -282,8 +283,7 @@ def vocabulary(built: Built, tokenizer: Tokenizer) -> Check:
 def doctor_command(args: list[str]) -> int:
     cfg = load(args, "train")
     refuse_later(cfg)
-    output = Path(cfg.train.output_dir or "output")
-    output.mkdir(parents=True, exist_ok=True)
+    output = take_output(cfg)
     cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
     world = World(device_type=device.type)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from pathlib import Path
 
+from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.nodes import nodes_without
 from erniekit.config import RunConfig
+from erniekit.errors import CheckpointError
 from erniekit.log import paint, say, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
@@ -18,7 +18,7 @@ from erniekit.track.report import write_report
 from erniekit.track.results import write_results, write_trainer_state
 from erniekit.train.eval_hook import EvalHook
 from erniekit.train.metrics import LogHook
-from erniekit.train.save import Saver, published_files
+from erniekit.train.save import Saver
 from erniekit.train.trainer import Trainer
 
 
@@ -53,7 +53,7 @@ def close_run(
         publish_on_nodes(chosen, output, built.world)
     if not built.world.is_main:
         return RunResult(output, metrics, state.step)
-    publish_final(chosen, output)
+    publish_model(chosen, output)
     training = {k: v for k, v in metrics.items() if not k.startswith("eval_")}
     write_results(output, train=training, evaluation=evaluation or None)
     write_trainer_state(
@@ -68,29 +68,14 @@ def close_run(
     return RunResult(output, metrics, state.step, next_commands(output, built))
 
 
-def publish_final(checkpoint: Path, output: Path) -> None:
-    """The final model is the last checkpoint's weight files, shared on disk (hard links) where the disk allows."""
-    files = list(published_files(checkpoint))
-    for stale in output.glob("*.safetensors*"):
-        stale.unlink()
-    for source in files:
-        waiting = output / f".new-{source.name}"
-        waiting.unlink(missing_ok=True)
-        try:
-            os.link(source, waiting)
-        except OSError:
-            shutil.copyfile(source, waiting)
-        os.replace(waiting, output / source.name)
-
-
 def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
     """The same on nodes with a disk of their own, out of their copies of the checkpoint. All ranks call it."""
     problem = ""
     if world.rank in nodes_without(output, world.leaders, world.rank, world.control):
         try:
-            publish_final(checkpoint, output)
-        except OSError as error:
-            problem = f"no final model on the node of rank {world.rank}: {error.strerror or error}"
+            publish_model(checkpoint, output)
+        except CheckpointError as error:
+            problem = f"no final model on the node of rank {world.rank}: {error.what}"
     for told in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more
         warn(told)
 

@@ -21,6 +21,7 @@ from erniekit.parallel.world import check_model, leave, open_world
 from erniekit.recipes import doctor, experts, finish, opening, pace, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.run import take_output
 from erniekit.recipes.stage import Prepare, Stage
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
@@ -47,8 +48,7 @@ def train(stage: Stage, cfg: RunConfig, command: Sequence[str] = ()) -> RunResul
 
 def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
     started = time.perf_counter()
-    output = Path(cfg.train.output_dir or "output")
-    output.mkdir(parents=True, exist_ok=True)
+    output = take_output(cfg)
     cfg, device, dtype = settle(cfg)
     world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
     cfg = for_world(cfg, world.layout.data_ranks)
@@ -74,13 +74,14 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
         data.ahead = built.further
         optimizer = make_optimizer(cfg, built)
         first = data.first_batch()
-        opening.describe(record, cfg, data, opening.show_coverage(built), device)
+        coverage = opening.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
         if cfg.train.doctor == "on":
             doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         saver = saver_for(cfg, manager, built, optimizer, first, disks)
         state = resume.restore(cfg, saver, point, data)
+        opening.describe(record, cfg, data, coverage, device)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),

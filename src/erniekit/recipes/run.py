@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
+from erniekit.config.inputs import input_files, input_folders
+from erniekit.files.output import open_output
+from erniekit.log import is_main_rank
 from erniekit.recipes import stage_of
 from erniekit.result import RunResult
 
@@ -21,6 +25,16 @@ def run_train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
 
     refuse_later(cfg)
     return train(stage_of(cfg), cfg, command or sys.argv)
+
+
+def take_output(cfg: RunConfig) -> Path:
+    """output_dir, refused unless it is empty or a run and apart from all inputs; created on the first rank."""
+    output = Path(cfg.train.output_dir or "output").expanduser()
+    if is_main_rank():
+        open_output(output, input_folders(cfg), input_files(cfg))
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+    return output
 
 
 def check_world(cfg: RunConfig, ranks: int) -> None:

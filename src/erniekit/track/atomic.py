@@ -15,9 +15,10 @@ from typing import Any, TextIO
 def replacing(path: Path) -> Iterator[TextIO]:
     """A file to write; it takes the place of `path` only when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")  # one name: what a kill leaves behind is overwritten next time
+    part = path.with_name(f".{path.name}.part")  # one name: what a kill leaves behind is removed next time
+    part.unlink(missing_ok=True)
     try:
-        with part.open("w", encoding="utf-8") as out:
+        with part.open("x", encoding="utf-8") as out:  # a link of that name is never followed
             yield out
             out.flush()
             os.fsync(out.fileno())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from erniekit.files import own
 from erniekit.track.atomic import plain, replacing
 from erniekit.track.base import Kind, RunInfo, Tracker
 
@@ -22,8 +23,7 @@ class JsonlTracker(Tracker):
         self._out: TextIO | None = None
 
     def start(self, run: RunInfo) -> None:
-        path = run.output_dir / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = own(run.output_dir / FILE)
         if run.start_step > 0:
             keep_until(path, run.start_step)
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from erniekit.files import own
 from erniekit.track import jsonl, runfile
 from erniekit.track.atomic import write_text
 from erniekit.track.charts import Series, line_chart
@@ -43,7 +44,7 @@ def write_report(output_dir: str | Path) -> Path:
     curves = read_curves(folder / jsonl.FILE)
     title = f"{folder.resolve().name} · erniekit run"
     parts = [_header(folder, story), _tiles(story, curves), _charts(curves), *_sections(story)]
-    path = folder / FILE
+    path = own(folder / FILE)
     write_text(path, document(title, "\n".join(part for part in parts if part)))
     return path
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from erniekit.files import own
 from erniekit.track import jsonl
 from erniekit.track.atomic import plain, write_json
 
@@ -27,11 +28,11 @@ def write_results(
     for name, metrics in (("train", train), ("eval", evaluation)):
         if metrics is not None:
             path = folder / f"{name}_results.json"
-            write_json(path, dict(sorted(metrics.items())))
+            write_json(own(path), dict(sorted(metrics.items())))
             everything.update(plain(metrics))
             written.append(path)
     if written:
-        write_json(folder / "all_results.json", dict(sorted(everything.items())))
+        write_json(own(folder / "all_results.json"), dict(sorted(everything.items())))
         written.append(folder / "all_results.json")
     return written
 
@@ -73,7 +74,7 @@ def write_trainer_state(
         "trial_params": None,
     }
     path = Path(folder) / "trainer_state.json"
-    write_json(path, state)
+    write_json(own(path), state)
     return path
 
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from erniekit.files import own
 from erniekit.log import is_main_rank
 from erniekit.track.atomic import plain, write_json
 from erniekit.track.base import Kind, RunInfo, Tracker
@@ -21,7 +22,8 @@ MAX_EVENTS = 1000  # the newest; each event rewrites the file, which must stay s
 class RunRecord(Tracker):
     """A tracker too: handed to make_trackers it hears every event and the last numbers of the run.
 
-    Rewritten (whole or not at all) at start, at every event, on `describe` and at the end; not on `log`.
+    Rewritten (whole or not at all) at start, at every event, on `describe` and at the end; not on `log`. Nothing is
+    written before `describe` or `start`: a command that is refused leaves the file of an earlier run as it is.
     """
 
     name = "run.json"
@@ -30,6 +32,7 @@ class RunRecord(Tracker):
         self.path = Path(output_dir) / FILE
         before = read(output_dir)  # kept on a resume, dropped by start() on a fresh run
         self._inherited = len(before.get("events", []))
+        self._begun = False
         self._story: dict[str, Any] = {
             "format": FORMAT,
             "command": command if isinstance(command, str) else shlex.join(command),
@@ -71,6 +74,7 @@ class RunRecord(Tracker):
             next_commands=next_commands,
         )
         self._story.update({name: plain(part) for name, part in given.items() if part is not None})
+        self._begin()
         self._write()
 
     def start(self, run: RunInfo) -> None:
@@ -80,6 +84,7 @@ class RunRecord(Tracker):
             self._inherited = 0
             self._story.update(started=_now(), events_dropped=0)
         self._story.update(total_steps=run.total_steps, start_step=run.start_step)
+        self._begin()
         self._write()
 
     def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
@@ -116,8 +121,13 @@ class RunRecord(Tracker):
         if self._story["status"] == "running":
             self.finish("finished" if self._story["metrics"] else "stopped")
 
+    def _begin(self) -> None:
+        if not self._begun and is_main_rank():
+            own(self.path)
+        self._begun = True
+
     def _write(self) -> None:
-        if is_main_rank():
+        if self._begun and is_main_rank():
             self._story["updated"] = _now()
             write_json(self.path, self._story)
 

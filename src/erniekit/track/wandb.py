@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from erniekit.files import own
 from erniekit.track.atomic import plain, write_text
 from erniekit.track.base import Kind, MissingPackage, RunInfo, Tracker, tagged
 
@@ -35,7 +36,7 @@ class WandbTracker(Tracker):
             dir=str(run.output_dir),
             config=plain(run.config),
         )
-        write_text(id_file, f"{self._run.id}\n")
+        write_text(own(id_file), f"{self._run.id}\n")
         # Our own step axis: wandb's counter never goes back, and a resume from an earlier checkpoint does.
         self._run.define_metric("train/global_step")
         self._run.define_metric("*", step_metric="train/global_step", step_sync=True)

@@ -214,11 +214,3 @@ class SaveHook(Hook):
         text = f"{signal_name}: stopped after step {trainer.state.step}, saved {path}"
         self.trackers.event(trainer.state.step, "stop", text + (late if took > self.grace_seconds else ""))
         raise Preempted(text)
-
-
-def published_files(folder: Path) -> Iterator[Path]:
-    """The files of a checkpoint that make it a model: what the final folder shares with it."""
-    state = ("optimizer", "master_weights", "MANIFEST", states.FILE.split(".")[0])
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.startswith(state):
-            yield path

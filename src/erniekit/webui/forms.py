@@ -221,7 +221,8 @@ def check(values: Values, page: str, roots: Roots | None = None) -> list[Problem
     if page == "evaluate" and _given(given.get("output_dir")):  # the result of a run can be evaluated by itself
         missing = [name for name in missing if name != "model_name_or_path"]
     problems += [Problem(name, f"{name} must be given", KEYS[name].help) for name in missing]
-    return problems or _together({k: v for k, v in given.items() if _given(v)}, spec.command)
+    given = {k: v for k, v in given.items() if _given(v)}
+    return problems or _together(given, spec.command, roots)
 
 
 def check_alone(values: Values, roots: Roots | None) -> list[Problem]:
@@ -367,11 +368,15 @@ def _check_text(text: str, key: str, is_word: bool) -> None:
 # ---- all together
 
 
-def _together(given: dict[str, Any], command: str) -> list[Problem]:
+def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[Problem]:
     from erniekit.config import later, load
+    from erniekit.config.inputs import input_files, input_folders
+    from erniekit.files.output import check_output
 
     try:
-        cfg = load([], command, given)
+        cfg = load([], command, given if roots is None else roots.settle(given))
+        if command in ("train", "doctor") and "output_dir" in given:
+            check_output(str(cfg.train.output_dir), input_folders(cfg), input_files(cfg))
     except ErnieKitError as error:
         return [Problem(_named(error, given), _short(error.what), error.fix)]
     return [

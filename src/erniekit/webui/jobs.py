@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from erniekit.errors import ConfigError
+from erniekit.files import OwnedFiles
+from erniekit.files.record import some
+from erniekit.files.walk import foreign_files
 from erniekit.webui import forms, process
 from erniekit.webui.paths import Roots
 
@@ -31,6 +34,7 @@ TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
 MAX_RECIPE = 100_000  # characters
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
+JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json")
 TOKEN_VARIABLE = "ERNIEKIT_WEBUI_TOKEN"
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
@@ -127,6 +131,7 @@ class Jobs:
             output = str(values.get("output_dir") or "")
             self._refuse_shared(word, output)
             folder.mkdir()
+            OwnedFiles(folder).open("job").claim(*JOB_FILES)
             argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
             now = time.time()
             job = Job(id, word, _label(who), argv, now, now, output, folder=str(folder))
@@ -170,6 +175,13 @@ class Jobs:
             folder = self.folder / job.id
             if folder.is_symlink() or Path(os.path.realpath(folder)).parent != self.folder:
                 raise JobError("this is no folder of a job", where=id, fix="remove it by hand")
+            foreign = [str(path.relative_to(folder)) for path in foreign_files(folder, frozenset(JOB_FILES))]
+            if foreign:
+                raise JobError(
+                    f"the job's folder holds {some(foreign)}, not written by the job",
+                    where=str(folder),
+                    fix="move it away first, or remove the folder by hand",
+                )
             shutil.rmtree(folder)
 
     # ---- look
@@ -342,6 +354,6 @@ def _unfinished(raw: bytes) -> int:
 
 
 def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(3)}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

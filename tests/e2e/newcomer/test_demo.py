@@ -10,8 +10,10 @@ import pytest
 
 from erniekit.cli.main import main
 from erniekit.demo import ProofFailed
+from erniekit.demo.folder import seal
 from erniekit.demo.victim import Victim
 from erniekit.errors import ConfigError
+from erniekit.files import NotOurs, own
 from erniekit.recipes import demo as recipe
 
 pytestmark = pytest.mark.xdist_group("demo")  # one run of the demo serves the whole folder
@@ -130,7 +132,18 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_an_older_demo_is_replaced(tmp_path):
+def test_an_older_demo_is_replaced_and_a_folder_beside_it_stays(tmp_path):
     root = recipe.take_folder(tmp_path / "d")
-    (root / "old").touch()
-    assert not (recipe.take_folder(root) / "old").exists()
+    own(root / "logs" / "sft.log").touch()
+    (root / "my-run").mkdir()
+    assert not (recipe.take_folder(root) / "logs" / "sft.log").exists()
+    assert (root / "my-run").is_dir()
+
+
+def test_a_run_that_a_user_continued_inside_the_demo_is_not_replaced(demo, tmp_path):
+    root = tmp_path / "demo"
+    shutil.copytree(demo.folder, root, ignore=shutil.ignore_patterns("cache"))
+    seal(root)
+    (root / "sft" / "checkpoint-40" / "model.safetensors").touch()
+    with pytest.raises(NotOurs, match=r"sft/checkpoint-40/model\.safetensors"):
+        recipe.take_folder(root)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.cli.launch_logs import Relay
+from erniekit.cli.launch_logs import Relay, own_folder
 
 
 def speak(relay: Relay, rank: int, code: str) -> None:
@@ -46,13 +46,27 @@ def test_one_previous_run_is_kept_and_the_attempts_of_this_one(tmp_path: Path) -
         for attempt in (1, 2, 3):
             speak(relay, 1, f"print('{run} {attempt}')")
         relay.close()
-    told = {p.name: p.read_text().strip() for p in tmp_path.iterdir()}
+    told = {p.name: p.read_text().strip() for p in tmp_path.glob("workerlog.*")}
     assert told == {
         "workerlog.1": "third 3",
         "workerlog.1.attempt-1": "third 1",
         "workerlog.1.attempt-2": "third 2",
         "workerlog.1.1": "second 3",
     }
+
+
+def test_logs_of_another_launcher_are_left_alone_and_ours_go_beside(tmp_path: Path) -> None:
+    wanted = tmp_path / "logs"
+    wanted.mkdir()
+    (wanted / "workerlog.0").write_text("another program's")
+    (wanted / "workerlog.0.1").write_text("and its older one")
+    assert own_folder(wanted) == tmp_path / "logs-1"
+    assert own_folder(wanted) == tmp_path / "logs-1", "the same place the next time"
+    assert {p.name: p.read_text() for p in wanted.iterdir()} == {
+        "workerlog.0": "another program's",
+        "workerlog.0.1": "and its older one",
+    }
+    assert own_folder(tmp_path / "fresh") == tmp_path / "fresh"
 
 
 def test_what_a_rank_says_after_the_screen_is_muted_is_in_its_log_only(tmp_path: Path, capfd) -> None:

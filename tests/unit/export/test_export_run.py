@@ -175,7 +175,7 @@ def test_the_wrong_base_is_found_by_the_checkpoints_probe(run: Path, base: Path,
 
 
 def test_the_source_is_never_overwritten(base: Path) -> None:
-    with pytest.raises(CheckpointError, match="replace its own source"):
+    with pytest.raises(CheckpointError, match="replace what it is made from"):
         export(base, None, base)
 
 

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from erniekit.files import own
 from erniekit.track import make_trackers
 from erniekit.track import runfile as run_file
 from erniekit.track.runfile import RunRecord, read
@@ -95,11 +96,11 @@ def test_a_failed_write_leaves_the_old_file_whole_and_no_litter(tmp_path, monkey
     except OSError:
         pass
     assert (tmp_path / "run.json").read_text() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".erniekit-files", "metrics.jsonl", "run.json"]
 
 
 def test_a_damaged_run_file_reads_as_empty(tmp_path):
-    (tmp_path / "run.json").write_text('{"config": [')
+    own(tmp_path / "run.json").write_text('{"config": [')
     assert read(tmp_path) == {}
     record = RunRecord(tmp_path, command="x", version="0")
     record.describe()

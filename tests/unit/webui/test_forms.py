@@ -151,3 +151,19 @@ def test_the_backend_imports_neither_gradio_nor_torch() -> None:
     code = f"import sys; from erniekit.webui import {', '.join(names)}; {look}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("output", ["model", "model/out", "link", "taken", "file"])
+def test_an_output_folder_that_training_would_refuse_is_told_on_the_form(tmp_path: Path, output: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("years")
+    (tmp_path / "file").write_text("notes")
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    values = {"model_name_or_path": "model", "train_dataset_path": ["data.jsonl"], "output_dir": output}
+    problems = forms.check(values, "train.sft", Roots([tmp_path]))
+    assert [p.key for p in problems] == ["output_dir"]
+    assert forms.check({**values, "output_dir": "fresh"}, "train.sft", Roots([tmp_path])) == []
+    assert not (tmp_path / "fresh").exists(), "asking creates nothing"

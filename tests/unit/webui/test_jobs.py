@@ -178,10 +178,14 @@ def test_what_runs_is_not_resumed_and_not_deleted(jobs: Jobs) -> None:
 def test_delete_removes_the_folder_of_the_job_and_nothing_else(jobs: Jobs, stand: Stand, room: Path) -> None:
     stand.program = "pass"
     (room / "kept").mkdir()
-    (room / "kept" / "weights").write_text("w")
     job = jobs.start("train", RECIPE + "output_dir: kept\n")
     until(jobs, job.id, lambda job: not job.is_running)
-    (Path(job.folder) / "link").symlink_to(room / "kept")
+    (room / "kept" / "weights").write_text("w")
+    link = Path(job.folder) / "link"
+    link.symlink_to(room / "kept")
+    with pytest.raises(JobError, match="holds link, not written by the job"):
+        jobs.delete(job.id)
+    link.unlink()
     jobs.delete(job.id)
     assert not Path(job.folder).exists()
     assert (room / "kept" / "weights").read_text() == "w"

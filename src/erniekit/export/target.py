@@ -1,0 +1,76 @@
+"""The folder an export goes to: what may be replaced there, and one export at a time. Used by run.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from erniekit.checkpoint import manifest, writer
+from erniekit.checkpoint.lock import RunLock
+from erniekit.checkpoint.manifest import MANIFEST, Damaged
+from erniekit.errors import CheckpointError
+from erniekit.files.record import NotOurs, some
+
+
+def check_target(target: Path, sources: Sequence[Path]) -> None:
+    """Raises unless `target` is absent, empty, or an earlier export as it was written; changes nothing."""
+    real = Path(os.path.realpath(target))
+    for source in sources:
+        if Path(os.path.realpath(source)).is_relative_to(real):
+            raise CheckpointError(
+                "the result would replace what it is made from",
+                where=f"{target} holds {source}",
+                fix="choose another output_dir, or move the source elsewhere",
+            )
+    check_replaceable(target)
+
+
+def check_replaceable(target: Path) -> None:
+    if not os.path.lexists(target):
+        return
+    reason = _foreign(target)
+    if reason:
+        raise NotOurs(
+            f"{target.name} exists and {reason}",
+            where=str(target),
+            fix="move it away, or choose another output_dir: only an unchanged earlier export is replaced",
+        )
+
+
+@contextmanager
+def one_export(target: Path) -> Iterator[None]:
+    """Holds the place for one export, and puts right what a killed one left: an earlier export hidden between its two
+    renames comes back, half-written folders go."""
+    with RunLock(target.parent, f".erniekit-{target.name}.lock", "another export is writing to this folder"):
+        try:
+            writer.sweep(target.parent, target.name)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot clear what a killed export left: {error.strerror or error}",
+                where=str(target.parent),
+                fix="make the folder writable, or choose another output_dir",
+            ) from error
+        yield
+
+
+def _foreign(target: Path) -> str:
+    """Why it is not an earlier export of ours, as the end of a sentence; "" where it is."""
+    if target.is_symlink():
+        return "is a link"
+    if not target.is_dir():
+        return "is not a folder"
+    found = {
+        path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_symlink() or not path.is_dir()
+    }
+    if not found:
+        return ""
+    if MANIFEST not in found:
+        return f"holds {some(sorted(found))}, not written by an export"
+    try:
+        listed = manifest.check(target, "sample").files
+    except Damaged as error:
+        return f"was changed since it was written: {error.what}"
+    unlisted = sorted(found - {MANIFEST, *listed})
+    return f"holds {some(unlisted)}, not written by the export" if unlisted else ""

@@ -1,0 +1,8 @@
+"""Which files are ours: the record kept in every folder erniekit writes into, and the checks made from it.
+
+Every room that writes outside a checkpoint asks here first; checkpoints and exports carry a MANIFEST.json instead.
+"""
+
+from erniekit.files.record import RECORD, NotOurs, OwnedFiles, own
+
+__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own"]

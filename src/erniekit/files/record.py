@@ -1,0 +1,205 @@
+"""`.erniekit-files`: the names of the files erniekit created in a folder, and the digests of those that never change.
+
+A name is appended before its file is created, so a kill leaves no file of ours unlisted. Only listed files are ever
+replaced or deleted; a symbolic link is never ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from erniekit.errors import ErnieKitError
+
+RECORD = ".erniekit-files"
+FORMAT = 1
+_MAX_BYTES = 64 << 20  # of the record; far more than any folder needs
+_READ = 1 << 20
+
+
+class NotOurs(ErnieKitError):
+    """A file or folder in the way that erniekit did not write."""
+
+
+class Content(NamedTuple):
+    size: int  # bytes
+    sha256: str
+    mtime_ns: int = -1  # with the same size and time it is not read again
+
+
+@dataclass
+class Entry:
+    """`digests` empty: a file that is rewritten as the work goes on. Otherwise the contents written under this name:
+    two while one replaces the other, so that a kill between the two leaves either recognised."""
+
+    use: str = ""  # what the file belongs to, such as "model"
+    digests: list[Content] = field(default_factory=list)
+
+
+class OwnedFiles:
+    """The record of one folder. Reading never writes; `claim` creates the record where there is none."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / RECORD
+
+    @property
+    def exists(self) -> bool:
+        return _is_plain_file(self.path)
+
+    def purpose(self) -> str:
+        """What the folder was created for ("run", "demo", "job"); empty for a folder that is not ours as a whole."""
+        return next((str(line["folder"]) for line in self._lines() if "folder" in line), "")
+
+    def entries(self) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for line in self._lines():
+            name = line.get("name")
+            if not isinstance(name, str) or not _is_inside(name):
+                continue
+            if line.get("removed"):
+                found.pop(name, None)
+                continue
+            entry = found.setdefault(name, Entry(str(line.get("use", ""))))
+            if "sha256" in line:  # without a size nothing matches it
+                size, time = line.get("size"), line.get("mtime_ns")
+                known = Content(size if isinstance(size, int) else -1, str(line["sha256"]))
+                entry.digests.append(known._replace(mtime_ns=time) if isinstance(time, int) else known)
+        return found
+
+    def is_ours(self, name: str, entries: Mapping[str, Entry] | None = None) -> bool:
+        """Whether the file of this name is a plain file that we created and, where its content is recorded, that
+        content."""
+        entry = (self.entries() if entries is None else entries).get(name)
+        if entry is None or not _is_plain_file(self.folder / name):
+            return False
+        return not entry.digests or _has_content(self.folder / name, entry.digests)
+
+    def in_the_way(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that exist and are not ours."""
+        entries = self.entries()
+        return [n for n in names if os.path.lexists(self.folder / n) and not self.is_ours(n, entries)]
+
+    def open(self, purpose: str) -> OwnedFiles:
+        """Create the folder and its record, where they are missing. Call it once the folder was checked."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.purpose():
+            self._append([{"erniekit": FORMAT, "folder": purpose}])
+        return self
+
+    def claim(self, *names: str) -> None:
+        """Record files that are about to be created or rewritten; refused where one exists that is not ours."""
+        self._refuse(names)
+        known = self.entries()
+        self._append([{"name": name} for name in names if name not in known])
+
+    def claim_content(self, contents: Mapping[str, Content], use: str) -> None:
+        """The same for files whose content is fixed."""
+        self._refuse(list(contents))
+        known = self.entries()
+        lines = [
+            {"name": name, "use": use, **content._asdict()}
+            for name, content in contents.items()
+            if name not in known or content not in known[name].digests
+        ]
+        self._append(lines)
+
+    def adopt(self, names: Sequence[str]) -> None:
+        """Record files that exist, written by a version that kept no record."""
+        self._append([{"name": name} for name in names])
+
+    def remove(self, name: str) -> bool:
+        """Delete a file of ours; False where it is not, and it stays."""
+        if not self.is_ours(name):
+            return False
+        (self.folder / name).unlink()
+        self.forget(name)
+        return True
+
+    def forget(self, *names: str) -> None:
+        self._append([{"name": name, "removed": True} for name in names])
+
+    def _refuse(self, names: Sequence[str]) -> None:
+        if blocked := self.in_the_way(names):
+            raise NotOurs(
+                f"{some(blocked)} exists and was not written by erniekit, or was changed since, and would be replaced",
+                where=str(self.folder),
+                fix="move it away, or choose another folder",
+            )
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Lines torn by a kill are passed over: the file of such a line was not created yet."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return
+            raw = file.read(_MAX_BYTES)
+        for text in raw.splitlines():
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict):
+                yield line
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        if not lines:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self.path, flags, 0o644)
+        try:
+            # The first newline ends a line that a kill cut short.
+            text = "\n" + "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            os.write(fd, text.encode("utf-8", errors="surrogateescape"))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def own(path: Path) -> Path:
+    """`path`, once its folder's record lists it: call it before creating or rewriting a file."""
+    OwnedFiles(path.parent).claim(path.name)
+    return path
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def content_of(path: Path) -> Content:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_READ):
+            digest.update(block)
+            size += len(block)
+    return Content(size, digest.hexdigest(), path.stat().st_mtime_ns)
+
+
+def _has_content(path: Path, digests: Sequence[Content]) -> bool:
+    found = path.stat()
+    alike = [content for content in digests if content.size == found.st_size]
+    if any(content.mtime_ns == found.st_mtime_ns for content in alike):
+        return True
+    return bool(alike) and content_of(path).sha256 in {content.sha256 for content in alike}
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_plain_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
