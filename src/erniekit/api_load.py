@@ -13,14 +13,12 @@ from torch import nn
 
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import TOKENIZER_FILES, ModelFolder
-from erniekit.data.tokenizer import SENTENCEPIECE_NAMES, Tokenizer, load_tokenizer
+from erniekit.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import is_adapter, read_adapter
-from erniekit.lora.paddle_files import CONFIG as PADDLE_CONFIG
-from erniekit.lora.peft_files import CONFIG as PEFT_CONFIG
-from erniekit.lora.stored import config_fields
+from erniekit.lora.base import check_model, find_base
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -38,13 +36,15 @@ def load(
     device: str | torch.device = "cpu",
     *,
     base: str | Path | None = None,
+    override_base: bool = False,
 ) -> tuple[nn.Module, Tokenizer]:
     """The model in eval mode, and its tokenizer. `model(input_ids)` gives logits [batch, length, vocab].
 
     dtype: as stored when not given; bf16 and fp32 work as names. base: the model an adapter sits on, when the place
-    its config names is gone. Adapters stay beside the weights (lora.merge.fold folds them in).
+    its config names is gone; another one than it was trained on is refused without override_base. Adapters stay beside
+    the weights (lora.merge.fold folds them in).
     """
-    found = find_model(folder, base)
+    found = find_model(folder, base, override_base=override_base)
     return found.build(_dtype(dtype), device), found.tokenizer()
 
 
@@ -52,12 +52,20 @@ def load(
 class Found:
     weights: ModelFolder
     adapter: Path | None = None
+    override_base: bool = False  # the adapter may have been trained on another base
 
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
         model = self.weights.build(dtype, device)
         if self.adapter is not None:
             attach(model, read_adapter(self.adapter, model))
-        return model.eval()
+        model.eval()
+        self.check(model)
+        return model
+
+    def check(self, model: nn.Module) -> None:
+        """Refuses base + adapter in memory that do not answer as the adapter's run did."""
+        if self.adapter is not None and not self.override_base:
+            check_model(self.adapter, self.weights.path, model)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._tokenizer_folder())
@@ -68,13 +76,15 @@ class Found:
     def _tokenizer_folder(self) -> Path:
         """An adapter's own tokenizer where it changed one; a mere copy is read beside the config.json it belongs to."""
         base, own = self.weights.path, self.adapter
-        if own is None or not any((own / name).is_file() for name in (*SENTENCEPIECE_NAMES, "tokenizer.json")):
+        if own is None or not has_tokenizer(own):
             return base
         names = [name for name in TOKENIZER_FILES if (own / name).is_file()]
         return base if all(_same(own / name, base / name) for name in names) else own
 
 
-def find_model(folder: str | Path, base: str | Path | None = None, hub: str | None = None) -> Found:
+def find_model(
+    folder: str | Path, base: str | Path | None = None, hub: str | None = None, override_base: bool = False
+) -> Found:
     """What a folder (or hub id) holds; an output_dir without a final model gives its newest whole checkpoint."""
     path = Path(folder).expanduser()
     source = find_source(path) if path.is_dir() else None
@@ -86,35 +96,13 @@ def find_model(folder: str | Path, base: str | Path | None = None, hub: str | No
                 fix="point at a folder with config.json and .safetensors, or with adapter_config.json",
             )
         path = resolve_model(str(folder), hub)
-        return Found(_base_of(path, base, hub), path) if is_adapter(path) else Found(ModelFolder(path))
-    if source.is_adapter:
-        return Found(_base_of(source.path, base, hub), source.path)
-    return Found(ModelFolder(source.path))
-
-
-def _base_of(adapter: Path, given: str | Path | None, hub: str | None) -> ModelFolder:
-    """The model an adapter sits on: as given, else where its config says, seen from here or from the adapter."""
-    if given is not None:
-        return ModelFolder(resolve_model(str(given), hub))
-    config = adapter / (PEFT_CONFIG if (adapter / PEFT_CONFIG).is_file() else PADDLE_CONFIG)
-    name = config_fields(config).get("base_model_name_or_path")
-    if not name:
-        raise CheckpointError(
-            "the adapter does not say which model it was trained on",
-            where=str(config),
-            fix="name it: model_name_or_path=DIR, or erniekit.load(..., base=DIR)",
-        )
-    for place in (Path(name).expanduser(), adapter / name):
-        if (place / "config.json").is_file():
-            return ModelFolder(place)
-    try:
-        return ModelFolder(resolve_model(name, hub))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the model this adapter was trained on is not here: {name}",
-            where=str(config),
-            fix=f"{error.fix}; or name it: model_name_or_path=DIR, erniekit.load(..., base=DIR)",
-        ) from None
+        if not is_adapter(path):
+            return Found(ModelFolder(path))
+    elif not source.is_adapter:
+        return Found(ModelFolder(source.path))
+    else:
+        path = source.path
+    return Found(ModelFolder(find_base(path, base, hub)), path, override_base)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -34,12 +34,22 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
     if cached:
         return cached
     command = DOWNLOAD.get(hub or "huggingface", DOWNLOAD["huggingface"]).format(id=name)
-    is_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     raise CheckpointError(
         f"model {name!r} is neither a folder here nor in the download cache",
         where="model_name_or_path",
-        fix=f"download it first: {command}" if is_id else "check the path",
+        fix=f"download it first: {command}" if looks_like_id(name) else "check the path",
     )
+
+
+def looks_like_id(name: str) -> bool:
+    """`owner/name`; a relative path of two words looks the same, so a folder of that name counts first."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def lasting_name(name: str, folder: Path) -> str:
+    """What to store as the place of a model that `name` was resolved to: the hub id of a cached snapshot, else a path
+    that means the same wherever it is read."""
+    return str(folder.resolve()) if _is_model(Path(name).expanduser()) else name
 
 
 def _cached_snapshot(name: str) -> Path | None:

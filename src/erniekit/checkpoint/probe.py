@@ -87,24 +87,44 @@ class Verdict:
             return f"probe loss {self.loss:.6f} reproduced bit for bit"
         return f"probe loss {self.loss:.6f} (saved {self.expected_loss:.6f}), logits within {self.max_difference:.1e}"
 
+    def failed(self) -> str:
+        return (
+            f"probe loss {self.loss:.6f}, was {self.expected_loss:.6f}; "
+            f"logits differ by {self.max_difference:.2e}, allowed {self.tolerance:.2e}"
+        )
+
 
 # Rounding of the storage dtype, relative to the largest logit: merging or another device may round differently.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
+def allowed(probe: Probe, *dtypes: torch.dtype) -> float:
+    """By the coarsest of the dtype the probe was computed in and those of weights or computation now."""
+    assert probe.rows is not None
+    then = next((d for d in TOLERANCE if str(d).removeprefix("torch.") in probe.setting), torch.float32)
+    return max(TOLERANCE[d] for d in (then, *dtypes)) * max(1.0, float(probe.rows.abs().max()))
+
+
+def compare(logits: torch.Tensor, expected: Probe, tolerance: float) -> Verdict:
+    """`logits` [1, n, V] of the probe's tokens against the stored ones."""
+    return _verdict(measure(lambda _: logits, expected, ""), expected, tolerance)
+
+
 def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch.dtype) -> Verdict:
     """Measures again; raises when the answer is not the saved one. Same device, dtype and torch: bit for bit."""
-    got = measure(answer, expected, setting)
-    assert got.rows is not None
     assert expected.rows is not None
-    difference = float((got.rows - expected.rows).abs().max())
     tolerance = TOLERANCE[dtype] * max(1.0, float(expected.rows.abs().max()))
-    exact = got.digest == expected.digest
-    verdict = Verdict(exact, got.loss, expected.loss, difference, tolerance)
-    if not exact and not difference <= tolerance:
+    verdict = _verdict(measure(answer, expected, setting), expected, tolerance)
+    if not verdict.exact and not verdict.max_difference <= tolerance:
         raise CheckpointError(
-            f"{what} does not answer as it did when saved: probe loss {got.loss:.6f}, was {expected.loss:.6f}; "
-            f"logits differ by {difference:.2e}, allowed {tolerance:.2e}",
+            f"{what} does not answer as it did when saved: {verdict.failed()}",
             fix="the files were changed or belong to another base model; use another checkpoint",
         )
     return verdict
+
+
+def _verdict(got: Probe, expected: Probe, tolerance: float) -> Verdict:
+    assert got.rows is not None
+    assert expected.rows is not None
+    difference = float((got.rows - expected.rows).abs().max())
+    return Verdict(got.digest == expected.digest, got.loss, expected.loss, difference, tolerance)

@@ -27,7 +27,7 @@ class Command:
     parts: tuple[tuple[str, str], ...] = ()  # commands of two words: the second, and its target, which has its own help
 
 
-_MODEL_KEYS = ("model_name_or_path", "lora_path", "output_dir", "compute_type", "device")
+_MODEL_KEYS = ("model_name_or_path", "lora_path", "output_dir", "override_base", "compute_type", "device")
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
@@ -107,8 +107,21 @@ COMMANDS: dict[str, Command] = {
         "erniekit.export.run:export_command",
         "use",
         "merge LoRA adapters into the model and prove the result",
-        ("erniekit export RECIPE.yaml", "erniekit export OUTPUT_DIR --model_name_or_path DIR"),
-        (*_MODEL_KEYS, "save_format", "max_shard_size", "copy_tokenizer", "probe_tokens"),
+        (
+            "erniekit export RECIPE.yaml",
+            "erniekit export OUTPUT_DIR [--model_name_or_path BASE]             a run's, to OUTPUT_DIR/export",
+            "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST   adapters from anywhere",
+        ),
+        (
+            "model_name_or_path",
+            "lora_path",
+            "output_dir",
+            "override_base",
+            "save_format",
+            "max_shard_size",
+            "copy_tokenizer",
+            "tokenizer_name",
+        ),
     ),
     "split": Command(
         "erniekit.export.split:split_command",

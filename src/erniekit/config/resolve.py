@@ -50,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
     stages.fp8_base_is_of_adapters_on_one_device,
+    stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
     stages.preference_training_has_no_dropout,
     stages.benchmark_only_trains,

@@ -96,6 +96,10 @@ class RunConfig:
         """Whether the user set it, rather than a default or a rule."""
         return self.origin(name) not in ("default", "derived")
 
+    def typed(self, name: str) -> bool:
+        """Whether it was given on the command line or as an argument, rather than by a recipe."""
+        return self.given(name) and self.origin(name).rpartition(":")[0] not in self.files
+
     def flat(self) -> dict[str, Any]:
         """Every key and its value; secrets are hidden."""
         values = {name: self[name] for name in KEYS}

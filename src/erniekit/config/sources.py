@@ -21,6 +21,7 @@ YAML, JSON = (".yaml", ".yml"), (".json",)
 
 OWN_FILES = ("eval_tasks",)  # their first word may be a .yaml of their own: after `--tasks` it is a task, not a recipe
 
+BARE = "command line"  # origin of a word that stands alone
 # What a bare word means after these commands.
 POSITIONAL = {
     "chat": "model_name_or_path",
@@ -84,8 +85,8 @@ def collect(args: list[str], command: str, overrides: Mapping[str, Any] | None =
     for name, value, origin in items:
         if name:
             out.put(name, value, origin)
-        elif value not in out.files:
-            _put_bare(out, value, command)
+    for word in (value for name, value, _ in items if not name and value not in out.files):
+        _put_bare(out, word, command)
     for name, value in (overrides or {}).items():
         out.put(name, value, "argument")
     if out.unknown:
@@ -148,7 +149,7 @@ def _items(words: list[str]) -> Iterator[tuple[str, Any, str]]:
             structured = text.startswith(("[", "{", '"', "'"))
             yield name, parse_value(text, f"key=value {name}") if structured else text, "key=value"
         else:
-            yield "", word, "command line"
+            yield "", word, BARE
 
 
 def _is_assignment(word: str) -> bool:
@@ -186,10 +187,34 @@ def _put_bare(out: Sources, word: str, command: str) -> None:
         if os.path.isfile(word):
             fix = f"{fix}; a dataset goes behind --data"
         raise ConfigError(f"cannot tell what {word!r} is", where="command line", fix=fix)
-    name = POSITIONAL[command]
-    if KEYS[name].is_list and name in out.given:
-        word = ",".join([*out.given[name].value, word])
-    out.put(name, word, "command line")
+    name = _meant(out, command)
+    before = out.given.get(name)
+    if before is not None and not before.in_file:
+        if not (KEYS[name].is_list and before.origin == BARE):
+            raise _two_meanings(name, word, before)
+        word = ",".join([*before.value, word])
+    out.put(name, word, BARE)
+
+
+def _meant(out: Sources, command: str) -> str:
+    """The key a bare word stands for. Beside lora_path, export takes it for the base, or for the destination where
+    model_name_or_path names the base."""
+    typed = {name for name, given in out.given.items() if not given.in_file and given.origin != BARE}
+    if command == "export" and "lora_path" in typed and "model_name_or_path" not in typed:
+        return "model_name_or_path"
+    return POSITIONAL[command]
+
+
+def _two_meanings(name: str, word: str, before: Given) -> ConfigError:
+    fix = {
+        "model_name_or_path": "one of them; an adapter and its base: lora_path=ADAPTER model_name_or_path=BASE",
+        "output_dir": "one of them; a base and adapters to merge: BASE lora_path=ADAPTER output_dir=DEST",
+    }
+    return ConfigError(
+        f"{word} and {before.value if isinstance(before.value, str) else ', '.join(before.value)} both name {name}",
+        where=f"command line and {before.origin}" if before.origin != BARE else "command line",
+        fix=fix.get(name, f"give all of them behind {name}, or none"),
+    )
 
 
 def _unknown_keys(unknown: list[tuple[str, str]]) -> ConfigError:

@@ -44,6 +44,11 @@ class _Settings:
     files: list[Path] = field(default_factory=list)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a vocabulary of its own: settings and templates alone are no tokenizer."""
+    return any((folder / name).is_file() for name in (*SENTENCEPIECE_NAMES, "tokenizer.json"))
+
+
 class Tokenizer:
     """`special_ids` are the control tokens. They come only from a template, never from text that spells them."""
 

@@ -14,20 +14,20 @@ import torch
 from tqdm import tqdm
 
 from erniekit.checkpoint import probe as probes
-from erniekit.checkpoint.hub import resolve_model
-from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder, read_json
+from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
-from erniekit.export.source import find_source
+from erniekit.export.plan import Plan, plan_of, tokenizer_of
+from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
 from erniekit.log import paint, say, warn
-from erniekit.lora import paddle_files, peft_files
-from erniekit.lora.adapter import Adapter
+from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
+from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.merge import RowUpdate, merged_in_fp32, row_updates
 from erniekit.result import RunResult
 
@@ -38,36 +38,29 @@ def export_command(args: list[str]) -> int:
 
 
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
-    """<output_dir>/export: the adapter found there merged into model_name_or_path, or the fully trained model again."""
+    """Adapters merged into their base, or a fully trained model again: see plan.py for what the keys mean."""
     need(cfg, "output_dir")
-    output_dir = Path(str(cfg.train.output_dir)).expanduser()
-    source = find_source(output_dir)
-    if source is None:
-        raise CheckpointError(
-            "neither an adapter nor a model in this folder or in a checkpoint-N inside it",
-            where=f"output_dir: {output_dir}",
-            fix="set output_dir to the folder a training run wrote to",
-        )
-    adapter = source.path if source.is_adapter else None
-    base = _base_of(cfg, adapter) if adapter else source.path
+    plan = plan_of(cfg)
     return result_of(
         export(
-            base,
-            adapter,
-            output_dir / "export",
+            plan.base,
+            plan.adapters,
+            plan.out,
             layout=cfg.checkpoint.save_format,
             max_shard_size=cfg.export.max_shard_size,
             copy_tokenizer=cfg.export.copy_tokenizer,
-            probe=_probe_of(source.path),
+            tokenizer=plan.tokenizer,
+            override_base=cfg.lora.override_base,
+            probe=_probe_of(plan, cfg.lora.override_base),
         )
     )
 
 
-def _probe_of(folder: Path) -> Probe | None:
-    """None for one taken over frozen weights in fp8: the stored ones, which are exported, do not repeat it, and the
-    merge's own proof has to do."""
-    probe = probes.load(folder)
-    return None if probe is None or probe.setting.endswith(probes.FP8_BASE) else probe
+def _probe_of(plan: Plan, override_base: bool) -> Probe | None:
+    """The saved answer the result must give; several adapters, or one on another base, give none that was saved."""
+    if not plan.adapters:
+        return probes.load(plan.base)
+    return None if override_base or len(plan.adapters) > 1 else stored_probe(plan.adapters[0])
 
 
 def result_of(folder: Path) -> RunResult:
@@ -78,49 +71,76 @@ def result_of(folder: Path) -> RunResult:
 
 def export(
     base: Path,
-    adapter: Path | None,
+    adapters: Path | Sequence[Path] | None,
     out: Path,
     *,
     layout: str = "hf",
     max_shard_size: float = 5.0,
     copy_tokenizer: bool = True,
+    tokenizer: Path | None = None,
+    override_base: bool = False,
     verify: bool = True,
     probe: Probe | None = None,
 ) -> Path:
-    """`out` with base + adapter merged (or base rewritten) in `layout`, shards of at most max_shard_size GB.
+    """`out` with base + adapters merged (or base rewritten) in `layout`, shards of at most max_shard_size GB.
 
-    It appears whole and proven, or not at all. `probe`: a saved answer the result must give as well.
+    It appears whole and proven, or not at all. tokenizer: the folder whose tokenizer goes with it; the adapters', else
+    the base's when not given. override_base: the adapters may have been trained on another base. `probe`: a saved
+    answer the result must give as well.
     """
-    sources = [base, *([adapter] if adapter else [])]
-    check_target(out, sources)
+    folders = (adapters,) if isinstance(adapters, Path) else tuple(adapters or ())
+    check_target(out, [base, *folders])
     source = _Watched(base)
     source.check_names()
     model = source.meta()
     source.check_shapes(model)
-    loaded = read_adapter(adapter, model) if adapter else None
-    updates = row_updates(model, loaded) if loaded else {}
+    loaded = [read_adapter(folder, model) for folder in folders]
+    if not override_base:
+        _check_bases(source, folders, loaded)
+    if copy_tokenizer and tokenizer is None:
+        tokenizer = tokenizer_of(base, folders)
+    updates = row_updates(model, *loaded)
+    whole = combined(loaded) if loaded else None
     size = sum(file.stat().st_size for file in set(source.files.values()))
-    info: dict[str, Any] = {"base": str(base), "adapter": str(adapter) if adapter else None, "layout": layout}
+    info: dict[str, Any] = {"base": str(base), "adapters": [str(folder) for folder in folders], "layout": layout}
     merge = _Merge(source, updates)
     proofs: list[Proof] = []
 
     def write(folder: Path) -> None:
-        copy_side_files(base, folder, SIDE_FILES + (TOKENIZER_FILES if copy_tokenizer else ()))
+        for place in (base, *folders):  # an adapter's own goes before its base's
+            copy_side_files(place, folder, SIDE_FILES)
+        if copy_tokenizer and tokenizer is not None:
+            copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         # Read once to write; then both folders to compare, and both again to run them.
-        reads = 1 if not verify else 3 if loaded is None else 5
+        reads = 1 if not verify else 3 if whole is None else 5
         with _bar(reads * size, "export") as source.advance:
             write_model(folder, source.config, merge.get, layout=layout, max_shard_size=max_shard_size)
             if verify:
                 written = _Watched(folder)
                 written.advance = source.advance
-                proofs.append(prove(source, loaded, written, set(updates), probe))
+                proofs.append(prove(source, whole, written, set(updates), probe))
                 info["proof"] = vars(proofs[0])
 
     with one_export(out):
-        check_target(out, sources)
+        check_target(out, [base, *folders])
         publish(out.parent, out.name, write, info=info, expected_bytes=size, may_replace=check_replaceable)
     _tell(out, loaded, merge, proofs, layout)
     return out
+
+
+def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequence[Adapter]) -> None:
+    """Each adapter by itself on this base, before anything is written. A single one whose base has the right weights,
+    or says nothing of them, is asked in the proof of the result."""
+    for folder, adapter in zip(folders, adapters):
+        if len(folders) == 1 and same_base(folder, source.path) is not False:
+            return
+
+        @torch.no_grad()
+        def answer(ids: torch.Tensor, adapter: Adapter = adapter) -> torch.Tensor:
+            logits: torch.Tensor = streamed(source, adapter)(ids)
+            return logits
+
+        check_answers(folder, source.path, answer, source.dtype(), source.config.moe is not None)
 
 
 class _Watched(ModelFolder):
@@ -158,15 +178,6 @@ class _Merge:
         return (self._rounded / self._added) ** 0.5 if self._added else 0.0
 
 
-def _base_of(cfg: RunConfig, adapter: Path) -> Path:
-    """model_name_or_path, else the base the adapter's own config names."""
-    named = cfg.model.model_name_or_path
-    if not named:
-        config = next(f for f in (peft_files.CONFIG, paddle_files.CONFIG) if (adapter / f).is_file())
-        named = read_json(adapter / config).get("base_model_name_or_path")
-    return resolve_model(named, cfg.model.download_hub)
-
-
 @contextmanager
 def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
     # disable=None: no bar where nobody watches (a pipe, a log file).
@@ -174,8 +185,8 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _tell(out: Path, adapter: Adapter | None, merge: _Merge, proofs: list[Proof], layout: str) -> None:
-    if adapter is not None:
+def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Proof], layout: str) -> None:
+    for adapter in adapters:
         say(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
     if merge.lost() > 0.5:
         warn(
@@ -183,7 +194,8 @@ def _tell(out: Path, adapter: Adapter | None, merge: _Merge, proofs: list[Proof]
             "of its size: it is too small for this dtype; serve base + adapter, or train longer"
         )
     for proof in proofs:
-        for line in proof.lines(merged=adapter is not None):
+        merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
+        for line in proof.lines(merged):
             say(f"checked  {line}")
     shards = sorted(out.glob("model*.safetensors"))
     size = sum(f.stat().st_size for f in shards)

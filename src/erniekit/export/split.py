@@ -12,6 +12,7 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
+from erniekit.export.plan import named_tokenizer
 from erniekit.export.run import export, result_of
 from erniekit.export.source import find_source
 from erniekit.result import RunResult
@@ -48,6 +49,7 @@ def run_split(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
             layout=cfg.checkpoint.save_format,
             max_shard_size=cfg.export.max_shard_size,
             copy_tokenizer=cfg.export.copy_tokenizer,
+            tokenizer=named_tokenizer(cfg),
             probe=probes.load(source),
         )
     )

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.checkpoint.probe import KEPT_ROWS, TOLERANCE, Probe
+from erniekit.checkpoint.probe import KEPT_ROWS, Probe
+from erniekit.checkpoint.probe import allowed as probe_tolerance
 from erniekit.errors import CheckpointError
 from erniekit.export.streamed import streamed
 from erniekit.lora.adapter import Adapter
@@ -35,10 +36,11 @@ class Proof:
     saved: float | None = None
     saved_allowed: float = 0.0
 
-    def lines(self, merged: bool) -> list[str]:
+    def lines(self, merged: str) -> list[str]:
+        """`merged`: what was put on the base, in words; empty for a copy."""
         out = ["every tensor bit-identical to its source"]
         if merged:
-            out = [f"merged logits within {self.merged:.1e} of base + adapter (allowed {self.merged_allowed:.1e})"]
+            out = [f"merged logits within {self.merged:.1e} of base + {merged} (allowed {self.merged_allowed:.1e})"]
         if self.saved is not None:
             out.append(f"the checkpoint's own probe within {self.saved:.1e} (allowed {self.saved_allowed:.1e})")
         return out
@@ -73,7 +75,7 @@ def prove(
     if probe is None or probe.rows is None:
         return Proof(difference, allowed)
     saved = _largest(got[-KEPT_ROWS:] - probe.rows)
-    saved_allowed = _probe_tolerance(probe, written.dtype())
+    saved_allowed = probe_tolerance(probe, written.dtype())
     _require(saved, saved_allowed, "the exported weights do not answer as the checkpoint did when saved", base)
     return Proof(difference, allowed, saved, saved_allowed)
 
@@ -127,13 +129,6 @@ def _shaken(base: ModelFolder, adapter: Adapter, changed: set[str]) -> nn.Module
         return weight * (1 + half_unit * noise)
 
     return streamed(base, adapter, moved)
-
-
-def _probe_tolerance(probe: Probe, stored: torch.dtype) -> float:
-    """By the coarser of the dtype the probe was computed in and the one the weights are stored in."""
-    assert probe.rows is not None
-    computed = next((d for d in TOLERANCE if str(d).removeprefix("torch.") in probe.setting), torch.float32)
-    return max(TOLERANCE[computed], TOLERANCE[stored]) * max(1.0, _largest(probe.rows))
 
 
 def _largest(values: torch.Tensor) -> float:

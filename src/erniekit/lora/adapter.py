@@ -5,7 +5,7 @@ Read and written by adapter_files.py and paddle_files.py; put into models here; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,20 @@ class Adapter:
         """The settings `inject` needs to go on training this adapter."""
         targets = tuple(short_names(list(self.updates), model))
         return LoRASettings(self.rank, self.alpha, self.rslora, self.lora_plus_scale, targets, shared_a)
+
+
+def combined(adapters: Sequence[Adapter]) -> Adapter:
+    """One adapter that adds what all of them add: ranks stacked, [A_1; A_2] and [s_1 B_1, s_2 B_2] in fp32."""
+    if len(adapters) == 1:
+        return adapters[0]
+    updates = {}
+    for name in dict.fromkeys(name for adapter in adapters for name in adapter.updates):
+        found = [adapter.updates[name] for adapter in adapters if name in adapter.updates]
+        A = torch.cat([u.A.float() for u in found])
+        updates[name] = LowRank(A, torch.cat([u.B.float() * u.scale for u in found], dim=1), 1.0)
+    rank = max(update.rank for update in updates.values())
+    where = " and ".join(adapter.where for adapter in adapters)
+    return Adapter(updates, rank, float(rank), base=adapters[0].base, where=where)
 
 
 def adapter_of(

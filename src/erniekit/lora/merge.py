@@ -24,11 +24,12 @@ class RowUpdate(NamedTuple):
     low_rank: LowRank
 
 
-def row_updates(model: nn.Module, adapter: Adapter) -> dict[str, list[RowUpdate]]:
-    """Our weight names -> what the adapter adds to them. `model` may be on the meta device: only names are read."""
+def row_updates(model: nn.Module, *adapters: Adapter) -> dict[str, list[RowUpdate]]:
+    """Our weight names -> what the adapters add to them. `model` may be on the meta device: only names are read."""
     out: dict[str, list[RowUpdate]] = {}
-    for place, update in places(model, adapter).items():
-        out.setdefault(place.weight, []).append(RowUpdate(place.start, place.stop, update))
+    for adapter in adapters:
+        for place, update in places(model, adapter).items():
+            out.setdefault(place.weight, []).append(RowUpdate(place.start, place.stop, update))
     return out
 
 

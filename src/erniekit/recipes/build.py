@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from erniekit.checkpoint.hub import resolve_model
+from erniekit.checkpoint.hub import lasting_name, resolve_model
 from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
@@ -21,8 +21,9 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.log import say
-from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter import Adapter, adapter_of
 from erniekit.lora.adapter_files import read_adapter, write_adapter
+from erniekit.lora.base import check_files
 from erniekit.lora.frozen import check, to_fp8
 from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
@@ -59,6 +60,7 @@ class Built:
     save_format: str
     tokenizer_folder: Path  # whose files go beside the weights: what trained is what serves
     seed: int
+    base_name: str  # stored with adapters: the folder's absolute path, or its hub id
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of all this rank holds, each once."""
@@ -94,7 +96,7 @@ class Built:
         """`tensors`: whole ones, by our names."""
         copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
         if self.lora:
-            adapter = adapter_of(self.whole, self.lora, tensors, base=str(self.folder.path))
+            adapter = adapter_of(self.whole, self.lora, tensors, base=self.base_name)
             write_adapter(target, adapter, self.whole, self.save_format)
             return
         copy_side_files(self.folder.path, target, SIDE_FILES)
@@ -141,6 +143,15 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
     )
 
 
+def _adapter_to_start_from(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> Adapter | None:
+    if not cfg.lora.lora_path:
+        return None
+    path = Path(cfg.lora.lora_path[0]).expanduser()
+    adapter = read_adapter(path, whole)
+    check_files(path, folder.path, cfg.lora.override_base)
+    return adapter
+
+
 def _graphed(cfg: RunConfig) -> tuple[int, int, int] | None:
     if not cfg.model.cuda_graph:
         return None
@@ -159,7 +170,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     settings = lora_settings(cfg)
     start = None
     if settings:
-        start = read_adapter(Path(cfg.lora.lora_path).expanduser(), whole) if cfg.lora.lora_path else None
+        start = _adapter_to_start_from(cfg, folder, whole)
         if start and not (cfg.given("lora_rank") or cfg.given("lora_alpha") or cfg.given("lora_target_modules")):
             settings = start.settings(whole, settings.shared_a)
         for each in (whole, model):
@@ -203,7 +214,10 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     engine.train()
     tokenizer_folder = Path(cfg.model.tokenizer_name).expanduser() if cfg.model.tokenizer_name else folder.path
     save_format = cfg.checkpoint.save_format
-    return Built(folder, whole, engine, sharding, world, device, dtype, settings, save_format, tokenizer_folder, seed)
+    base_name = lasting_name(str(cfg.model.model_name_or_path), folder.path)
+    return Built(
+        folder, whole, engine, sharding, world, device, dtype, settings, save_format, tokenizer_folder, seed, base_name
+    )
 
 
 def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:

@@ -11,8 +11,11 @@ from torch import nn
 
 from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
+from erniekit.config.sources import BARE
 from erniekit.data.report import total_lines
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices.base import Device
+from erniekit.export.plan import adapter_in, starts_training
 from erniekit.log import paint, say
 from erniekit.lora.switch import adapters_off
 from erniekit.parallel.engine import Engine
@@ -28,22 +31,26 @@ from erniekit.result import RunResult
 from erniekit.track.results import write_results
 
 
-def what_to_evaluate(cfg: RunConfig) -> tuple[Path, bool]:
-    """(folder, whether it is the result of a run)."""
-    output = Path(cfg.train.output_dir or "output")
-    if has_result(output):
-        return output, True
+def what_to_evaluate(cfg: RunConfig) -> tuple[Path, str | None, bool]:
+    """(folder, the base below it where a key names one, whether it is the result of a run)."""
+    output, model = Path(cfg.train.output_dir or "output"), cfg.model.model_name_or_path
+    if cfg.lora.lora_path and not starts_training(cfg):
+        return adapter_in(cfg.lora.lora_path[0], cfg.model.download_hub), model, False
+    named = cfg.origin("model_name_or_path") == BARE or (model and not cfg.given("output_dir"))
+    if not named and has_result(output):
+        return output, model, True
     need(cfg, "model_name_or_path")
-    return Path(str(cfg.model.model_name_or_path)), False
+    return Path(str(model)), None, False
 
 
 def evaluate_run(cfg: RunConfig) -> RunResult:
-    """What is evaluated: the trained result in output_dir when there is one, else model_name_or_path."""
+    """What is evaluated: lora_path on model_name_or_path, the trained result in output_dir when there is one, else
+    model_name_or_path."""
     output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
-    source, trained = what_to_evaluate(cfg)
-    found = find_model(source, hub=cfg.model.download_hub)
-    tokenizer, stage = found.tokenizer(), stage_of(cfg)
+    source, base, trained = what_to_evaluate(cfg)
+    found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
+    tokenizer, stage = tokenizer_for(cfg, found), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
     output.mkdir(parents=True, exist_ok=True)
     world = World(device_type=device.type)
@@ -60,6 +67,10 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     say(f"result   {output / 'eval_results.json'}")
     say(f"next     erniekit chat {source}")
     return RunResult(output, metrics)
+
+
+def tokenizer_for(cfg: RunConfig, found: Found) -> Tokenizer:
+    return load_tokenizer(cfg.model.tokenizer_name) if cfg.model.tokenizer_name else found.tokenizer()
 
 
 def engine_for(cfg: RunConfig, stage: Stage, found: Found, world: World, device: Device, dtype: torch.dtype) -> Engine:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from erniekit.api_load import load as load_folder
+from erniekit.api_load import find_model
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.log import paint, say
 from erniekit.recipes.build import settle
-from erniekit.recipes.evaluate import what_to_evaluate
+from erniekit.recipes.evaluate import tokenizer_for, what_to_evaluate
 from erniekit.recipes.experts import ignore_bias
 from erniekit.registry import nearest
 from erniekit.result import RunResult
@@ -130,14 +130,15 @@ class Scorer:
 
 
 def run_tasks(cfg: RunConfig) -> RunResult:
-    """Of what a run in output_dir trained, or of model_name_or_path where there is nothing yet."""
+    """Of lora_path, of what a run in output_dir trained, or of model_name_or_path where there is nothing yet."""
     harness = import_harness()
     manager = harness.tasks.TaskManager()
     names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
     output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
-    source, _ = what_to_evaluate(cfg)
-    model, tokenizer = load_folder(source, dtype=dtype, device=device.handle)
+    source, base, _ = what_to_evaluate(cfg)
+    found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
+    model, tokenizer = found.build(dtype, device.handle), tokenizer_for(cfg, found)
     ignore_bias(cfg, model)
     say(f"model    {source}")
     config: Any = model.config

@@ -78,7 +78,7 @@ def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
     named = [name for name in ("model_name_or_path", "lora_path", "output_dir") if cfg.given(name) and cfg[name]]
     if named and not addressed:
         return None, False
-    typed = [[name for name in names if not _in_file(cfg, name)] for names in (addressed, named)]
+    typed = [[name for name in names if cfg.typed(name)] for names in (addressed, named)]
     if all(typed):
         raise ConfigError(
             f"{typed[0][0]} names a server and {typed[1][0]} a folder",
@@ -93,10 +93,6 @@ def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
             "port 0 is no server's address", where=cfg.origin("port"), fix="the port its `ready` line says"
         )
     return (Address(EVERYWHERE.get(s.host, s.host.strip("[]")), s.port) if s.port else None), must
-
-
-def _in_file(cfg: RunConfig, name: str) -> bool:
-    return cfg.origin(name).rpartition(":")[0] in cfg.files
 
 
 def wishes(cfg: RunConfig) -> dict[str, Any]:

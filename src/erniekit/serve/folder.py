@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from erniekit.config import RunConfig, need
+from erniekit.config.sources import BARE
 from erniekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,12 +16,21 @@ if TYPE_CHECKING:
 
 def choose_folder(cfg: RunConfig) -> tuple[str, str | None]:
     """(folder to open, base below it). A recipe means what it trained, when there is something; a typed DIR itself."""
-    model = cfg.model.model_name_or_path
-    if cfg.lora.lora_path:
-        return cfg.lora.lora_path, model
-    if cfg.origin("model_name_or_path") != "command line" and cfg.given("output_dir"):
-        from erniekit.export.source import find_source
+    from erniekit.export.plan import adapter_in, starts_training
+    from erniekit.export.source import find_source
 
+    model = cfg.model.model_name_or_path
+    typed_model = cfg.origin("model_name_or_path") == BARE
+    if cfg.typed("output_dir") and (typed_model or cfg.typed("lora_path")):
+        other = "lora_path" if cfg.typed("lora_path") else "model_name_or_path"
+        raise ConfigError(
+            f"output_dir and {other} both name what to open",
+            where="command line",
+            fix="give one of them: the folder of a run, or a model or adapter",
+        )
+    if cfg.lora.lora_path and not starts_training(cfg):
+        return str(adapter_in(cfg.lora.lora_path[0], cfg.model.download_hub)), model
+    if not typed_model and cfg.given("output_dir"):
         trained = find_source(Path(str(cfg.train.output_dir)).expanduser())
         if trained is not None:
             return str(trained.path), model if trained.is_adapter else None

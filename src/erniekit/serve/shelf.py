@@ -44,7 +44,7 @@ class Offer:
 def offers(cfg: RunConfig) -> list[Offer]:
     """What the keys ask for; the first is the default. An adapter brings its base with it."""
     folder, below = choose_folder(cfg)
-    first = find_model(folder, below, cfg.model.download_hub)
+    first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
     base = Found(first.weights)
     named = cfg.serve.served_model_name
     out = [Offer(named or _name(first.adapter or first.weights.path), first)]
@@ -52,7 +52,7 @@ def offers(cfg: RunConfig) -> list[Offer]:
         name, equals, path = word.partition("=")
         if not equals:
             name, path = _name(Path(word)), word
-        found = find_model(path.strip(), first.weights.path)
+        found = find_model(path.strip(), first.weights.path, override_base=cfg.lora.override_base)
         if found.adapter is None:
             raise ConfigError(
                 f"{path} holds no adapter", where="lora_modules", fix="give the folder with adapter_config.json"
@@ -114,7 +114,8 @@ def adapted(base: nn.Module, found: Found) -> nn.Module:
     tree = found.weights.meta()
     tree.load_state_dict(base.state_dict(), assign=True)
     attach(tree, read_adapter(found.adapter, tree))
-    return tree.eval()
+    found.check(tree.eval())
+    return tree
 
 
 def make_cache(

@@ -120,7 +120,7 @@ _PAGES: dict[str, _Page] = {
         ("model_name_or_path", "eval_dataset_path"),
         keys=(
             "model_name_or_path", "lora_path", "eval_dataset_path", "eval_dataset_type", "max_seq_len", "batch_size",
-            "max_evaluate_steps", "compute_type", "device", "stage", "output_dir",
+            "max_evaluate_steps", "compute_type", "device", "stage", "output_dir", "override_base",
         ),
     ),
     "chat": _Page(
@@ -130,7 +130,7 @@ _PAGES: dict[str, _Page] = {
         keys=(
             "model_name_or_path", "lora_path", "lora_modules", "engine", "port", "compute_type", "device",
             "max_model_len", "max_new_tokens", "temperature", "top_p", "repetition_penalty", "enable_thinking",
-            "max_num_seqs", "served_model_name",
+            "max_num_seqs", "served_model_name", "override_base",
         ),
         defaults={"port": 0},
     ),
@@ -140,7 +140,7 @@ _PAGES: dict[str, _Page] = {
         ("output_dir",),
         keys=(
             "output_dir", "model_name_or_path", "lora_path", "save_format", "max_shard_size", "copy_tokenizer",
-            "compute_type", "device", "probe_tokens",
+            "override_base",
         ),
     ),
     "split": _Page(

@@ -18,10 +18,10 @@ MAX_NAME = 255  # of one part of it, as file systems have it
 
 # Keys whose value is one path, paths in a list, `name=path` in a list, or `weight path weight path`.
 ONE = (
-    "model_name_or_path", "tokenizer_name", "lora_path", "output_dir", "cache_dir", "logging_dir", "log_dir",
+    "model_name_or_path", "tokenizer_name", "output_dir", "cache_dir", "logging_dir", "log_dir",
     "resume_from_checkpoint", "offline_dataset_path", "vision_model_name_or_path",
 )  # fmt: skip
-SEVERAL = ("train_dataset_path", "eval_dataset_path", "text_dataset_path")
+SEVERAL = ("lora_path", "train_dataset_path", "eval_dataset_path", "text_dataset_path")
 NAMED = ("lora_modules",)
 WEIGHED = ("input_dir", "data_filelist")
 KEYS = (*ONE, *SEVERAL, *NAMED, *WEIGHED)

@@ -6,6 +6,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "model_name_or_path": ("Model", "模型"),
     "tokenizer_name": ("Tokenizer", "分词器"),
     "lora_path": ("Adapters", "LoRA 权重"),
+    "override_base": ("Allow another base", "允许其他基座模型"),
     "lora_modules": ("Adapters to serve", "要提供服务的 LoRA"),
     "train_dataset_path": ("Training data", "训练数据"),
     "train_dataset_type": ("Format of the training data", "训练数据格式"),
@@ -80,7 +81,8 @@ LABELS: dict[str, tuple[str, str]] = {
 HELP_ZH: dict[str, str] = {
     "model_name_or_path": "HF 或 Paddle 格式的模型目录，或模型库中的名称。",
     "tokenizer_name": "分词器目录；不填则用模型自带的。",
-    "lora_path": "从这些 LoRA 权重开始（本工具、PEFT 或 Paddle 格式均可）。",
+    "lora_path": "要使用的 LoRA（本工具、PEFT 或 Paddle 格式均可）：训练从一个开始，对话与评估用一个，导出可合并多个。",
+    "override_base": "允许将 LoRA 用于并非其训练所用的基座模型；否则拒绝。",
     "lora_modules": "与基座一起提供服务的 LoRA：名称=目录。",
     "train_dataset_path": "训练文件，多个用逗号分隔；支持 .jsonl .json .gz .parquet。",
     "train_dataset_type": "erniekit、alpaca、messages、chatml；不填则自动识别。",

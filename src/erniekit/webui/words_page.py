@@ -144,8 +144,10 @@ WORDS: dict[str, tuple[str, str]] = {
     "chat.empty": ("Load a model, then ask it something.", "加载模型后即可提问。"),
     "export.start": ("Merge", "合并"),
     "export.hint": (
-        "Folds adapters into their base model and proves the result: logits before and after are compared.",
-        "将 LoRA 合并进基座模型并验证结果：比较合并前后的 logits。",
+        "Folds adapters into their base model and proves the result: logits before and after are compared. "
+        "A run's own adapters go to `export` in its folder; adapters named here are merged into the output folder.",
+        "将 LoRA 合并进基座模型并验证结果：比较合并前后的 logits。"
+        "训练输出目录中的 LoRA 合并到其 export 子目录；此处另选的 LoRA 合并到输出目录。",
     ),
     "split.start": ("Split", "切分"),
     "split.hint": ("Cuts a model's weights into files of a size.", "将模型权重切分为指定大小的文件。"),

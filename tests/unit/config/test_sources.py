@@ -199,3 +199,40 @@ def test_a_folder_after_chat_is_the_model_and_after_export_the_output():
     assert load(["out/export"], "chat").model.model_name_or_path == "out/export"
     assert load(["out"], "export").train.output_dir == "out"
     assert load(["a.jsonl", "b.json"], "data").data.train_dataset_path == ("a.jsonl", "b.json")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "key"),
+    [
+        ("chat", ["a", "b"], "model_name_or_path"),
+        ("server", ["a", "--model_name_or_path", "b"], "model_name_or_path"),
+        ("eval", ["model_name_or_path=b", "a"], "model_name_or_path"),
+        ("export", ["a", "output_dir=b"], "output_dir"),
+        ("export", ["a", "lora_path=c", "model_name_or_path=d", "output_dir=b"], "output_dir"),
+        ("split", ["a", "b"], "output_dir"),
+        ("data", ["a.jsonl", "train_dataset_path=b.jsonl"], "train_dataset_path"),
+    ],
+)
+def test_a_bare_word_never_vanishes_behind_another_word_for_its_key(command, words, key):
+    refused = error(*words, command=command)
+    assert f"both name {key}" in refused.what
+    assert "a" in refused.what
+    assert refused.fix
+
+
+def test_a_bare_word_counts_over_a_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: base\noutput_dir: out\n")
+    assert load([str(recipe), "mine"], "chat").model.model_name_or_path == "mine"
+    assert load([str(recipe), "mine"], "export").train.output_dir == "mine"
+
+
+def test_beside_lora_path_a_word_after_export_is_the_base_unless_that_is_named(tmp_path):
+    cfg = load(["base", "lora_path=a,b", "output_dir=dest"], "export")
+    assert (cfg.model.model_name_or_path, cfg.train.output_dir) == ("base", "dest")
+    assert cfg.lora.lora_path == ("a", "b")
+    cfg = load(["dest", "--lora_path", "a", "--model_name_or_path", "base"], "export")
+    assert (cfg.model.model_name_or_path, cfg.train.output_dir) == ("base", "dest")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: base\nlora_path: a\n")  # what a recipe says changes no word's meaning
+    assert load([str(recipe), "out"], "export").train.output_dir == "out"

@@ -78,3 +78,28 @@ def test_an_fp8_base_is_refused_where_no_weight_is_frozen_on_one_device(word, wh
 @pytest.mark.parametrize("words", [[], ["stage=DPO"], ["sharding=stage1"]])
 def test_an_fp8_base_goes_with_every_stage_of_adapters(words):
     assert load(["frozen_base=fp8", *words]).lora.frozen_base == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "what"),
+    [
+        ("train", ["fine_tuning=Full"], "Full trains no adapters"),
+        ("doctor", ["fine_tuning=Full"], "Full trains no adapters"),
+        ("train", ["fine_tuning=LoRA", "lora_path=a,b"], "train takes one adapter"),
+        ("eval", ["lora_path=a,b"], "eval takes one adapter"),
+        ("server", ["lora_path=a,b"], "server takes one adapter"),
+        ("split", [], "merges no adapters"),
+        ("export", [], "output_dir does not say where"),
+        ("export", ["lora_path=a,a", "output_dir=out"], "names an adapter twice"),
+    ],
+)
+def test_an_adapter_that_a_command_would_leave_out_is_refused(command, words, what):
+    with pytest.raises(ConfigError, match=what) as error:
+        load(["lora_path=a", *words], command)
+    assert "lora_path" in error.value.where
+    assert error.value.fix
+
+
+def test_one_adapter_is_taken_where_it_is_used():
+    for command in ("train", "eval", "chat", "server", "config"):
+        assert load(["fine_tuning=LoRA", "lora_path=some folder/a"], command).lora.lora_path == ("some folder/a",)

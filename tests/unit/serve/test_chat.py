@@ -6,6 +6,7 @@ The server is a real one on a real port; one test is a real process.
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -249,9 +250,44 @@ def test_a_recipe_means_what_it_trained_when_there_is_something(talker, tmp_path
     assert choose_folder(load_config([str(recipe)], "chat")) == (str(adapter), str(talker))
 
 
-def test_lora_path_puts_an_adapter_on_the_typed_folder(talker):
-    cfg = load_config([str(talker), "lora_path=some/adapter"], "chat")
-    assert choose_folder(cfg) == ("some/adapter", str(talker))
+def test_lora_path_puts_an_adapter_on_the_typed_folder(talker, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cfg = load_config([str(talker), f"lora_path={tmp_path}"], "chat")
+    assert choose_folder(cfg) == (str(tmp_path), str(talker))
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["TALKER", "lora_path=TMP/none"], "there is no adapter"),
+        (["TALKER", "lora_path=TALKER"], "a whole model, no adapter"),
+        (["TALKER", "lora_path=TMP,TALKER"], "chat takes one adapter; lora_path names 2"),
+        (["TMP", "model_name_or_path=TALKER"], "both name model_name_or_path"),
+        (["TALKER", "TMP"], "both name model_name_or_path"),
+        (["TALKER", "output_dir=TMP"], "output_dir and model_name_or_path both name what to open"),
+        (["lora_path=TMP", "output_dir=TALKER"], "output_dir and lora_path both name what to open"),
+    ],
+)
+def test_what_names_two_things_to_open_or_none_is_refused(words, what, talker, tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    words = [word.replace("TALKER", str(talker)).replace("TMP", str(tmp_path)) for word in words]
+    assert main(["chat", *words, "--prompt", "hello"]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_a_recipe_whose_run_began_with_an_adapter_means_what_it_trained(talker, tmp_path):
+    adapter = tmp_path / "out" / "checkpoint-5"
+    for folder in (adapter, tmp_path / "began"):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {talker}\noutput_dir: {tmp_path / 'out'}\nlora_path: {tmp_path / 'began'}\n"
+    )
+    assert choose_folder(load_config([str(recipe)], "chat")) == (str(tmp_path / "began"), str(talker))
+    told = {"config": [{"key": "lora_path", "value": [str(tmp_path / "began")]}]}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(told))
+    assert choose_folder(load_config([str(recipe)], "chat")) == (str(adapter), str(talker))
 
 
 @pytest.mark.parametrize(

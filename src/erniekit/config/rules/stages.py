@@ -9,6 +9,8 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 
+_MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
+
 
 def rslora_plus_is_three_keys(run: View) -> Iterator[Note]:
     if run["rslora_plus"]:
@@ -42,6 +44,31 @@ def fp8_base_is_of_adapters_on_one_device(run: View) -> tuple[Note, ...]:
             where=f"{where} and {run.origin(spread)}",
             fix=f"{fix}, or {spread}: 1",
         )
+    return ()
+
+
+def adapters_go_where_the_command_takes_them(run: View) -> tuple[Note, ...]:
+    """An adapter that is left out is not noticed: the base's answers and losses look like any other's."""
+    adapters, command = run["lora_path"], run.command
+    what = fix = ""
+    if not adapters:
+        return ()
+    trains = command in ("train", "doctor")
+    if trains and not run["lora"]:
+        what = "lora_path names adapters to start from; fine_tuning: Full trains no adapters"
+        fix = f"{_MERGE}, and train DEST; or fine_tuning: LoRA"
+    elif command == "split":
+        what, fix = "split cuts a model's weights and merges no adapters", _MERGE
+    elif command == "export" and not run.given("output_dir"):
+        what, fix = "output_dir does not say where base + lora_path goes", _MERGE
+    elif len(set(adapters)) < len(adapters):
+        what, fix = "lora_path names an adapter twice", "name each once"
+    elif len(adapters) > 1 and (trains or command in ("chat", "server", "eval")):
+        what = f"{command} takes one adapter; lora_path names {len(adapters)}"
+        serve = "; or lora_modules=name=DIR,other=DIR serves each of them" if command == "server" else ""
+        fix = f"merge them first: {_MERGE}{serve}"
+    if what:
+        raise ConfigError(what, where=f"lora_path: {run.origin('lora_path')}", fix=fix)
     return ()
 
 

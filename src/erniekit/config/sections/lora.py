@@ -28,7 +28,12 @@ class LoraSection:
         choices=("bf16", "fp8"),
         fixed=True,
     )
-    lora_path: str | None = key(None, "Start from these adapters (ours, PEFT's or Paddle's).")
+    lora_path: tuple[str, ...] = key(
+        (),
+        "Adapters to start from, to open or to merge (ours, PEFT's or Paddle's); export takes several: A,B.",
+        commas=True,
+    )
+    override_base: bool = key(False, "Use an adapter on another base than it was trained on.")
 
     @property
     def fp8_base(self) -> bool:

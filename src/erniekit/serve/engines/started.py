@@ -56,6 +56,7 @@ def serve_started(cfg: RunConfig, name: str, key: str | None) -> int:
 
 def make_target(cfg: RunConfig, launch: Launch, key: str | None) -> Target:
     from erniekit.lora.adapter_files import read_adapter
+    from erniekit.lora.base import check_files
     from erniekit.lora.peft_files import CONFIG as PEFT_CONFIG
     from erniekit.serve.server import bind
     from erniekit.serve.shelf import adapters, offers
@@ -78,6 +79,8 @@ def make_target(cfg: RunConfig, launch: Launch, key: str | None) -> Target:
             where=str(foreign),
             fix="erniekit export ... save_format=hf first",
         )
+    for path in named.values():  # the engine loads them: only the files can be looked at here
+        check_files(path, weights.path, cfg.lora.override_base)
     meta = weights.meta()
     rank = max((max(u.rank for u in read_adapter(path, meta).updates.values()) for path in named.values()), default=0)
     sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is told before a minute of loading

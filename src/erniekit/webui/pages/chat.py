@@ -19,7 +19,13 @@ from erniekit.webui.pages.watch import pill
 from erniekit.webui.talk import models, speak
 from erniekit.webui.words import say
 
-ROWS = (("model_name_or_path",), ("lora_path",), ("compute_type", "device"), ("max_model_len", "engine"))
+ROWS = (
+    ("model_name_or_path",),
+    ("lora_path",),
+    ("compute_type", "device"),
+    ("max_model_len", "engine"),
+    ("override_base",),
+)
 SAMPLING = (("temperature", "top_p"), ("max_new_tokens", "repetition_penalty"), ("enable_thinking",))
 EVERY_S = 1.0
 DRAWN_S = 0.06  # between two pictures of a growing answer

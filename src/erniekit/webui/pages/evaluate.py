@@ -12,6 +12,7 @@ ROWS = (
     ("lora_path", "stage", "compute_type"),
     ("max_seq_len", "batch_size", "max_evaluate_steps"),
     ("device", "eval_dataset_type", "output_dir"),
+    ("override_base",),
 )
 
 

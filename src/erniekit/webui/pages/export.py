@@ -12,8 +12,7 @@ from erniekit.webui.pages.job_form import JobForm
 MERGE = (
     ("output_dir", "model_name_or_path"),
     ("lora_path", "save_format"),
-    ("max_shard_size", "compute_type", "device"),
-    ("copy_tokenizer", "probe_tokens"),
+    ("max_shard_size", "copy_tokenizer", "override_base"),
 )
 SPLIT = (("output_dir", "model_name_or_path"), ("save_format", "max_shard_size", "copy_tokenizer"))
 

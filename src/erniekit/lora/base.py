@@ -1,0 +1,147 @@
+"""The model an adapter sits on: where it is, and whether it is the one the adapter was trained on.
+
+Called by export, by api_load.py (chat, server, eval, `load`) and by recipes/build.py (lora_path).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from erniekit.checkpoint import identity as identities
+from erniekit.checkpoint import probe as probes
+from erniekit.checkpoint.hub import looks_like_id, resolve_model
+from erniekit.checkpoint.probe import Answer, Probe, Verdict
+from erniekit.errors import CheckpointError
+from erniekit.log import warn
+from erniekit.lora import paddle_files, peft_files
+from erniekit.lora.stored import config_fields
+
+OTHERWISE = "override_base: True uses this base all the same"
+
+
+def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -> Path:
+    """The model an adapter sits on: as given, else where its config says, seen from here or from the adapter."""
+    if given is not None:
+        return _whole(resolve_model(str(given), hub))
+    config = adapter / (peft_files.CONFIG if (adapter / peft_files.CONFIG).is_file() else paddle_files.CONFIG)
+    name = config_fields(config).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(
+            "the adapter does not say which model it was trained on",
+            where=str(config),
+            fix=f"name it: lora_path={adapter} model_name_or_path=DIR, or erniekit.load(..., base=DIR)",
+        )
+    for place in (Path(name).expanduser(), adapter / name):
+        if (place / "config.json").is_file():
+            return place
+    try:
+        return _whole(resolve_model(name, hub))
+    except CheckpointError as error:
+        way = f"name it: lora_path={adapter} model_name_or_path=DIR, or erniekit.load(..., base=DIR)"
+        raise CheckpointError(
+            f"the model this adapter was trained on is not here: {name}",
+            where=str(config),
+            fix=f"{way}; if it is a hub id, {error.fix}" if looks_like_id(name) else way,
+        ) from None
+
+
+def _whole(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter, where the base of one is needed",
+            where="model_name_or_path",
+            fix="name the model below it; adapters go behind lora_path: lora_path=ONE,OTHER",
+        )
+    return folder
+
+
+def stored_probe(adapter: Path) -> Probe | None:
+    """None for one taken over frozen weights in fp8: the stored ones do not repeat it."""
+    probe = probes.load(adapter)
+    return None if probe is None or probe.setting.endswith(probes.FP8_BASE) else probe
+
+
+def same_base(adapter: Path, base: Path) -> bool | None:
+    """Whether these are the weights the adapter was trained on; None where its folder does not say."""
+    told = identities.read_base(adapter)
+    return None if told is None else told == identities.model_identity(base)
+
+
+def check_files(adapter: Path, base: Path, override: bool) -> None:
+    """Refuses another base than the adapter's by its files alone, where nothing is loaded that could be asked."""
+    if same_base(adapter, base) is False and not override:
+        raise _another(adapter, base, f"{base} has other weights")
+
+
+def check_answers(adapter: Path, base: Path, answer: Answer, dtype: torch.dtype, has_experts: bool) -> None:
+    """Refuses base + adapter (`answer`) unless it gives the logits stored with the adapter; by the base's files where
+    none are stored. The same model in other files (another layout, another dtype) passes with a warning."""
+    same, probe = same_base(adapter, base), stored_probe(adapter)
+    if probe is None:
+        if same is False:
+            raise _another(adapter, base, f"{base} has other weights")
+        return
+    verdict = _ask(answer, probe, dtype)
+    if verdict is None or not verdict.max_difference <= verdict.tolerance:  # NaN is refused, too
+        told = "its vocabulary is another" if verdict is None else verdict.failed()
+        exact = dtype == torch.float32 and "float32" in probe.setting
+        if same and has_experts and not exact and verdict is not None:
+            # Rounding tips a router's choice between two nearly equal experts, and the logits move by far more.
+            warn(f"{adapter} on {base}: {told}; the weights are those it was trained on")
+            return
+        if same:
+            raise CheckpointError(
+                f"the adapter does not answer as it did when it was saved: {told}",
+                where=str(adapter),
+                fix=f"its files were changed: use another checkpoint of the run; {OTHERWISE}",
+            )
+        raise _another(adapter, base, f"on {base}, {told}")
+    if same is False:
+        warn(
+            f"{base} is not the folder {adapter} was trained on ({trained_on(adapter)}), yet answers alike: logits "
+            f"within {verdict.max_difference:.1e}, allowed {verdict.tolerance:.1e}"
+        )
+
+
+def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
+    """check_answers of a model in memory, its adapter attached."""
+    first = next(model.parameters())
+
+    @torch.no_grad()
+    def answer(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(ids.to(first.device))
+        return logits
+
+    config = getattr(model, "config", None)
+    check_answers(adapter, base, answer, first.dtype, getattr(config, "moe", None) is not None)
+
+
+def _ask(answer: Answer, probe: Probe, dtype: torch.dtype) -> Verdict | None:
+    """None where the model cannot even be asked: it has another vocabulary."""
+    assert probe.rows is not None
+    try:
+        logits = answer(probe.ids)
+    except IndexError:
+        return None
+    if logits.shape[-1] != probe.rows.shape[-1]:
+        return None
+    return probes.compare(logits, probe, probes.allowed(probe, dtype))
+
+
+def trained_on(adapter: Path) -> str:
+    """The base as the adapter's own files name it, for messages."""
+    for name in (peft_files.CONFIG, paddle_files.CONFIG):
+        if (adapter / name).is_file():
+            return str(config_fields(adapter / name).get("base_model_name_or_path") or "not named")
+    return "not named"
+
+
+def _another(adapter: Path, base: Path, told: str) -> CheckpointError:
+    return CheckpointError(
+        f"the adapter was trained on another model ({trained_on(adapter)}): {told}",
+        where=str(adapter),
+        fix=f"name the model it was trained on: lora_path={adapter} model_name_or_path=DIR; {OTHERWISE}",
+    )
