@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import erniekit
+from erniekit.api_load import find_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.cli.main import main
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import CheckpointError
+from erniekit.serve.folder import stop_ids
 from erniekit.serve.shelf import fill, offers
 
 PROMPT = ("--prompt", "hello", "temperature=0", "max_new_tokens=4", "max_model_len=128")
@@ -169,12 +171,19 @@ def test_a_run_with_a_tokenizer_of_its_own_is_opened_and_exported_with_it(
     config = json.loads((other / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     (other / "tokenizer_config.json").write_text(json.dumps(config))
+    (other / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     assert load_tokenizer(tiny_model).chat_template != config["chat_template"]
     run = tmp_path / "run"
     train(run, tokenizer_name=other, **QUICK)
     assert main(["export", str(run)]) == 0
     for folder in (run, run / "checkpoint-2", run / "export"):
         assert erniekit.load(folder)[1].chat_template == config["chat_template"], folder
+        assert 9 in stop_ids(find_model(folder)), folder
+    train(tmp_path / "full", tokenizer_name=other, max_steps=1, doctor="off")
+    assert main(["split", str(tmp_path / "full")]) == 0
+    for folder in (tmp_path / "full", tmp_path / "full" / "split_export"):
+        assert erniekit.load(folder)[1].chat_template == config["chat_template"], folder
+        assert 9 in stop_ids(find_model(folder)), folder
 
 
 def test_training_on_from_an_adapter_refuses_another_base(

@@ -33,7 +33,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-SIDE_FILES = ("generation_config.json", "preprocessor_config.json")
+GENERATION_FILES = ("generation_config.json",)
+SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
 # Buffers some exporters store that are derived, not weights.
 DERIVED = (".rotary_emb.inv_freq",)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -99,6 +99,10 @@ class RunConfig:
     def typed(self, name: str) -> bool:
         """Whether it was given on the command line or as an argument, rather than by a recipe."""
         return self.given(name) and self.origin(name).rpartition(":")[0] not in self.files
+
+    def typed_beside(self, names: Collection[str]) -> list[str]:
+        """The keys that were typed and are not among these."""
+        return [name for name in KEYS if name not in names and self.typed(name)]
 
     def flat(self) -> dict[str, Any]:
         """Every key and its value; secrets are hidden."""

@@ -29,6 +29,19 @@ class Plan:
     out: Path
 
 
+# All that export and split read. `lora` and `fine_tuning` say what the folder itself shows.
+READ = frozenset({
+    "model_name_or_path", "download_hub", "output_dir", "lora_path", "override_base", "lora", "fine_tuning",
+    "save_format", "max_shard_size", "copy_tokenizer", "tokenizer_name",
+})  # fmt: skip
+
+
+def tell_unread(cfg: RunConfig) -> None:
+    """A recipe holds keys of every command; a key that was typed for this one and changes nothing is worth a line."""
+    if idle := cfg.typed_beside(READ):
+        say(f"note     without effect on {cfg.command}: {', '.join(idle)} (weights keep their dtype)")
+
+
 def plan_of(cfg: RunConfig) -> Plan:
     """lora_path on model_name_or_path, to output_dir; or what a run left in output_dir, to <output_dir>/export."""
     output_dir = Path(str(cfg.train.output_dir)).expanduser()

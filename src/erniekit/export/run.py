@@ -20,7 +20,7 @@ from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
-from erniekit.export.plan import Plan, plan_of, tokenizer_of
+from erniekit.export.plan import Plan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
@@ -40,6 +40,7 @@ def export_command(args: list[str]) -> int:
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     """Adapters merged into their base, or a fully trained model again: see plan.py for what the keys mean."""
     need(cfg, "output_dir")
+    tell_unread(cfg)
     plan = plan_of(cfg)
     return result_of(
         export(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.hub import lasting_name, resolve_model
-from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
 from erniekit.data.collate import one_document
@@ -94,12 +94,15 @@ class Built:
 
     def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: whole ones, by our names."""
+        if not self.lora:
+            copy_side_files(self.folder.path, target, SIDE_FILES)
         copy_side_files(self.tokenizer_folder, target, TOKENIZER_FILES)
+        if self.tokenizer_folder != self.folder.path:  # ends of answers are ids of the tokenizer
+            copy_side_files(self.tokenizer_folder, target, GENERATION_FILES)
         if self.lora:
             adapter = adapter_of(self.whole, self.lora, tensors, base=self.base_name)
             write_adapter(target, adapter, self.whole, self.save_format)
             return
-        copy_side_files(self.folder.path, target, SIDE_FILES)
         write_model(target, self.folder.config, tensors.__getitem__, layout=self.save_format)
 
     @torch.no_grad()

@@ -41,7 +41,8 @@ def choose_folder(cfg: RunConfig) -> tuple[str, str | None]:
 def stop_ids(found: Found) -> list[int]:
     """Ends the model's own files name; a chat release may list more than its tokenizer's one eos."""
     out: list[int] = []
-    side = found.weights.path / "generation_config.json"
+    places = [folder / "generation_config.json" for folder in (found.adapter, found.weights.path) if folder]
+    side = next((file for file in places if file.is_file()), places[-1])
     try:
         told = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {}
     except ValueError as error:
