@@ -17,7 +17,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.cli.main import main
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.errors import CheckpointError
+from erniekit.errors import CheckpointError, ConfigError
 from erniekit.serve.folder import stop_ids
 from erniekit.serve.shelf import fill, offers
 
@@ -194,6 +194,8 @@ def test_training_on_from_an_adapter_refuses_another_base(
 
     write_base(run, model_identity(base), str(base))
     more = dict(model_name_or_path=base, lora_path=run, **QUICK)
+    with pytest.raises(ConfigError, match="lora_path"):  # into what it starts from
+        train(run, **more)
     train(tmp_path / "more", **more)
     change(base)
     with pytest.raises(CheckpointError, match="trained on another model"):

@@ -19,7 +19,6 @@ from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
-from erniekit.errors import CheckpointError
 from erniekit.export.plan import Plan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
