@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from erniekit.api_load import load
+from erniekit.checkpoint.identity import model_identity, write_base
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.errors import CheckpointError, ConfigError
@@ -118,6 +119,33 @@ def test_a_base_that_is_gone_is_an_error_that_names_it_and_can_be_given(base, tm
     assert "someone/gone-model" in caught.value.what
     assert "hf download someone/gone-model" in caught.value.fix
     assert torch.equal(load(tmp_path / "adapter", base=base)[0](IDS), expected)
+
+
+def test_a_changed_base_is_refused_without_a_probe_too(base, tmp_path):
+    place = tmp_path / "base"
+    shutil.copytree(base, place)
+    expected = save_adapter(place, tmp_path / "adapter", str(place))
+    write_base(tmp_path / "adapter", model_identity(place), str(place))
+    assert torch.equal(load(tmp_path / "adapter")[0](IDS), expected)
+    model = ModelFolder(place).build()
+    with torch.no_grad():
+        model.norm.weight.mul_(1.01)
+    write_model(place, ModelFolder(place).config, model.state_dict().__getitem__, tokenizer_from=base)
+    with pytest.raises(CheckpointError, match="trained on another model") as caught:
+        load(tmp_path / "adapter")
+    assert str(place) in caught.value.what
+    assert "override_base" in caught.value.fix
+    assert load(tmp_path / "adapter", override_base=True)[0](IDS).shape == (2, 6, 512)
+
+
+def test_a_relative_word_for_a_base_that_is_not_here_is_no_hub_id_for_sure(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    save_adapter(base, tmp_path / "adapter", "models/tiny")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is not here: models/tiny") as caught:
+        load(tmp_path / "adapter")
+    assert caught.value.fix.startswith(f"name it: lora_path={tmp_path / 'adapter'} model_name_or_path=DIR")
+    assert "if it is a hub id, download it first: hf download models/tiny" in caught.value.fix
 
 
 def test_an_adapter_that_names_no_base_is_an_error_with_the_way_out(base, tmp_path):

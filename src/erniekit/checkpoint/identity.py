@@ -25,7 +25,10 @@ BLOCK = 4 << 10  # bytes read at each sampled place: a page
 BLOCKS = 8192  # sampled places of a model: 32 MiB, spread over its tensors
 FEWEST = 4  # places of a tensor, its first and its last bytes among them
 # Written by whoever saved the folder last; they say nothing about the function it computes.
-_IDLE = ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "architectures", "auto_map")
+_IDLE = (
+    "_name_or_path", "name_or_path", "transformers_version", "use_cache", "architectures", "auto_map", "torch_dtype",
+    "dtype",
+)  # fmt: skip
 
 
 def model_identity(folder: Path, weights: bool = True) -> str:

@@ -24,6 +24,7 @@ RUN_FILES = (
 MODEL_FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "model*.safetensors*",
     "adapter_config.json", "adapter_model*.safetensors*", "lora_config.json", "peft_model*.safetensors*",
+    "base_model.json",
     "probe.safetensors", "tokenizer.json", "tokenizer.model", "spm.model", "ernie_token_100k.model",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
