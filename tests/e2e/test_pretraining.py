@@ -109,8 +109,8 @@ def test_one_loss_curve_on_1_2_and_4_ranks(ranks: Ranks, workshop, tmp_path, mas
     for number, (count, layout) in enumerate(LAYOUTS if masks else LAYOUTS[:1]):
         output = tmp_path / f"layout{number}"
         ranks.run(count, run, str(workshop), str(output), {**more, **layout})
-        # fp32 sums in another order
-        assert curve(output) == pytest.approx(curve(tmp_path / "one"), abs=2e-6), layout
+        # fp32 sums in another order: the promise of every layout, relative to losses of 7
+        assert curve(output) == pytest.approx(curve(tmp_path / "one"), rel=1e-6), layout
         evaluated = next(r["eval_loss"] for r in records(output) if "eval_loss" in r)
         # Adam moves a weight whose gradient is mere rounding a whole step either way; one such was seen to do 5e-5.
         assert evaluated == pytest.approx(next(r["eval_loss"] for r in alone if "eval_loss" in r), abs=2e-4)

@@ -49,7 +49,7 @@ def check_output(output: str | Path, folders: Mapping[str, str], files: Mapping[
     owned = OwnedFiles(output)
     if owned.purpose() != RUN and not is_unrecorded_run(output):
         known = owned.entries()
-        foreign = sorted(n for n in _names(output) if not _matches(n, INCIDENTAL) and not owned.is_ours(n, known))
+        foreign = sorted(n for n in _names(output) if not (_is_incidental(output / n) or owned.is_ours(n, known)))
         if foreign:
             raise NotOurs(
                 f"output_dir is neither empty nor a run: it holds {some(foreign)}",
@@ -136,6 +136,12 @@ def _refuse_own_file(output: Path, key: str, path: Path, entries: Mapping[str, E
             where=f"{key}: {path}",
             fix="copy it elsewhere first, or choose another output_dir",
         )
+
+
+def _is_incidental(path: Path) -> bool:
+    """What does not make a folder somebody's work: INCIDENTAL, and checkpoints of ours, copied here to go on from."""
+    copied = fnmatch.fnmatchcase(path.name, "checkpoint-*") and (path / MANIFEST).is_file()
+    return copied or _matches(path.name, INCIDENTAL)
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -69,6 +69,12 @@ def test_a_file_in_the_place_of_the_folder_is_refused(model: Path, tmp_path: Pat
     assert "is not a folder" in refused(tmp_path / "dangling", model, tmp_path).what
 
 
+def test_a_checkpoint_of_ours_copied_into_a_folder_may_be_gone_on_from(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-8").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-8" / "MANIFEST.json").write_text("{}")
+    assert open_output(tmp_path / "out", {"model_name_or_path": str(model)}, {}).purpose() == RUN
+
+
 @pytest.mark.parametrize("name", [".gitkeep", "lost+found", "slurm-17.out", "train.log"])
 def test_what_a_shell_or_a_disk_puts_there_first_counts_as_empty(model: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"

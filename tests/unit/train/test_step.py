@@ -66,7 +66,9 @@ def test_one_batch_of_eight_equals_eight_accumulated_batches_of_one() -> None:
     whole, a = run([collate(rows)])
     parts, b = run([collate([row]) for row in rows])
     assert a == pytest.approx(b, abs=1e-6)
-    assert far(whole, parts) < 1e-6
+    # AdamW divides by the gradient's own size: where that is near rounding, fp32 sums in another order show in the
+    # weights at 1e-3 (the learning rate) times their relative error. 1.7e-6 was the most seen, on AVX-512.
+    assert far(whole, parts) < 5e-6
 
 
 def test_under_compat_accumulation_changes_the_loss_as_it_does_in_erniekit() -> None:
