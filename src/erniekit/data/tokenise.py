@@ -32,6 +32,7 @@ from erniekit.data.formats import parse, parse_pair, rows
 from erniekit.data.preference import PARTS, PairRules, PairSample, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Problem, Sample
 from erniekit.errors import DataError, ErnieKitError
@@ -47,6 +48,9 @@ IDS, LABELS, OFFSETS, ROWS, FORMS, PAIR_PARTS, BAD_ROWS = (
     "parts.npy",
     "bad_rows.jsonl",
 )
+# Numbers of an Assembled that add up in a DataReport, under the same name.
+COUNTED = ("dropped_turns", "rewritten_turns", "truncated_tokens", "thoughts", "thoughts_in", "thought_tokens")
+MOST_FIELDS, OTHER_FIELDS = 1000, "(other names)"  # rows that are tables of their own must not fill the memory
 
 Rows = list[tuple[int, Any]]
 Told = tuple[int, str, str]  # line, kind, reason
@@ -70,6 +74,7 @@ class Job:
     overlong: Literal["drop", "truncate"]
     compat: bool
     pairs: PairRules | None = None  # rows are preferences
+    thinking: Thinking = "all"
 
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
@@ -82,9 +87,10 @@ class Job:
 
     def assemble(self, said: Conversation | Preference) -> Assembled | Dropped:
         if isinstance(said, Conversation):
-            return assemble(said, self.tokenizer, self.max_seq_len, self.overlong, self.compat)
+            return assemble(said, self.tokenizer, self.max_seq_len, self.overlong, self.compat, self.thinking)
         assert self.pairs is not None
-        return assemble_pair(said, self.tokenizer, self.max_seq_len, self.pairs, self.overlong, self.compat)
+        limit, rules = self.max_seq_len, self.pairs
+        return assemble_pair(said, self.tokenizer, limit, rules, self.overlong, self.compat, self.thinking)
 
 
 @dataclass
@@ -120,8 +126,8 @@ class Chunk:
     forms: list[tuple[int, int]] = field(default_factory=list)
     bad: list[Told] = field(default_factory=list)
     dropped: list[Told] = field(default_factory=list)
-    dropped_turns: int = 0
-    truncated_tokens: int = 0
+    sums: Counter[str] = field(default_factory=Counter)  # COUNTED, over all samples of `main`
+    unused: Counter[str] = field(default_factory=Counter)  # field -> rows in which it holds something no reader takes
 
 
 def tokenise_rows(batch: Rows, job: Job) -> Chunk:
@@ -134,8 +140,7 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
         if isinstance(made, Assembled):
             into.append((line, made.sample))
             if into is main:
-                out.dropped_turns += made.dropped_turns
-                out.truncated_tokens += made.truncated_tokens
+                out.sums.update({name: count for name in COUNTED if (count := getattr(made, name))})
             return len(into) - 1
         if into is main:
             out.dropped.append((line, made.kind, made.reason))
@@ -147,6 +152,7 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
             if isinstance(parsed, Problem):
                 out.bad.append((line, parsed.kind, parsed.reason))
                 continue
+            out.unused.update(parsed[0].unused)
             for said in parsed:
                 first = second = place(line, said, main)
                 if not job.compat:
@@ -199,7 +205,8 @@ class Writer:
         self._forms = [np.zeros((0, 2), np.int64)]
         self._bad: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
-        self.report = DataReport(job.path, job.format)
+        self._unused: Counter[str] = Counter()
+        self.report = DataReport(job.path, job.format, thinking=job.thinking)
 
     def add(self, chunk: Chunk) -> None:
         report, forms = self.report, np.array(chunk.forms, np.int64).reshape(-1, 2)
@@ -210,8 +217,11 @@ class Writer:
         self.main.add(chunk.main)
         self.later.add(chunk.later)
         report.rows += chunk.rows
-        report.dropped_turns += chunk.dropped_turns
-        report.truncated_tokens += chunk.truncated_tokens
+        for name, count in chunk.sums.items():
+            setattr(report, name, getattr(report, name) + count)
+        for name, count in chunk.unused.items():
+            known = name in self._unused or len(self._unused) < MOST_FIELDS
+            self._unused[name if known else OTHER_FIELDS] += count
         report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
@@ -227,6 +237,7 @@ class Writer:
             self.report.measure_pairs(np.concatenate(self.main.lengths), np.concatenate(self.main.parts))
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
+        self.report.unused = dict(self._unused.most_common())
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))
