@@ -21,11 +21,16 @@ _SHOWN = 20  # bad rows printed per file
 
 def data_command(args: list[str]) -> int:
     """Exit code 0 when every row of every file is usable, 1 when some are not."""
-    parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.")
+    given = data_parser().parse_args(args)
+    return max([_check(path, given.type) for path in given.files])
+
+
+def data_parser() -> argparse.ArgumentParser:
+    """cli/main.py has the same in its help of commands."""
+    parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .gz of either, .parquet")
     parser.add_argument("--type", choices=list(FORMATS), help="read as this format instead of detecting it")
-    given = parser.parse_args(args)
-    return max([_check(path, given.type) for path in given.files])
+    return parser
 
 
 def _check(path: str, format: str | None) -> int:

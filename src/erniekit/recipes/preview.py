@@ -15,6 +15,7 @@ from typing import Any
 
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, load, need
+from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
 from erniekit.data.formats import Raw, detect, rows
 from erniekit.data.formats.files import decode
@@ -30,6 +31,11 @@ READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of t
 MOST_TOKENS = 2000  # shown of a row
 COUNTED_BYTES = 256 * 2**20  # larger files are not read to their end for the number of their rows
 
+KEYS_READ = (
+    "train_dataset_path", "train_dataset_type", "model_name_or_path", "tokenizer_name", "download_hub", "stage",
+    "compat", "max_seq_len", "overlong", "train_thinking", "max_prompt_len", "mask_out_eos_token",
+)  # fmt: skip
+
 Piece = tuple[str, int]
 # What a row becomes, or why it becomes nothing; and which of its fields no reader takes.
 Shown = tuple[list[Piece], str, tuple[str, ...]]
@@ -37,17 +43,30 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def preview_command(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="erniekit data preview", description="Rows as the model would see them.")
-    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to pass over first")
-    parser.add_argument("--rows", dest="count", type=int, default=5, metavar="N", help="rows to show")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    given, words = parser.parse_known_args(args)
+    given, words = preview_parser().parse_known_args(args)
     told = preview(load(words, "data"), max(0, given.start), max(1, given.count))
     if given.json:
         print(json.dumps(told, ensure_ascii=True))
     else:
         say("\n".join(lines(told)))
     return 0
+
+
+def preview_parser() -> argparse.ArgumentParser:
+    """Of its own flags; all other words are keys, as for `erniekit train`."""
+    keys = [f"  {name:<20} {KEYS[name].help}" for name in KEYS_READ]
+    parser = argparse.ArgumentParser(
+        prog="erniekit data preview",
+        usage="erniekit data preview RECIPE | FILE ... [--from N] [--rows N] [--json] [--key value | key=value ...]",
+        description="Rows as the model would see them, the trained tokens marked; without a model, what is said.",
+        epilog="\n".join(["keys that decide what is shown (a recipe may hold any other as well):", *keys]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to pass over first (0)")
+    parser.add_argument("--rows", dest="count", type=int, default=5, metavar="N", help="rows to show (5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return parser
 
 
 def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class MessageReader:
         content, thought = self._one_thought(content, thought or thinks, field)
         if not content.strip() and not calls and role in ("user", "assistant"):
             raise BadRow("empty_text", f"`{field}.content` is empty")
-        if len(item) > len(known):
+        if len(item) > 2:
             # Nobody but an assistant is ever trained: that a user's message says so too loses nothing.
             extra = {name: value for name, value in item.items() if name not in _TRAINED or value not in (0, False)}
             self._note(extra if role != "assistant" else item, known, f"{field}.")
