@@ -102,7 +102,8 @@ def test_every_key_and_flag_that_preview_lists_is_taken(
     given = {
         "train_dataset_path": str(file), "train_dataset_type": "erniekit", "stage": "SFT", "compat": "erniekit",
         "model_name_or_path": "not looked at", "tokenizer_name": str(paddle / "tokenizer"),
-        "download_hub": "huggingface", "max_seq_len": "64", "overlong": "truncate", "train_thinking": "mask", "max_prompt_len": "32",
+        "download_hub": "huggingface", "max_seq_len": "64", "overlong": "truncate", "train_thinking": "mask",
+        "max_prompt_len": "32",
         "mask_out_eos_token": "True",
     }  # fmt: skip
     assert set(given) == set(KEYS_READ)
