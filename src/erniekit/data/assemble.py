@@ -50,9 +50,11 @@ def assemble(
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
     thinking: Thinking = "all",
+    known: list[Turn] | None = None,
 ) -> Assembled | Dropped:
+    """known: the conversation's turns, where they are rendered already."""
     try:
-        said = turns(replace(conversation, messages=kept(conversation.messages, thinking)), tokenizer)
+        said = known or turns(replace(conversation, messages=kept(conversation.messages, thinking)), tokenizer)
     except TemplateRefused as refused:
         return Dropped.by_template(refused)
     if not said:

@@ -5,32 +5,18 @@ Called by assemble.py (training), by chat and the server (`prompt_ids`), and by 
 
 from __future__ import annotations
 
-import functools
-import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from erniekit.data.prefix_renderer import Prefixes, instrumented, render_prefixes
-from erniekit.data.thinking import FIELDS, thought_tokens, write_out
+from erniekit.data.compiled_template import BUILT_IN, compiled, to_json
+from erniekit.data.prefix_renderer import Prefixes, render_prefixes
+from erniekit.data.thinking import thought_tokens, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Conversation, Message
-from erniekit.errors import CheckpointError
 
-# ERNIE's text form, for folders without a template of their own.
-BUILT_IN = (
-    "{{ begin_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{{ m.content + '\n' }}"
-    "{% elif m.role == 'user' %}{{ 'User: ' + m.content + '\n' }}"
-    "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + end_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
 # Unicode noncharacters: no text has them, so one can mark a place inside a string.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -64,7 +50,7 @@ def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
     ready = _Rendering(conversation, tokenizer, variables_for(conversation))
     messages = ready.messages
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    parts = None if _uses_tools(conversation) else _cut(ready)
+    parts = None if uses_tools(conversation) else _cut(ready)
     if parts is None:
         last = max((i for i in answers if messages[i].trained), default=max(answers, default=-1))
         parts, answers = [_cut_last(ready, messages[: last + 1])], [last]
@@ -99,9 +85,28 @@ def prompt_ids(
     """
     asked = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
     ready = _Rendering(asked, tokenizer, variables)
-    parts = None if whole or _uses_tools(asked) else _cut(ready, ask=True)
+    parts = None if whole or uses_tools(asked) else _cut(ready, ask=True)
     texts = [ready.render(ready.messages, True)] if parts is None else [text for part in parts for text in part]
     return [id for ids in _encode(texts, tokenizer, ready.mark) for id in ids]
+
+
+def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
+    """How many tokens the first 0, 1, 2 ... messages have at least; nothing where only rendering each of them tells.
+
+    Exact up to the last control token: text behind it may merge with what comes next.
+    """
+    ready = _Rendering(conversation, tokenizer)
+    found = ready.prefixes()
+    if found is None:
+        return []
+    bounds, counts, ids = [0], [0], list[int]()
+    for control in tokenizer.special_pattern.finditer(found.text):
+        part = found.text[bounds[-1] : control.end()]
+        ids = tokenizer.encode_rendered(_spans(part, tokenizer, ready.mark), ids[-1:])
+        bounds.append(control.end())
+        counts.append(counts[-1] + len(ids))
+    ends = (found.ends.get(place, 0) for place in ready.places)
+    return [counts[bisect_right(bounds, end) - 1] for end in ends]
 
 
 def keeps_history(tokenizer: Tokenizer) -> bool:
@@ -205,10 +210,12 @@ class _Rendering:
         self.tokenizer = tokenizer
         messages, tools = conversation.messages, conversation.tools
         named = tokenizer.tool_template if tools and tokenizer.tool_template else tokenizer.chat_template
-        self._template = _compile(named or BUILT_IN)
+        self._template = compiled(named or BUILT_IN)
         if not self._template.thought_fields:
             messages = tuple(map(write_out, messages))
+        self.places: Sequence[int] = range(len(messages) + 1)  # how many of `messages` the first i given ones became
         if not self._template.knows_tools:
+            self.places = _places(messages, tools)
             messages, tools = _write_out_tools(messages, tools), ()
         self.mark = _unused_mark(messages, (*tools, dict(more)) if more else tools)
         self.messages = tuple(map(self._shielded, messages))
@@ -282,7 +289,7 @@ def _message(given: Message | Mapping[str, Any]) -> Message:
     return Message(given["role"], given.get("content") or "", tool_calls=tuple(given.get("tool_calls") or ()))
 
 
-def _uses_tools(conversation: Conversation) -> bool:
+def uses_tools(conversation: Conversation) -> bool:
     return bool(conversation.tools) or any(m.role == "tool" or m.tool_calls for m in conversation.messages)
 
 
@@ -291,7 +298,7 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
     out: list[Message] = []
     for message in messages:
         if message.tool_calls:
-            calls = [f"<tool_call>\n{_json(call.get('function', call))}\n</tool_call>" for call in message.tool_calls]
+            calls = [f"<tool_call>\n{to_json(call.get('function', call))}\n</tool_call>" for call in message.tool_calls]
             text = "\n".join([message.content, *calls] if message.content else calls)
             out.append(replace(message, content=text, tool_calls=()))
         elif message.role == "tool":
@@ -303,7 +310,7 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
         else:
             out.append(message)
     if tools:
-        listed = "\n".join(map(_json, tools))
+        listed = "\n".join(map(to_json, tools))
         block = (
             f"You may call these tools:\n<tools>\n{listed}\n</tools>\n"
             'Call one as <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>'
@@ -315,53 +322,11 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
     return tuple(out)
 
 
-def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-class _Generation(Extension):
-    """`{% generation %}` only marks the assistant's words in other trainers; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    plain: jinja2.Template
-    by_message: jinja2.Template | None  # as prefix_renderer.py wants it
-    knows_tools: bool
-    thought_fields: tuple[str, ...]  # what it reads a message's thought as; none: it has no place for thoughts
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> _Compiled:
-    """Same names and blank handling as in transformers."""
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+def _places(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    """How many messages `_write_out_tools` makes of the first 0, 1, 2 ... of them: results in a row become one."""
+    more = bool(tools) and not (messages and messages[0].role == "system")
+    alone = (
+        not (message.role == "tool" and before is not None and before.role == "tool")
+        for before, message in zip((None, *messages), messages)
     )
-    env.filters["tojson"] = _json
-    env.globals["raise_exception"] = _refuse
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        template = env.from_string(source)
-        # A render copies its globals; jinja2's ChainMap of them makes that copy half of the cost of a short row.
-        template.globals = dict(template.globals)
-        tree = env.parse(source)
-        read = {node.attr for node in tree.find_all(nodes.Getattr)} | {c.value for c in tree.find_all(nodes.Const)}
-        fields = tuple(name for name in FIELDS if name in read)
-        tools = "tools" in meta.find_undeclared_variables(tree)
-        return _Compiled(template, instrumented(env, source), tools, fields)
-    except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(
-            f"the chat template does not compile: {error}",
-            where="chat_template in tokenizer_config.json, or chat_template.jinja",
-            fix="correct the template, or remove it to use the built-in ERNIE text form",
-        ) from error
+    return list(accumulate(alone, initial=int(more)))

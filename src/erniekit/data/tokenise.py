@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Generic, Literal, Protocol, TypeVar
@@ -28,10 +28,13 @@ from tqdm import tqdm
 
 from erniekit import log
 from erniekit.data.assemble import Assembled, Dropped, assemble
+from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import parse, parse_pair, rows
-from erniekit.data.preference import PARTS, PairRules, PairSample, Preference
+from erniekit.data.long_rows import LongRow
+from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Problem, Sample
@@ -48,12 +51,9 @@ IDS, LABELS, OFFSETS, ROWS, FORMS, PAIR_PARTS, BAD_ROWS = (
     "parts.npy",
     "bad_rows.jsonl",
 )
-# Numbers of an Assembled that add up in a DataReport, under the same name.
-COUNTED = ("dropped_turns", "rewritten_turns", "truncated_tokens", "thoughts", "thoughts_in", "thought_tokens")
 MOST_FIELDS, OTHER_FIELDS = 1000, "(other names)"  # rows that are tables of their own must not fill the memory
 
 Rows = list[tuple[int, Any]]
-Told = tuple[int, str, str]  # line, kind, reason
 Made = TypeVar("Made", covariant=True)
 
 
@@ -85,49 +85,13 @@ class Job:
         pair = parse_pair(raw, line, self.path, self.format, self.compat)
         return pair if isinstance(pair, Problem) else [pair]
 
-    def assemble(self, said: Conversation | Preference) -> Assembled | Dropped:
-        if isinstance(said, Conversation):
-            return assemble(said, self.tokenizer, self.max_seq_len, self.overlong, self.compat, self.thinking)
-        assert self.pairs is not None
+    def assemble(self, said: Conversation | Preference, known: list[Turn] | None = None) -> Assembled | Dropped:
+        """known: its turns, where they are rendered already."""
         limit, rules = self.max_seq_len, self.pairs
+        if isinstance(said, Conversation):
+            return assemble(said, self.tokenizer, limit, self.overlong, self.compat, self.thinking, known)
+        assert rules is not None
         return assemble_pair(said, self.tokenizer, limit, rules, self.overlong, self.compat, self.thinking)
-
-
-@dataclass
-class Arrays:
-    """Samples end to end, as they go into the cache files."""
-
-    ids: np.ndarray  # int32
-    labels: np.ndarray  # int32
-    lengths: np.ndarray  # int32, one per sample
-    lines: np.ndarray  # int64, one per sample: where it came from
-    parts: np.ndarray  # PARTS, one per pair; none for plain samples
-
-    @classmethod
-    def join(cls, samples: list[tuple[int, Sample]]) -> Arrays:
-        none = np.zeros(0, np.int32)
-        return cls(
-            np.concatenate([none, *(sample.ids for _, sample in samples)]),
-            np.concatenate([none, *(sample.labels for _, sample in samples)]),
-            np.array([len(sample.ids) for _, sample in samples], np.int32),
-            np.array([line for line, _ in samples], np.int64),
-            np.array([sample.parts() for _, sample in samples if isinstance(sample, PairSample)], PARTS),
-        )
-
-
-@dataclass
-class Chunk:
-    """What consecutive rows became."""
-
-    rows: int
-    main: Arrays
-    later: Arrays  # second forms (see compat.py)
-    # compat only, per conversation its two forms: index into main, or -2 - index into later, or -1 where dropped
-    forms: list[tuple[int, int]] = field(default_factory=list)
-    bad: list[Told] = field(default_factory=list)
-    dropped: list[Told] = field(default_factory=list)
-    sums: Counter[str] = field(default_factory=Counter)  # COUNTED, over all samples of `main`
-    unused: Counter[str] = field(default_factory=Counter)  # field -> rows in which it holds something no reader takes
 
 
 def tokenise_rows(batch: Rows, job: Job) -> Chunk:
@@ -135,8 +99,10 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
     main: list[tuple[int, Sample]] = []
     later: list[tuple[int, Sample]] = []
 
-    def place(line: int, said: Conversation | Preference, into: list[tuple[int, Sample]]) -> int:
-        made = job.assemble(said)
+    def place(
+        line: int, said: Conversation | Preference, into: list[tuple[int, Sample]], known: list[Turn] | None = None
+    ) -> int:
+        made = job.assemble(said, known)
         if isinstance(made, Assembled):
             into.append((line, made.sample))
             if into is main:
@@ -153,8 +119,10 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
                 out.bad.append((line, parsed.kind, parsed.reason))
                 continue
             out.unused.update(parsed[0].unused)
-            for said in parsed:
-                first = second = place(line, said, main)
+            row = LongRow(parsed, job.tokenizer, job.max_seq_len, job.compat)
+            out.dropped += [(line, "overlong", row.too_long)] * (len(parsed) - row.may_fit)
+            for number, said in enumerate(parsed[: row.may_fit]):
+                first = second = place(line, said, main, row.turns(number))
                 if not job.compat:
                     continue
                 bare = _without_system(said)

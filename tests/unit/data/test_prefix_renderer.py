@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from erniekit.data import template
-from erniekit.data.template import BUILT_IN, TemplateRefused, prompt_ids, turns
+from erniekit.data.compiled_template import BUILT_IN
+from erniekit.data.template import TemplateRefused, prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import Conversation, Message
 
