@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from erniekit import __version__
-from erniekit.cli.main import COMMANDS
+from erniekit.cli.main import COMMANDS, call
 
 if TYPE_CHECKING:
     from erniekit.config.field import Key
@@ -19,6 +19,9 @@ WIDTH = 112
 
 
 def help_command(args: list[str]) -> int:
+    part = dict(COMMANDS[args[0]].parts).get(args[1]) if len(args) > 1 and args[0] in COMMANDS else None
+    if part:  # it prints its own
+        return call(part, ["--help"])
     print("\n".join(help_lines(args)))
     return 0
 
@@ -66,7 +69,7 @@ def _of_command(name: str) -> list[str]:
     if not command.target:
         return [f"erniekit {name}: {command.about}; not in this version", f"today: {command.usage[0]}"]
     out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
-    if name in ("version", "help", "webui", "bench"):
+    if name in ("version", "help", "webui", "bench", "data"):
         return out
     from erniekit.config.flat import KEYS
 

@@ -76,13 +76,15 @@ COMMANDS: dict[str, Command] = {
     "data": Command(
         "erniekit.data.inspect:data_command",
         "train",
-        "look into dataset files: rows, bad rows, lengths, what is trained",
+        "look into dataset files: format, rows, bad rows, fields not used; and two commands of their own",
         (
-            "erniekit data FILE [FILE ...]",
-            "erniekit data preview RECIPE | FILE --model_name_or_path DIR   rows as tokens, the trained ones marked",
-            "erniekit data index FILE [FILE ...] --model_name_or_path DIR --output PREFIX   tokens for pre-training",
+            "erniekit data FILE [FILE ...]   .jsonl, .json, .gz of either, .parquet; reads only, needs no model",
+            "  --type NAME       read as this format instead of detecting it: erniekit, alpaca, messages, chatml",
+            "erniekit data preview RECIPE | FILE ... [key=value ...]   rows as tokens, the trained ones marked",
+            "erniekit data index FILE [FILE ...] --model_name_or_path DIR --output PREFIX   text for pre-training",
+            "  data preview --help and data index --help list what these take",
         ),
-        ("train_dataset_path", "train_dataset_type", "model_name_or_path", "max_seq_len", "overlong"),
+        (),
         (
             ("index", "erniekit.data.index_command:index_command"),
             ("preview", "erniekit.recipes.preview:preview_command"),
@@ -224,17 +226,17 @@ def _dispatch(args: list[str]) -> int:
         raise _unknown(word)
     part = dict(COMMANDS[word].parts).get(rest[0]) if rest else None
     if part:
-        return _call(part, rest[1:])
+        return call(part, rest[1:])
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]
     if not COMMANDS[word].target:
         what, today = COMMANDS[word].about, COMMANDS[word].usage[0]
         raise LaterError(f"not in this version: {what}", where=f"erniekit {word}", fix=today)
-    return _call(COMMANDS[word].target, rest)
+    return call(COMMANDS[word].target, rest)
 
 
-def _call(target: str, args: list[str]) -> int:
+def call(target: str, args: list[str]) -> int:
     module, _, attr = target.partition(":")
     return int(getattr(import_module(module), attr)(args) or 0)
 

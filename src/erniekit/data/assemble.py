@@ -5,12 +5,13 @@ Called by the token cache's workers. The rules are ERNIEKit's (SFT reader); `com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from erniekit.data.template import TemplateRefused, Turn, turns
+from erniekit.data.template import TemplateRefused, ThoughtRefused, Turn, turns
+from erniekit.data.thinking import Thinking, has_thought, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Sample
 
@@ -22,16 +23,24 @@ DIALOG_RESERVE = 1
 @dataclass(frozen=True)
 class Assembled:
     sample: Sample
-    dropped_turns: int = 0  # older turns left out for length, or not trained because the template rewrites them
+    dropped_turns: int = 0  # older turns left out for length
     truncated_tokens: int = 0
+    rewritten_turns: int = 0  # older answers not trained because the template renders them otherwise than when new
+    thoughts: int = 0  # answers of the row that think first
+    thoughts_in: int = 0  # of them, those whose thought is in the sample
+    thought_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """`kind` is what reports count by: overlong, too_short, untrained, template."""
+    """`kind` is what reports count by: overlong, too_short, untrained, template, thought."""
 
     kind: str
     reason: str
+
+    @classmethod
+    def by_template(cls, refused: TemplateRefused) -> Dropped:
+        return cls("thought" if isinstance(refused, ThoughtRefused) else "template", str(refused))
 
 
 def assemble(
@@ -40,31 +49,41 @@ def assemble(
     max_seq_len: int,
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
+    thinking: Thinking = "all",
+    known: list[Turn] | None = None,
 ) -> Assembled | Dropped:
+    """known: the conversation's turns, where they are rendered already."""
     try:
-        said = turns(conversation, tokenizer)
+        said = known or turns(replace(conversation, messages=kept(conversation.messages, thinking)), tokenizer)
     except TemplateRefused as refused:
-        return Dropped("template", str(refused))
+        return Dropped.by_template(refused)
     if not said:
         return Dropped("untrained", "the conversation has no assistant message")
-    kept = _newest_that_fit(said, max_seq_len)
-    dropped = len(said) - len(kept)
+    fitting = _newest_that_fit(said, max_seq_len)
+    dropped = len(said) - len(fitting)
     cut = 0
-    if not kept and overlong == "truncate":
-        kept, cut = _cut_answer(said[-1], max_seq_len)
+    if not fitting and overlong == "truncate":
+        fitting, cut = _cut_answer(said[-1], max_seq_len)
         dropped = len(said) - 1
-    if not kept:
+    if not fitting:
         return _too_long(said[-1], max_seq_len, overlong)
-    count = sum(len(turn.query_ids) + len(turn.answer_ids) for turn in kept)
+    count = sum(len(turn.query_ids) + len(turn.answer_ids) for turn in fitting)
     if count <= DIALOG_RESERVE + TURN_RESERVE:
         return Dropped("too_short", f"only {count} tokens; {DIALOG_RESERVE + TURN_RESERVE + 1} are needed")
     begins = said[0].query_ids[:1] == [tokenizer.begin_id]
-    sample = _label(kept, tokenizer, begins, ends=not cut, compat=compat)
+    sample = _label(fitting, tokenizer, begins, not cut, compat, thinking == "mask")
     if not (sample.labels != IGNORE).any():
-        return Dropped("untrained", _why_untrained(said, dropped))
+        return Dropped("untrained", _why_untrained(said, dropped, thinking))
     wanted = sum(m.role == "assistant" and m.trained for m in conversation.messages)
-    dropped += max(0, wanted - sum(turn.trained for turn in said))
-    return Assembled(sample, dropped, cut)
+    return Assembled(
+        sample,
+        dropped,
+        cut,
+        rewritten_turns=max(0, wanted - sum(turn.trained for turn in said)),
+        thoughts=sum(map(has_thought, conversation.messages)),
+        thoughts_in=sum(turn.thought > 0 for turn in fitting),
+        thought_tokens=sum(turn.thought for turn in fitting),
+    )
 
 
 def _newest_that_fit(said: list[Turn], max_seq_len: int) -> list[Turn]:
@@ -85,7 +104,8 @@ def _cut_answer(turn: Turn, max_seq_len: int) -> tuple[list[Turn], int]:
     room = max_seq_len + 1 - DIALOG_RESERVE - TURN_RESERVE - len(turn.query_ids)
     if room < 1:
         return [], 0
-    return [Turn(turn.query_ids, turn.answer_ids[:room], turn.trained)], len(turn.answer_ids) - room
+    cut = Turn(turn.query_ids, turn.answer_ids[:room], turn.trained, min(turn.thought, room))
+    return [cut], len(turn.answer_ids) - room
 
 
 def _too_long(turn: Turn, max_seq_len: int, overlong: str) -> Dropped:
@@ -96,23 +116,29 @@ def _too_long(turn: Turn, max_seq_len: int, overlong: str) -> Dropped:
     return Dropped("overlong", f"its last turn has {query + answer} tokens ({query} + {answer}) and {room} fit")
 
 
-def _why_untrained(said: list[Turn], dropped: int) -> str:
+def _why_untrained(said: list[Turn], dropped: int, thinking: Thinking) -> str:
     if dropped and any(turn.trained for turn in said):
         return f"no trained turn is left after {dropped} older turns were dropped to fit"
+    if thinking == "mask" and any(turn.trained for turn in said):
+        return "only a thought fits, and train_thinking is mask"
     return "no turn is trained (all labels are 0)"
 
 
-def _label(kept: list[Turn], tokenizer: Tokenizer, begins: bool, ends: bool, compat: bool) -> Sample:
+def _label(
+    fitting: list[Turn], tokenizer: Tokenizer, begins: bool, ends: bool, compat: bool, mask_thoughts: bool
+) -> Sample:
     """Pre-shifted: labels[i] is the token after ids[i]. The answer and its end token are targets, the rest is not."""
     ids: list[int] = []
     target: list[bool] = []  # whether this token is to be predicted
-    if begins and kept[0].query_ids[0] != tokenizer.begin_id:
+    if begins and fitting[0].query_ids[0] != tokenizer.begin_id:
         ids.append(tokenizer.begin_id or 0)
         target.append(False)
-    for turn in kept:
+    for turn in fitting:
         # The old reader's mask ran one position too far: an answer's end token learnt the next user turn's first token.
         leak = compat and bool(target) and target[-1]
-        target += [leak] + [False] * (len(turn.query_ids) - 1) + [turn.trained] * len(turn.answer_ids)
+        target += [leak] + [False] * (len(turn.query_ids) - 1)
+        masked = turn.thought if mask_thoughts else 0
+        target += [False] * masked + [turn.trained] * (len(turn.answer_ids) - masked)
         ids += turn.query_ids + turn.answer_ids
     if ends and not tokenizer.is_special(ids[-1]):
         ids.append(tokenizer.eos_id)  # the template closes answers with nothing the model could stop at

@@ -10,6 +10,8 @@ from collections import Counter
 
 from erniekit.data.formats import FORMATS, Detected, detect, parse, parse_pair, rows
 from erniekit.data.preference import Preference
+from erniekit.data.report import unused_line
+from erniekit.data.thinking import has_thought
 from erniekit.data.types import Message, Problem
 from erniekit.errors import DataError
 from erniekit.log import paint, say
@@ -19,11 +21,16 @@ _SHOWN = 20  # bad rows printed per file
 
 def data_command(args: list[str]) -> int:
     """Exit code 0 when every row of every file is usable, 1 when some are not."""
-    parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.")
+    given = data_parser().parse_args(args)
+    return max([_check(path, given.type) for path in given.files])
+
+
+def data_parser() -> argparse.ArgumentParser:
+    """cli/main.py has the same in its help of commands."""
+    parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .gz of either, .parquet")
     parser.add_argument("--type", choices=list(FORMATS), help="read as this format instead of detecting it")
-    given = parser.parse_args(args)
-    return max([_check(path, given.type) for path in given.files])
+    return parser
 
 
 def _check(path: str, format: str | None) -> int:
@@ -31,6 +38,8 @@ def _check(path: str, format: str | None) -> int:
     total = examples = 0
     kinds: Counter[str] = Counter()
     shown: list[Problem] = []
+    unused: Counter[str] = Counter()
+    thoughts = 0
     pairs = _Pairs()
     for line, raw in rows(path):
         total += 1
@@ -43,14 +52,23 @@ def _check(path: str, format: str | None) -> int:
         elif isinstance(result, Preference):
             pairs.add(line, result)
             examples += 1
+            unused.update(result.unused)
+            thoughts += sum(map(has_thought, (*result.prompt, *result.chosen, *result.rejected)))
         else:
             examples += len(result)
+            unused.update(result[0].unused)
+            # of several conversations each is how the next begins
+            thoughts += sum(map(has_thought, result[-1].messages))
     if not total:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
     what = "preference pairs" if found.preference else "conversations"
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     say(f"  {total:,} rows, {examples:,} {what}, {bad:,} bad rows ({bad / total:.2%})")
+    if thoughts:
+        say(f"  {thoughts:,} answers think first; `train_thinking` says what becomes of their thoughts")
+    if unused:
+        say(f"  {unused_line(unused)}")
     for line_of_text in pairs.lines():
         say(f"  {line_of_text}")
     for problem in shown:

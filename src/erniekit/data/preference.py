@@ -6,7 +6,7 @@ preference_collate.py lays it out for the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class Preference:
     rejected: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     score_delta: float = 1.0  # how much better, in the data's own units
+    unused: tuple[str, ...] = field(default=(), compare=False)  # as in Conversation
 
 
 @dataclass(frozen=True)

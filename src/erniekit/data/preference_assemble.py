@@ -13,6 +13,7 @@ import numpy as np
 from erniekit.data.assemble import Assembled, Dropped
 from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.template import TemplateRefused, Turn, turns
+from erniekit.data.thinking import Thinking, has_thought, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Message
 
@@ -21,9 +22,10 @@ from erniekit.data.types import IGNORE, Conversation, Message
 class _Answer:
     ids: list[int]
     scored: list[bool]  # whether this token's log-probability counts
+    thoughts: list[int]  # of each turn, how many tokens think
 
     def cut(self, length: int) -> _Answer:
-        return _Answer(self.ids[:length], self.scored[:length])
+        return _Answer(self.ids[:length], self.scored[:length], self.thoughts)
 
 
 def assemble_pair(
@@ -33,11 +35,12 @@ def assemble_pair(
     rules: PairRules,
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
+    thinking: Thinking = "all",
 ) -> Assembled | Dropped:
     try:
-        past, question, chosen, rejected = _encode(pair, tokenizer, rules)
+        past, question, chosen, rejected = _encode(pair, tokenizer, rules, thinking)
     except TemplateRefused as refused:
-        return Dropped("template", str(refused))
+        return Dropped.by_template(refused)
     if not question:
         return Dropped("template", "the chat template renders the prompt as nothing")
     room = max_seq_len + (not compat)  # of prompt and answers; see _lay_out
@@ -63,16 +66,26 @@ def assemble_pair(
     if chosen.ids[:alike] == rejected.ids[:alike] and not compat:
         return Dropped("same_answers", "both answers are the same" + (" as far as they fit" if cut > 0 else ""))
     sample = _lay_out(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
-    return Assembled(sample, dropped, max(0, cut))
+    thoughts = [turn.thought for turn in past[dropped:]] + [*chosen.thoughts, *rejected.thoughts]
+    return Assembled(
+        sample,
+        dropped,
+        max(0, cut),
+        thoughts=sum(map(has_thought, (*pair.prompt, *pair.chosen, *pair.rejected))),
+        thoughts_in=sum(count > 0 for count in thoughts),
+        thought_tokens=sum(thoughts),
+    )
 
 
-def _encode(pair: Preference, tokenizer: Tokenizer, rules: PairRules) -> tuple[list[Turn], list[int], _Answer, _Answer]:
+def _encode(
+    pair: Preference, tokenizer: Tokenizer, rules: PairRules, thinking: Thinking
+) -> tuple[list[Turn], list[int], _Answer, _Answer]:
     """Earlier turns, the last question through the generation prompt, and both answers."""
     before = tuple(replace(message, trained=False) for message in pair.prompt)
     count = sum(message.role == "assistant" for message in before)
     pasts, questions, answers = [], [], []
     for answer in (pair.chosen, pair.rejected):
-        said = turns(Conversation(before + _all_trained(answer), pair.tools), tokenizer)
+        said = turns(Conversation(kept(before + _all_trained(answer), thinking), pair.tools), tokenizer)
         if len(said) < count + sum(message.role == "assistant" for message in answer):
             # Tools, or a template that rewrites earlier turns: all before the last answer is one query.
             past, asked = [], said
@@ -80,13 +93,13 @@ def _encode(pair: Preference, tokenizer: Tokenizer, rules: PairRules) -> tuple[l
             past, asked = said[:count], said[count:]
         pasts.append(past)
         questions.append(asked[0].query_ids)
-        answers.append(_answer(asked, tokenizer, rules.mask_out_eos_token))
+        answers.append(_answer(asked, tokenizer, rules.mask_out_eos_token, thinking == "mask"))
     if pasts[0] != pasts[1]:
         questions = [_joined(past) + question for past, question in zip(pasts, questions)]
         pasts = [[], []]
     common = _common(*questions)  # less than the question only where an answer's earlier turns are part of a query
     chosen, rejected = (
-        _Answer(question[common:] + answer.ids, [False] * (len(question) - common) + answer.scored)
+        _Answer(question[common:] + answer.ids, [False] * (len(question) - common) + answer.scored, answer.thoughts)
         for question, answer in zip(questions, answers)
     )
     return pasts[0], questions[0][:common], chosen, rejected
@@ -96,7 +109,7 @@ def _all_trained(answer: tuple[Message, ...]) -> tuple[Message, ...]:
     return tuple(replace(message, trained=message.role == "assistant") for message in answer)
 
 
-def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool) -> _Answer:
+def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_thoughts: bool) -> _Answer:
     """The first turn's answer, then whole turns; what the user says in between is not scored."""
     ids: list[int] = []
     scored: list[bool] = []
@@ -107,8 +120,9 @@ def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool) -> _Ans
             said = [*said, tokenizer.eos_id]  # the template closes answers with nothing the model could stop at
         ends = bool(said) and tokenizer.is_special(said[-1])
         ids += query + said
-        scored += [False] * len(query) + [True] * (len(said) - ends) + [not mask_out_eos] * ends
-    return _Answer(ids, scored)
+        masked = turn.thought if mask_thoughts else 0
+        scored += [False] * (len(query) + masked) + [True] * (len(said) - ends - masked) + [not mask_out_eos] * ends
+    return _Answer(ids, scored, [turn.thought for turn in asked])
 
 
 def _turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int) -> int:

@@ -5,7 +5,7 @@ tokenise.py fills a DataReport, recipes print `lines()` and put `to_dict()` into
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from erniekit.data.types import Problem
 from erniekit.errors import DataError
 
 SHOWN = 20  # bad rows quoted in an error
+SHOWN_FIELDS = 12  # named in the line on fields that are not used
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -30,7 +31,13 @@ class DataReport:
     dropped: dict[str, int] = field(default_factory=dict)  # kind -> conversations a rule left out
     first_dropped: list[Problem] = field(default_factory=list)
     dropped_turns: int = 0  # older turns left out of samples that were kept
+    rewritten_turns: int = 0  # older answers that are read only: the chat template renders them otherwise than when new
     truncated_tokens: int = 0
+    unused: dict[str, int] = field(default_factory=dict)  # field -> rows in which it holds something no reader takes
+    thinking: str = "all"  # the rule for thoughts
+    thoughts: int = 0  # answers that think first, in rows that gave samples
+    thoughts_in: int = 0  # of them, those whose thought is in its sample
+    thought_tokens: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     lengths: dict[str, int] = field(default_factory=dict)  # min, median, p95, max
@@ -119,7 +126,22 @@ class DataReport:
             out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_dropped[:2]]
         if self.dropped_turns or self.truncated_tokens:
             out.append(f"  to fit: {self.dropped_turns:,} older turns and {self.truncated_tokens:,} tokens left out")
+        if self.rewritten_turns:
+            told = "are read and not trained: the chat template rewrites them once they are history"
+            out.append(f"  earlier answers: {self.rewritten_turns:,} {told}")
+        if self.thoughts:
+            out.append("  " + self._thoughts())
+        if self.unused:
+            out.append("  " + unused_line(self.unused))
         return out
+
+    def _thoughts(self) -> str:
+        what = "read, not trained" if self.thinking == "mask" else "trained with their answers"
+        left = self.thoughts - self.thoughts_in
+        why = "train_thinking" if self.thinking in ("last", "drop") else "the chat template"
+        out = f"thoughts: {self.thoughts_in:,} of {self.thoughts:,} answers that think"
+        out += f", {short(self.thought_tokens)} tokens, {what}" if self.thoughts_in else ""
+        return out + (f"; {left:,} left out by {why} or with older turns" if left else "")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"trained_share": round(self.trained_share, 4)}
@@ -132,6 +154,14 @@ class DataReport:
             told[key] = [Problem(**(problem | {"file": file})) for problem in told[key]]
         told["histogram"] = [(top, n) for top, n in told["histogram"]]
         return cls(**told)
+
+
+def unused_line(fields: Mapping[str, int]) -> str:
+    """Fields of rows that hold something and are not understood, most frequent first."""
+    named = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
+    told = [f"`{name}` in {count:,} row{'s' * (count > 1)}" for name, count in named[:SHOWN_FIELDS]]
+    more = len(named) - SHOWN_FIELDS
+    return "fields not used: " + ", ".join([*told, f"and {more:,} more fields"] if more > 0 else told)
 
 
 def total_lines(reports: Sequence[DataReport]) -> list[str]:

@@ -5,34 +5,22 @@ Called by assemble.py (training), by chat and the server (`prompt_ids`), and by 
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from erniekit.data.compiled_template import BUILT_IN, compiled, to_json
+from erniekit.data.prefix_renderer import Prefixes, render_prefixes
+from erniekit.data.thinking import thought_tokens, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Conversation, Message
-from erniekit.errors import CheckpointError
 
-# ERNIE's text form, for folders without a template of their own.
-BUILT_IN = (
-    "{{ begin_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{{ m.content + '\n' }}"
-    "{% elif m.role == 'user' %}{{ 'User: ' + m.content + '\n' }}"
-    "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + end_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
 # Unicode noncharacters: no text has them, so one can mark a place inside a string.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
-Render = Callable[[Sequence[Message], bool], str]
+Parts = list[tuple[str, str]]  # query and answer of each turn
 
 
 @dataclass(frozen=True)
@@ -42,10 +30,15 @@ class Turn:
     query_ids: list[int]
     answer_ids: list[int]
     trained: bool
+    thought: int = 0  # how many of the answer's ids are what it thinks first
 
 
 class TemplateRefused(ValueError):
     """The chat template does not take this conversation; the text says why."""
+
+
+class ThoughtRefused(TemplateRefused):
+    """The chat template leaves out what an answer thinks."""
 
 
 def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
@@ -54,16 +47,28 @@ def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
     Conversations with tools, and templates that rewrite earlier turns, give one turn instead: everything before the
     last trained answer is its query, exactly what a server would send.
     """
-    messages, render, mark = _prepare(conversation.messages, conversation.tools, tokenizer)
-    answers = [message for message in messages if message.role == "assistant"]
-    parts = None if _uses_tools(conversation) else _cut(messages, render, tokenizer)
+    ready = _Rendering(conversation, tokenizer, variables_for(conversation))
+    messages = ready.messages
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    parts = None if uses_tools(conversation) else _cut(ready)
     if parts is None:
-        last = max((i for i, m in enumerate(messages) if m.role == "assistant" and m.trained), default=-1)
-        if last < 0:
-            last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
-        parts, answers = [_cut_last(messages[: last + 1], render, tokenizer)], [messages[last]]
-    ids = _encode([text for part in parts for text in part], tokenizer, mark)
-    return [Turn(ids[2 * i], ids[2 * i + 1], answer.trained) for i, answer in enumerate(answers)]
+        last = max((i for i in answers if messages[i].trained), default=max(answers, default=-1))
+        parts, answers = [_cut_last(ready, messages[: last + 1])], [last]
+    for (_, text), i in zip(parts, answers):
+        if messages[i].trained and messages[i].thought.strip() not in text:
+            raise ThoughtRefused(
+                "the chat template leaves out what the answer thinks; `train_thinking: drop` trains the answer alone"
+            )
+    ids = _encode([text for part in parts for text in part], tokenizer, ready.mark)
+    out = []
+    for (query, text), asked, said, i in zip(parts, ids[::2], ids[1::2], answers):
+        out.append(Turn(asked, said, messages[i].trained, thought_tokens(query, text, said, tokenizer)))
+    return out
+
+
+def variables_for(conversation: Conversation) -> dict[str, Any]:
+    """What a server is asked with to get such answers: thoughts are asked for by name."""
+    return {"enable_thinking": True} if any(m.thought and m.trained for m in conversation.messages) else {}
 
 
 def prompt_ids(
@@ -79,61 +84,99 @@ def prompt_ids(
     earlier answer merges with the space of `Assistant: ` in front of it.
     """
     asked = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
-    ready, render, mark = _prepare(asked.messages, asked.tools, tokenizer, variables)
-    parts = None if whole or _uses_tools(asked) else _cut(ready, render, tokenizer, ask=True)
-    texts = [render(ready, True)] if parts is None else [text for part in parts for text in part]
-    return [id for ids in _encode(texts, tokenizer, mark) for id in ids]
+    ready = _Rendering(asked, tokenizer, variables)
+    parts = None if whole or uses_tools(asked) else _cut(ready, ask=True)
+    texts = [ready.render(ready.messages, True)] if parts is None else [text for part in parts for text in part]
+    return [id for ids in _encode(texts, tokenizer, ready.mark) for id in ids]
+
+
+def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
+    """How many tokens the first 0, 1, 2 ... messages have at least; nothing where only rendering each of them tells.
+
+    Exact up to the last control token: text behind it may merge with what comes next.
+    """
+    ready = _Rendering(conversation, tokenizer)
+    found = ready.prefixes()
+    if found is None:
+        return []
+    bounds, counts, ids = [0], [0], list[int]()
+    for control in tokenizer.special_pattern.finditer(found.text):
+        part = found.text[bounds[-1] : control.end()]
+        ids = tokenizer.encode_rendered(_spans(part, tokenizer, ready.mark), ids[-1:])
+        bounds.append(control.end())
+        counts.append(counts[-1] + len(ids))
+    ends = (found.ends.get(place, 0) for place in ready.places)
+    return [counts[bisect_right(bounds, end) - 1] for end in ends]
 
 
 def keeps_history(tokenizer: Tokenizer) -> bool:
     """Whether an earlier turn is rendered as when it was new; if not, only the last trained answer can be trained."""
     said = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d"))
-    messages, render, _ = _prepare(said, (), tokenizer)
     try:
-        return _cut(messages, render, tokenizer) is not None
+        return _cut(_Rendering(Conversation(said), tokenizer)) is not None
     except TemplateRefused:
         return False
 
 
-def _cut(
-    messages: Sequence[Message], render: Render, tokenizer: Tokenizer, ask: bool = False
-) -> list[tuple[str, str]] | None:
+def _cut(ready: _Rendering, ask: bool = False) -> Parts | None:
     """(query, answer) strings by difference of successive renderings; None if one does not extend the other."""
-    out: list[tuple[str, str]] = []
+    messages, controls = ready.messages, tuple(ready.tokenizer.special_ids)
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    found = ready.prefixes() if len(answers) > 1 else None
+    if found is not None and all(i in found.ends and i + 1 in found.ends for i in answers):
+        return _cut_prefixes(found, answers, controls, ask)
+    out: Parts = []
     done = ""
-    for i, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        query, answer = render(messages[:i], True), render(messages[: i + 1], False)
+    for i in answers:
+        query, answer = ready.render(messages[:i], True), ready.render(messages[: i + 1], False)
         if not query.startswith(done) or not answer.startswith(query):
             return None
-        answer = answer[: _end_of_answer(answer, tokenizer)]
+        answer = answer[: _end_of_answer(answer, len(answer), controls)]
         out.append((query[len(done) :], answer[len(query) :]))
         done = answer
     if ask:
-        query = render(messages, True)
+        query = ready.render(messages, True)
         if not query.startswith(done):
             return None
         out.append((query[len(done) :], ""))
     return out
 
 
-def _cut_last(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) -> tuple[str, str]:
+def _cut_prefixes(found: Prefixes, answers: Sequence[int], controls: tuple[str, ...], ask: bool) -> Parts | None:
+    """As the loop of `_cut`, with every rendering a prefix of one text."""
+    out: Parts = []
+    text, prompt, done = found.text, found.generation_prompt, 0
+    for i in answers:
+        begin, end = found.ends[i], found.ends[i + 1]
+        said = begin + len(prompt)
+        if said > end or not text.startswith(prompt, begin):
+            return None
+        end = _end_of_answer(text, end, controls)
+        out.append((text[done:said], text[said:end]))
+        done = end
+    if ask:
+        out.append((text[done:] + prompt, ""))
+    return out
+
+
+def _cut_last(ready: _Rendering, messages: Sequence[Message]) -> tuple[str, str]:
     if not messages:
         raise TemplateRefused("the conversation has no assistant message")
-    query, answer = render(messages[:-1], True), render(messages, False)
+    query, answer = ready.render(messages[:-1], True), ready.render(messages, False)
     if not answer.startswith(query):
         raise TemplateRefused(
             "the chat template renders an answer differently from the prompt it generates from, "
             "so what is trained would not be what a server asks for"
         )
-    return query, answer[len(query) : _end_of_answer(answer, tokenizer)]
+    return query, answer[len(query) : _end_of_answer(answer, len(answer), tuple(ready.tokenizer.special_ids))]
 
 
-def _end_of_answer(rendered: str, tokenizer: Tokenizer) -> int:
-    """Just behind the end token; blanks after it belong to the next query."""
-    end = len(rendered.rstrip())
-    return end if rendered.endswith(tuple(tokenizer.special_ids), 0, end) else len(rendered)
+def _end_of_answer(rendered: str, end: int, controls: tuple[str, ...]) -> int:
+    """Just behind the end token of rendered[:end]; blanks after it belong to the next query."""
+    bare = end
+    while bare and rendered[bare - 1].isspace():
+        bare -= 1
+    return bare if rendered.endswith(controls, 0, bare) else end
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer, mark: str) -> list[list[int]]:
@@ -156,65 +199,82 @@ def _spans(text: str, tokenizer: Tokenizer, mark: str) -> Iterator[tuple[str, bo
     yield text[at:].replace(mark, ""), False
 
 
-def _prepare(
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    tokenizer: Tokenizer,
-    more: Mapping[str, Any] | None = None,
-) -> tuple[tuple[Message, ...], Render, str]:
+class _Rendering:
     """Messages ready for the template, the template, and the mark.
 
     A control string in content gets a mark behind its first character. Whatever the template then does with the
     content (strip, split, quote), the string can no longer pass for one the template wrote.
     """
-    named = tokenizer.tool_template if tools and tokenizer.tool_template else tokenizer.chat_template
-    source = named or BUILT_IN
-    template, knows_tools = _compile(source)
-    if not knows_tools:
-        messages, tools = _write_out_tools(messages, tools), ()
-    mark = _unused_mark(messages, (*tools, dict(more)) if more else tools)
 
-    def shield(value: Any) -> Any:
-        if isinstance(value, str):
-            at = 0
-            while found := tokenizer.special_pattern.search(value, at):
-                at = found.start() + 2
-                value = value[: at - 1] + mark + value[at - 1 :]
-            return value
-        if isinstance(value, Mapping):
-            return {shield(key): shield(item) for key, item in value.items()}
-        return [shield(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def __init__(self, conversation: Conversation, tokenizer: Tokenizer, more: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        messages, tools = conversation.messages, conversation.tools
+        named = tokenizer.tool_template if tools and tokenizer.tool_template else tokenizer.chat_template
+        self._template = compiled(named or BUILT_IN)
+        if not self._template.thought_fields:
+            messages = tuple(map(write_out, messages))
+        self.places: Sequence[int] = range(len(messages) + 1)  # how many of `messages` the first i given ones became
+        if not self._template.knows_tools:
+            self.places = _places(messages, tools)
+            messages, tools = _write_out_tools(messages, tools), ()
+        self.mark = _unused_mark(messages, (*tools, dict(more)) if more else tools)
+        self.messages = tuple(map(self._shielded, messages))
+        self._variables = {
+            **self._shield(more or {}),
+            **tokenizer.named_tokens,
+            "begin_token": tokenizer.begin_token,
+            "end_token": tokenizer.end_token,
+            "tools": self._shield(list(tools)) or None,
+            "documents": None,
+        }
 
-    def ready_for(message: Message) -> Message:
-        if not message.tool_calls and not tokenizer.special_pattern.search(message.content):
-            return message
-        return replace(message, content=shield(message.content), tool_calls=tuple(shield(message.tool_calls)))
-
-    ready = tuple(map(ready_for, messages))
-    variables = {
-        **shield(more or {}),
-        **tokenizer.named_tokens,
-        "begin_token": tokenizer.begin_token,
-        "end_token": tokenizer.end_token,
-        "tools": shield(list(tools)) or None,
-        "documents": None,
-    }
-
-    def render(said: Sequence[Message], ask: bool) -> str:
-        plain = [
-            {"role": m.role, "content": m.content, **({"tool_calls": list(m.tool_calls)} if m.tool_calls else {})}
-            for m in said
-        ]
+    def render(self, said: Sequence[Message], ask: bool) -> str:
+        plain = [self._plain(message) for message in said]
         try:
-            return template.render(**{**variables, "messages": plain, "add_generation_prompt": ask})
+            return self._template.plain.render({**self._variables, "messages": plain, "add_generation_prompt": ask})
         except Exception as error:  # a template is a program from the model's folder: anything may come out of it
             raise TemplateRefused(f"the chat template refuses it: {error}") from error
 
-    return ready, render, mark
+    def prefixes(self) -> Prefixes | None:
+        """None where only a rendering of each prefix can tell."""
+        if self._template.by_message is None:
+            return None
+        try:
+            return render_prefixes(self._template.by_message, self._variables, list(map(self._plain, self.messages)))
+        except Exception:  # `render` says what is wrong with it
+            return None
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        out: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            out["tool_calls"] = list(message.tool_calls)
+        return out | dict.fromkeys(self._template.thought_fields, message.thought) if message.thought else out
+
+    def _shielded(self, message: Message) -> Message:
+        find = self.tokenizer.special_pattern.search
+        if not message.tool_calls and not find(message.content) and not find(message.thought):
+            return message
+        return replace(
+            message,
+            content=self._shield(message.content),
+            tool_calls=tuple(self._shield(message.tool_calls)),
+            thought=self._shield(message.thought),
+        )
+
+    def _shield(self, value: Any) -> Any:
+        if isinstance(value, str):
+            out, at = [], 0
+            while found := self.tokenizer.special_pattern.search(value, at):
+                out.append(value[at : found.start() + 1])
+                at = found.start() + 1
+            return self.mark.join([*out, value[at:]])
+        if isinstance(value, Mapping):
+            return {self._shield(key): self._shield(item) for key, item in value.items()}
+        return [self._shield(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _unused_mark(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-    text = "".join(m.content for m in messages) + (
+    text = "".join(m.content + m.thought for m in messages) + (
         str([m.tool_calls for m in messages]) + str(tools) if tools or any(m.tool_calls for m in messages) else ""
     )
     for mark in _MARKS:
@@ -229,7 +289,7 @@ def _message(given: Message | Mapping[str, Any]) -> Message:
     return Message(given["role"], given.get("content") or "", tool_calls=tuple(given.get("tool_calls") or ()))
 
 
-def _uses_tools(conversation: Conversation) -> bool:
+def uses_tools(conversation: Conversation) -> bool:
     return bool(conversation.tools) or any(m.role == "tool" or m.tool_calls for m in conversation.messages)
 
 
@@ -238,7 +298,7 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
     out: list[Message] = []
     for message in messages:
         if message.tool_calls:
-            calls = [f"<tool_call>\n{_json(call.get('function', call))}\n</tool_call>" for call in message.tool_calls]
+            calls = [f"<tool_call>\n{to_json(call.get('function', call))}\n</tool_call>" for call in message.tool_calls]
             text = "\n".join([message.content, *calls] if message.content else calls)
             out.append(replace(message, content=text, tool_calls=()))
         elif message.role == "tool":
@@ -250,7 +310,7 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
         else:
             out.append(message)
     if tools:
-        listed = "\n".join(map(_json, tools))
+        listed = "\n".join(map(to_json, tools))
         block = (
             f"You may call these tools:\n<tools>\n{listed}\n</tools>\n"
             'Call one as <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>'
@@ -262,41 +322,11 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
     return tuple(out)
 
 
-def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-class _Generation(Extension):
-    """`{% generation %}` only marks the assistant's words in other trainers; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The template and whether it speaks of tools. Same names and blank handling as in transformers."""
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+def _places(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    """How many messages `_write_out_tools` makes of the first 0, 1, 2 ... of them: results in a row become one."""
+    more = bool(tools) and not (messages and messages[0].role == "system")
+    alone = (
+        not (message.role == "tool" and before is not None and before.role == "tool")
+        for before, message in zip((None, *messages), messages)
     )
-    env.filters["tojson"] = _json
-    env.globals["raise_exception"] = _refuse
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        template = env.from_string(source)
-        # A render copies its globals; jinja2's ChainMap of them makes that copy half of the cost of a short row.
-        template.globals = dict(template.globals)
-        return template, "tools" in meta.find_undeclared_variables(env.parse(source))
-    except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(
-            f"the chat template does not compile: {error}",
-            where="chat_template in tokenizer_config.json, or chat_template.jinja",
-            fix="correct the template, or remove it to use the built-in ERNIE text form",
-        ) from error
+    return list(accumulate(alone, initial=int(more)))

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from erniekit.data.chunks import Told
 from erniekit.data.formats.fields import BadRow, named, require, text, texts
 from erniekit.data.formats.files import decode
 from erniekit.data.text_rows import PlainText
-from erniekit.data.tokenise import Rows, Told
+from erniekit.data.tokenise import Rows
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Problem
 

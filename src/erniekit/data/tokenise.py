@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Generic, Literal, Protocol, TypeVar
@@ -28,10 +28,14 @@ from tqdm import tqdm
 
 from erniekit import log
 from erniekit.data.assemble import Assembled, Dropped, assemble
+from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import parse, parse_pair, rows
-from erniekit.data.preference import PARTS, PairRules, PairSample, Preference
+from erniekit.data.long_rows import LongRow
+from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.template import Turn
+from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Problem, Sample
 from erniekit.errors import DataError, ErnieKitError
@@ -47,9 +51,9 @@ IDS, LABELS, OFFSETS, ROWS, FORMS, PAIR_PARTS, BAD_ROWS = (
     "parts.npy",
     "bad_rows.jsonl",
 )
+MOST_FIELDS, OTHER_FIELDS = 1000, "(other names)"  # rows that are tables of their own must not fill the memory
 
 Rows = list[tuple[int, Any]]
-Told = tuple[int, str, str]  # line, kind, reason
 Made = TypeVar("Made", covariant=True)
 
 
@@ -70,6 +74,7 @@ class Job:
     overlong: Literal["drop", "truncate"]
     compat: bool
     pairs: PairRules | None = None  # rows are preferences
+    thinking: Thinking = "all"
 
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
@@ -80,48 +85,13 @@ class Job:
         pair = parse_pair(raw, line, self.path, self.format, self.compat)
         return pair if isinstance(pair, Problem) else [pair]
 
-    def assemble(self, said: Conversation | Preference) -> Assembled | Dropped:
+    def assemble(self, said: Conversation | Preference, known: list[Turn] | None = None) -> Assembled | Dropped:
+        """known: its turns, where they are rendered already."""
+        limit, rules = self.max_seq_len, self.pairs
         if isinstance(said, Conversation):
-            return assemble(said, self.tokenizer, self.max_seq_len, self.overlong, self.compat)
-        assert self.pairs is not None
-        return assemble_pair(said, self.tokenizer, self.max_seq_len, self.pairs, self.overlong, self.compat)
-
-
-@dataclass
-class Arrays:
-    """Samples end to end, as they go into the cache files."""
-
-    ids: np.ndarray  # int32
-    labels: np.ndarray  # int32
-    lengths: np.ndarray  # int32, one per sample
-    lines: np.ndarray  # int64, one per sample: where it came from
-    parts: np.ndarray  # PARTS, one per pair; none for plain samples
-
-    @classmethod
-    def join(cls, samples: list[tuple[int, Sample]]) -> Arrays:
-        none = np.zeros(0, np.int32)
-        return cls(
-            np.concatenate([none, *(sample.ids for _, sample in samples)]),
-            np.concatenate([none, *(sample.labels for _, sample in samples)]),
-            np.array([len(sample.ids) for _, sample in samples], np.int32),
-            np.array([line for line, _ in samples], np.int64),
-            np.array([sample.parts() for _, sample in samples if isinstance(sample, PairSample)], PARTS),
-        )
-
-
-@dataclass
-class Chunk:
-    """What consecutive rows became."""
-
-    rows: int
-    main: Arrays
-    later: Arrays  # second forms (see compat.py)
-    # compat only, per conversation its two forms: index into main, or -2 - index into later, or -1 where dropped
-    forms: list[tuple[int, int]] = field(default_factory=list)
-    bad: list[Told] = field(default_factory=list)
-    dropped: list[Told] = field(default_factory=list)
-    dropped_turns: int = 0
-    truncated_tokens: int = 0
+            return assemble(said, self.tokenizer, limit, self.overlong, self.compat, self.thinking, known)
+        assert rules is not None
+        return assemble_pair(said, self.tokenizer, limit, rules, self.overlong, self.compat, self.thinking)
 
 
 def tokenise_rows(batch: Rows, job: Job) -> Chunk:
@@ -129,13 +99,14 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
     main: list[tuple[int, Sample]] = []
     later: list[tuple[int, Sample]] = []
 
-    def place(line: int, said: Conversation | Preference, into: list[tuple[int, Sample]]) -> int:
-        made = job.assemble(said)
+    def place(
+        line: int, said: Conversation | Preference, into: list[tuple[int, Sample]], known: list[Turn] | None = None
+    ) -> int:
+        made = job.assemble(said, known)
         if isinstance(made, Assembled):
             into.append((line, made.sample))
             if into is main:
-                out.dropped_turns += made.dropped_turns
-                out.truncated_tokens += made.truncated_tokens
+                out.sums.update({name: count for name in COUNTED if (count := getattr(made, name))})
             return len(into) - 1
         if into is main:
             out.dropped.append((line, made.kind, made.reason))
@@ -147,8 +118,11 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
             if isinstance(parsed, Problem):
                 out.bad.append((line, parsed.kind, parsed.reason))
                 continue
-            for said in parsed:
-                first = second = place(line, said, main)
+            out.unused.update(parsed[0].unused)
+            row = LongRow(parsed, job.tokenizer, job.max_seq_len, job.compat)
+            out.dropped += [(line, "overlong", row.too_long)] * (len(parsed) - row.may_fit)
+            for number, said in enumerate(parsed[: row.may_fit]):
+                first = second = place(line, said, main, row.turns(number))
                 if not job.compat:
                     continue
                 bare = _without_system(said)
@@ -199,7 +173,8 @@ class Writer:
         self._forms = [np.zeros((0, 2), np.int64)]
         self._bad: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
-        self.report = DataReport(job.path, job.format)
+        self._unused: Counter[str] = Counter()
+        self.report = DataReport(job.path, job.format, thinking=job.thinking)
 
     def add(self, chunk: Chunk) -> None:
         report, forms = self.report, np.array(chunk.forms, np.int64).reshape(-1, 2)
@@ -210,8 +185,11 @@ class Writer:
         self.main.add(chunk.main)
         self.later.add(chunk.later)
         report.rows += chunk.rows
-        report.dropped_turns += chunk.dropped_turns
-        report.truncated_tokens += chunk.truncated_tokens
+        for name, count in chunk.sums.items():
+            setattr(report, name, getattr(report, name) + count)
+        for name, count in chunk.unused.items():
+            known = name in self._unused or len(self._unused) < MOST_FIELDS
+            self._unused[name if known else OTHER_FIELDS] += count
         report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
@@ -227,6 +205,7 @@ class Writer:
             self.report.measure_pairs(np.concatenate(self.main.lengths), np.concatenate(self.main.parts))
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
+        self.report.unused = dict(self._unused.most_common())
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))

@@ -22,6 +22,7 @@ import numpy as np
 from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.report import DataReport
+from erniekit.data.thinking import Thinking
 from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, Job, tokenise_file
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
@@ -33,9 +34,14 @@ _RULES = (
     "vocabulary.py",
     "tokenizer.py",
     "template.py",
+    "compiled_template.py",
+    "prefix_renderer.py",
+    "long_rows.py",
+    "thinking.py",
     "assemble.py",
     "preference.py",
     "preference_assemble.py",
+    "chunks.py",
     "tokenise.py",
     "formats/*.py",
 )
@@ -104,6 +110,7 @@ def open_source(
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
     pairs: PairRules | None = None,
+    thinking: Thinking = "all",
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
@@ -115,7 +122,7 @@ def open_source(
     path = Path(path)
     format = format or _detected(path, pairs is not None)
     (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
-    job = Job(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs)
+    job = Job(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
     content, lines = digest_of(path)
     folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
     report = _opened(folder, job)
@@ -197,6 +204,7 @@ def _key(job: Job, content: str) -> str:
         "max_seq_len": job.max_seq_len,
         "overlong": job.overlong,
         "compat": job.compat,
+        "thinking": job.thinking,
         "pairs": asdict(job.pairs) if job.pairs else None,
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -22,12 +22,14 @@ class Message:
     content: str
     trained: bool = True  # assistant messages only: whether this answer carries loss
     tool_calls: tuple[dict[str, Any], ...] = ()
+    thought: str = ""  # assistant messages only: what it thinks before it answers, where `content` does not hold it
 
 
 @dataclass(frozen=True)
 class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    unused: tuple[str, ...] = field(default=(), compare=False)  # fields of its row that hold what no reader takes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.shards import write_json
-from erniekit.data.template import BUILT_IN
+from erniekit.data.compiled_template import BUILT_IN
 from erniekit.data.tokenizer import BEGIN, END
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights

@@ -177,6 +177,7 @@ def sources_for(
         tokenizer,
         max_seq_len=d.max_seq_len,
         overlong=d.overlong,
+        thinking=d.train_thinking,
         pairs=pairs,
         compat=cfg.train.compat == "erniekit",
         cache_dir=d.cache_dir,

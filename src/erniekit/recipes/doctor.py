@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.data.collate import one_document, with_future
 from erniekit.data.formats import read
-from erniekit.data.template import prompt_ids, turns
+from erniekit.data.template import TemplateRefused, prompt_ids, turns, variables_for
+from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Batch, Conversation
 from erniekit.errors import ErnieKitError
@@ -228,13 +230,11 @@ def first_tokens(batch: Batch, count: int, multiple: int = 1) -> Batch:
 
 def template(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Check:
     """The ids a server sends for the first conversation are the ids training starts it with."""
-    conversation = next(conversations(cfg, data), None)
-    if conversation is None:
+    compared = next(filter(None, (_prompts(cfg, row, tokenizer) for row in conversations(cfg, data))), None)
+    if compared is None:
         return Check("template", True, "no conversation to compare")
-    first = next(k for k, m in enumerate(conversation.messages) if m.role == "assistant")
-    asked = prompt_ids(conversation.messages[:first], tokenizer, conversation.tools)
-    trained = turns(conversation, tokenizer)[0].query_ids
-    same = list(asked) == list(trained)
+    asked, trained = compared
+    same = asked == trained
     return Check(
         "template",
         same,
@@ -243,6 +243,21 @@ def template(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Check:
         else "training and serving render a prompt differently",
         "the chat template treats a prompt with an answer differently; give the tokenizer another chat_template",
     )
+
+
+def _prompts(cfg: RunConfig, row: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """What a server is asked with for the first turn, and what training begins that turn with; None for a row that
+    the template refuses: it gives no sample."""
+    row = replace(row, messages=kept(row.messages, cast(Thinking, cfg.data.train_thinking)))
+    try:
+        said = turns(row, tokenizer)
+    except TemplateRefused:
+        return None
+    answers = [k for k, m in enumerate(row.messages) if m.role == "assistant"]
+    if len(said) < len(answers):  # all before the last trained answer is its prompt
+        answers = [k for k in answers if row.messages[k].trained][-1:] or answers[-1:]
+    asked = prompt_ids(row.messages[: answers[0]], tokenizer, row.tools, variables=variables_for(row))
+    return list(asked), list(said[0].query_ids)
 
 
 def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:

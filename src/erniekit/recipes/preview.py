@@ -15,11 +15,13 @@ from typing import Any
 
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, load, need
+from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
 from erniekit.data.formats import Raw, detect, rows
 from erniekit.data.formats.files import decode
 from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.text_rows import Place, PlainText, documents
+from erniekit.data.thinking import write_out
 from erniekit.data.tokenise import Job
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, Conversation, Message, Problem, Sample
@@ -29,23 +31,42 @@ READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of t
 MOST_TOKENS = 2000  # shown of a row
 COUNTED_BYTES = 256 * 2**20  # larger files are not read to their end for the number of their rows
 
+KEYS_READ = (
+    "train_dataset_path", "train_dataset_type", "model_name_or_path", "tokenizer_name", "download_hub", "stage",
+    "compat", "max_seq_len", "overlong", "train_thinking", "max_prompt_len", "mask_out_eos_token",
+)  # fmt: skip
+
 Piece = tuple[str, int]
-Shown = tuple[list[Piece], str]  # what a row becomes, or why it becomes nothing
+# What a row becomes, or why it becomes nothing; and which of its fields no reader takes.
+Shown = tuple[list[Piece], str, tuple[str, ...]]
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def preview_command(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="erniekit data preview", description="Rows as the model would see them.")
-    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to pass over first")
-    parser.add_argument("--rows", dest="count", type=int, default=5, metavar="N", help="rows to show")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    given, words = parser.parse_known_args(args)
+    given, words = preview_parser().parse_known_args(args)
     told = preview(load(words, "data"), max(0, given.start), max(1, given.count))
     if given.json:
         print(json.dumps(told, ensure_ascii=True))
     else:
         say("\n".join(lines(told)))
     return 0
+
+
+def preview_parser() -> argparse.ArgumentParser:
+    """Of its own flags; all other words are keys, as for `erniekit train`."""
+    keys = [f"  {name:<20} {KEYS[name].help}" for name in KEYS_READ]
+    parser = argparse.ArgumentParser(
+        prog="erniekit data preview",
+        usage="erniekit data preview RECIPE | FILE ... [--from N] [--rows N] [--json] [--key value | key=value ...]",
+        description="Rows as the model would see them, the trained tokens marked; without a model, what is said.",
+        epilog="\n".join(["keys that decide what is shown (a recipe may hold any other as well):", *keys]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to pass over first (0)")
+    parser.add_argument("--rows", dest="count", type=int, default=5, metavar="N", help="rows to show (5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return parser
 
 
 def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
@@ -61,8 +82,9 @@ def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
     total = start + len(wanted) + sum(1 for _ in stream) if small and wanted else 0
     out = []
     for n, line, raw in wanted:
-        shown, problem = readers[n][1](line, raw)
+        shown, problem, unused = readers[n][1](line, raw)
         row: dict[str, Any] = {"file": str(files[n]), "line": line, "pieces": joined(shown[:MOST_TOKENS])}
+        row |= {"unused": list(unused)} if unused else {}
         if tokenizer is not None:
             row |= {"tokens": len(shown), "trained": sum(part != READ for _, part in shown)}
         out.append(row | ({"problem": problem} if problem else {}))
@@ -93,25 +115,28 @@ def _reader(
     pairs = PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token) if cfg.train.stage == "DPO" else None
     name = format or (found.format if found else "")
     compat = cfg.train.compat == "erniekit" and pairs is None
-    job = Job(str(file), name, tokenizer, cfg.data.max_seq_len, cfg.data.overlong, compat, pairs)  # type: ignore[arg-type]
+    d = cfg.data
+    rules: Any = (d.max_seq_len, d.overlong, compat, pairs, d.train_thinking)
+    job = Job(str(file), name, tokenizer, *rules)  # type: ignore[arg-type]  # without a tokenizer it only reads
     return name, lambda line, raw: row_pieces(job, line, raw)
 
 
 def row_pieces(job: Job, line: int, raw: Raw) -> Shown:
     parsed = job.read(raw, line)
     if isinstance(parsed, Problem):
-        return [], parsed.reason
+        return [], parsed.reason, ()
     out: list[Piece] = []
+    unused = parsed[0].unused
     for said in parsed:
         if job.tokenizer is None:
             out += said_pieces(said)
             continue
         made = job.assemble(said)
         if isinstance(made, Dropped):
-            return [], made.reason
+            return [], made.reason, unused
         sample = made.sample
         out += pair_pieces(sample, job.tokenizer) if isinstance(sample, PairSample) else pieces(sample, job.tokenizer)
-    return out, ""
+    return out, "", unused
 
 
 def pieces(sample: Sample, tokenizer: Tokenizer) -> list[Piece]:
@@ -139,7 +164,7 @@ def pair_pieces(pair: PairSample, tokenizer: Tokenizer) -> list[Piece]:
 def said_pieces(said: Conversation | Preference) -> list[Piece]:
     def turn(message: Message, part: int) -> Piece:
         trained = message.role == "assistant" and message.trained
-        return f"{message.role}: {message.content}\n", part if trained else READ
+        return f"{message.role}: {write_out(message).content}\n", part if trained else READ
 
     if isinstance(said, Conversation):
         return [turn(message, TRAINED) for message in said.messages]
@@ -153,16 +178,16 @@ def text_pieces(raw: Raw, tokenizer: Tokenizer | None, max_seq_len: int) -> Show
     try:
         row = raw.decode("utf-8") if isinstance(raw, PlainText) else decode(raw)
     except (ValueError, RecursionError) as error:
-        return [], f"not usable: {error}"
+        return [], f"not usable: {error}", ()
     if isinstance(raw, Problem):
-        return [], raw.reason
+        return [], raw.reason, ()
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str) or not text:
-        return [], "the row has no `text`"
+        return [], "the row has no `text`", ()
     if tokenizer is None:
-        return [(text, TRAINED)], ""
+        return [(text, TRAINED)], "", ()
     shown = tokenizer.pieces(tokenizer.encode_text(text)[:max_seq_len])
-    return [(piece, TRAINED if n else READ) for n, piece in enumerate(shown)], ""
+    return [(piece, TRAINED if n else READ) for n, piece in enumerate(shown)], "", ()
 
 
 def joined(found: Sequence[Piece]) -> list[Piece]:
@@ -200,4 +225,6 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
             before, after, styles = marks[part]
             text += paint(run, *styles) if colour_on() else f"{before}{run}{after}"
         yield "  " + text.replace("\n", "\n  ")
+        if row.get("unused"):
+            yield "  fields not used: " + ", ".join(f"`{name}`" for name in row["unused"])
     yield f"{told['total']:,} rows, {told['format']}" if told["total"] else told["format"]

@@ -44,6 +44,7 @@ class Row:
     tokens: int = 0
     trained: int = 0
     problem: str = ""
+    unused: tuple[str, ...] = ()  # its fields that nothing reads
 
     @property
     def html(self) -> str:
@@ -51,6 +52,13 @@ class Row:
         if self.problem:
             return f'<span class="bad-row">{escape(self.problem)}</span>'
         return "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
+
+    @property
+    def head(self) -> str:
+        """Where it stands, how much of it is trained, which fields are not used; escaped."""
+        told = [f"{Path(self.file).name}:{self.line}", *([] if self.problem else [f"{self.trained}/{self.tokens}"])]
+        told += [f"fields not used: {', '.join(self.unused)}"] if self.unused else []
+        return " &middot; ".join(map(escape, told))
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,7 @@ class Preview:
         if self.error:
             return f'<pre class="error">{escape(self.error)}</pre>'
         lines = (
-            f'<div class="row"><div class="row-head">{escape(Path(row.file).name)}:{row.line}'
-            f"{'' if row.problem else f' &middot; {row.trained}/{row.tokens}'}</div>"
-            f'<div class="row-text">{row.html}</div></div>'
+            f'<div class="row"><div class="row-head">{row.head}</div><div class="row-text">{row.html}</div></div>'
             for row in self.rows
         )
         return f'<div class="preview">{"".join(lines)}</div>'
@@ -97,8 +103,8 @@ def preview(
     """Rows `start` to `start + count` of the files these values name, read with their model's tokenizer."""
     which = "eval" if evaluation else "train"
     wanted = (
-        "model_name_or_path", "tokenizer_name", "download_hub", "max_seq_len", "overlong", "stage", "compat",
-        "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "input_dir",
+        "model_name_or_path", "tokenizer_name", "download_hub", "max_seq_len", "overlong", "train_thinking", "stage",
+        "compat", "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "input_dir",
     )  # fmt: skip
     kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
     kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
@@ -172,6 +178,7 @@ def _parsed(text: str) -> Preview:
                 int(row.get("tokens", 0)),
                 int(row.get("trained", 0)),
                 str(row.get("problem", "")),
+                tuple(map(str, row.get("unused", ()))),
             )
             for row in told["rows"]
         )

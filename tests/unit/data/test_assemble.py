@@ -173,7 +173,7 @@ def test_turns_a_rewriting_template_cannot_train_are_counted(paddle: Path, tmp_p
     rewriting = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }}<mask:4>{% endfor %}"
     tokenizer = templated(paddle, tmp_path, rewriting)
     got = assemble(conversation("the quiet river", "the harbor", "the amber copper", "the river"), tokenizer, 64)
-    assert got.dropped_turns == 1
+    assert (got.rewritten_turns, got.dropped_turns) == (1, 0)
     assert got.sample.labels[got.sample.labels != IGNORE].tolist()[-1] == tokenizer.special_ids["<mask:4>"]
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from erniekit.data.compiled_template import BUILT_IN
 from erniekit.data.formats.erniekit import conversations
-from erniekit.data.template import BUILT_IN, TemplateRefused, keeps_history, prompt_ids, turns
+from erniekit.data.template import TemplateRefused, keeps_history, prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import Conversation, Message
 from erniekit.errors import CheckpointError

@@ -41,6 +41,13 @@ class DataSection:
         choices=("drop", "truncate"),
         fixed=True,
     )
+    train_thinking: str = key(
+        "all",
+        "What answers think first: all is trained, last keeps only the last answer's, mask reads it untrained, "
+        "drop leaves it out.",
+        choices=("all", "last", "mask", "drop"),
+        fixed=True,
+    )
     packing: bool = key(True, "Several examples per sequence; False gives each its own.", fixed=True)
     greedy_intokens: bool = key(
         True, "Fill packs tightly from a buffer; False fills them in reading order.", fixed=True

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from erniekit.data.formats.fields import BadRow, is_preference, require
+from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, decode, rows
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, Problem
@@ -88,6 +88,8 @@ def parse(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = 
     def conversations(row: Any) -> list[Conversation]:
         if isinstance(row, dict) and is_preference(row):
             raise BadRow("preference", "the row holds two answers to compare: preference data needs `stage: DPO`")
+        if isinstance(row, dict) and not compat:
+            refuse_media(row)
         return _reader(format)(row, compat)
 
     return _parsed(raw, line_no, path, conversations)
@@ -99,6 +101,8 @@ def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bo
     def pair(row: Any) -> Preference:
         if isinstance(row, dict) and not is_preference(row):
             require(row, *(("response", "sort") if format == "erniekit" else ("chosen", "rejected")))
+        if isinstance(row, dict) and not compat:
+            refuse_media(row)
         return _pair_reader(format)(row, compat)
 
     return _parsed(raw, line_no, path, pair)

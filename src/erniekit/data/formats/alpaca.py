@@ -10,7 +10,7 @@ from typing import Any
 
 from erniekit.data.formats import pairs
 from erniekit.data.formats.erniekit import build
-from erniekit.data.formats.fields import BadRow, named, require, text
+from erniekit.data.formats.fields import BadRow, named, refuse_tools, require, text, unread
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation
 
@@ -20,26 +20,33 @@ _ASKED = ("instruction", "question", "prompt")  # what preference sets call the 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `instruction` and `output`, not {named(row)}")
+    if not compat:
+        refuse_tools(row)
     question = _question(row, "instruction", compat)
     require(row, "output")
     past = [] if compat else _history(row.get("history"))
     questions = [pair[0] for pair in past] + [question]
     answers = [pair[1] for pair in past] + [text(row["output"], "output")]
-    return [build(row.get("system"), questions, answers, [True] * len(answers), compat)]
+    known = ("instruction", "input", "output", "system", *(() if compat else ("history",)))
+    return [build(row.get("system"), questions, answers, [True] * len(answers), compat, unread(row, known))]
 
 
 def preference(row: Any, compat: bool) -> Preference:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
+    if not compat:
+        refuse_tools(row)
     asked = next((field for field in _ASKED if row.get(field) is not None), "instruction")
     question = _question(row, asked, compat)
     require(row, "chosen", "rejected")
     past = [] if compat else _history(row.get("history"))
+    known = (asked, "input", "system", "chosen", "rejected", *(() if compat else ("history", "score_delta")))
     return Preference(
         pairs.prompt(row.get("system"), [*(pair[0] for pair in past), question], [pair[1] for pair in past], compat),
         pairs.answer(row["chosen"], "chosen", compat),
         pairs.answer(row["rejected"], "rejected", compat),
         score_delta=pairs.score_delta(row, compat),
+        unused=tuple(unread(row, known)),
     )
 
 

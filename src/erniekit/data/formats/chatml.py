@@ -12,4 +12,5 @@ from erniekit.data.types import Conversation
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
-    return one_per_answer(read_messages(row), read_tools(row))
+    said, unused = read_messages(row, compat)
+    return one_per_answer(said, read_tools(row), unused)

@@ -6,11 +6,12 @@ formats/. Validation is ERNIEKit's: what it skipped as invalid is a bad row here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from erniekit.data.formats import messages as messages_format
 from erniekit.data.formats import pairs
-from erniekit.data.formats.fields import BadRow, flags, named, require, text, texts
+from erniekit.data.formats.fields import BadRow, flag, flags, holds, named, refuse_tools, require, text, texts, unread
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, Message
 
@@ -18,20 +19,40 @@ from erniekit.data.types import Conversation, Message
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict) or ("messages" in row and "src" not in row):
         return messages_format.conversations(row, compat)
+    if not compat:
+        refuse_tools(row)
     require(row, "src", "tgt")
     questions, answers = texts(row["src"], "src"), texts(row["tgt"], "tgt")
     if len(questions) != len(answers):
         raise BadRow("length_mismatch", f"`src` has {len(questions)} entries, `tgt` has {len(answers)}")
     trained = flags(row.get("label"), "label", len(questions), "turns")
-    system = row.get("system")
-    if row.get("is_system") == 1:
+    system, unused = row.get("system"), unread(row, ("src", "tgt", "label", "system", "is_system"))
+    if _first_is_system(row, compat):
+        unused += _replaced(row)
         system, questions, answers, trained = questions[0], questions[1:], answers[1:], trained[1:]
         if not questions:
             raise BadRow("no_answer", "`is_system` is 1 and `src` holds nothing but the system text")
-    return [build(system, questions, answers, trained, compat)]
+    return [build(system, questions, answers, trained, compat, unused)]
 
 
-def build(system: Any, questions: list[str], answers: list[str], trained: list[bool], compat: bool) -> Conversation:
+def _first_is_system(row: dict[str, Any], compat: bool) -> bool:
+    value = row.get("is_system")
+    return value == 1 if compat or value is None else flag(value, "is_system")
+
+
+def _replaced(row: dict[str, Any]) -> list[str]:
+    """What a row with `is_system` holds beside its first `src`: another system text, and the answer to it."""
+    return [name for name, value in (("system", row.get("system")), ("tgt[0]", row.get("tgt"))) if holds(value)]
+
+
+def build(
+    system: Any,
+    questions: list[str],
+    answers: list[str],
+    trained: list[bool],
+    compat: bool,
+    unused: Sequence[str] = (),
+) -> Conversation:
     """Turns are stripped, the system text is not. An empty system text is none (the old reader kept its newline)."""
     said = []
     if system is not None:
@@ -41,12 +62,14 @@ def build(system: Any, questions: list[str], answers: list[str], trained: list[b
     for question, answer, train in zip(questions, answers, trained):
         said.append(Message("user", question.strip()))
         said.append(Message("assistant", answer.strip(), trained=train))
-    return Conversation(tuple(said))
+    return Conversation(tuple(said), unused=tuple(unused))
 
 
 def preference(row: Any, compat: bool) -> Preference:
     if not isinstance(row, dict) or ("chosen" in row and "src" not in row):
         return messages_format.preference(row, compat)
+    if not compat:
+        refuse_tools(row)
     require(row, "src", "response", "sort")
     questions = texts(row["src"], "src")
     answers = texts(row["tgt"], "tgt") if row.get("tgt") else []
@@ -57,8 +80,9 @@ def preference(row: Any, compat: bool) -> Preference:
             "the question that `response` answers",
         )
     better, worse, delta = _ranked(row)
-    system = row.get("system")
-    if row.get("is_system") == 1:
+    system, unused = row.get("system"), unread(row, ("src", "tgt", "response", "sort", "system", "is_system"))
+    if _first_is_system(row, compat):
+        unused += _replaced(row)
         system, questions, answers = questions[0], questions[1:], answers[1:]
         if not questions:
             raise BadRow("no_question", "`is_system` is 1 and `src` holds nothing but the system text")
@@ -67,6 +91,7 @@ def preference(row: Any, compat: bool) -> Preference:
         pairs.answer(row["response"][better], f"response[{better}]", compat),
         pairs.answer(row["response"][worse], f"response[{worse}]", compat),
         score_delta=1.0 if compat else delta,
+        unused=tuple(unused),
     )
 
 

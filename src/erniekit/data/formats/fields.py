@@ -5,9 +5,13 @@ Used by every format in this folder; a wrong field raises BadRow, which becomes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
+# Fields of rows whose text is about something else than text.
+_MEDIA = ("image", "images", "image_info", "video", "videos", "video_info", "audio", "audios")
+_LONGEST_NAME = 60  # characters
 _JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
 
 
@@ -29,6 +33,33 @@ def require(row: Mapping[str, Any], *fields: str) -> None:
         if row.get(field) is None:
             has = ", ".join(map(str, list(row)[:8])) or "nothing"
             raise BadRow("missing_field", f"`{field}` is missing; the row has {has[:120]}")
+
+
+def holds(value: Any) -> bool:
+    """Whether a field has anything to lose: tables fill absent ones with null or nothing."""
+    return value is not None and value != "" and value != [] and value != {}
+
+
+def unread(row: Mapping[str, Any], known: Collection[str], where: str = "") -> list[str]:
+    """The fields of `row` that hold something and are not known, named as reports count them: `messages[].name`."""
+    names = [name for name, value in row.items() if name not in known and holds(value)]
+    return [f"{general(where)}{str(name)[:_LONGEST_NAME]}" for name in names]
+
+
+def general(place: str) -> str:
+    """`messages[3]` -> `messages[]`"""
+    return re.sub(r"\[\d+\]", "[]", place)
+
+
+def refuse_media(row: Mapping[str, Any]) -> None:
+    for field in _MEDIA:
+        if holds(row.get(field)):
+            raise BadRow("not_text", f"the row has `{field}`; images, video and sound need stage VL-SFT")
+
+
+def refuse_tools(row: Mapping[str, Any]) -> None:
+    if holds(row.get("tools")):
+        raise BadRow("tools", "the row has `tools`; those are read in rows with `messages` only")
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:

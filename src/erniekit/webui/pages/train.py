@@ -30,7 +30,11 @@ FIRST: tuple[tuple[str, ...], ...] = (
 )
 # Drawers: their title, the sections whose basic keys they hold, and further keys worth a field of their own.
 DRAWERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("train.drawer.data", ("model", "data"), ("train_dataset_prob", "packing", "overlong", "input_dir")),
+    (
+        "train.drawer.data",
+        ("model", "data"),
+        ("train_dataset_prob", "packing", "overlong", "train_thinking", "input_dir"),
+    ),
     ("train.drawer.lora", ("lora",), ("rslora", "lora_target_modules")),
     ("train.drawer.optim", ("optim",), ("warmup_ratio", "max_grad_norm", "adam_beta2")),
     (

@@ -1,0 +1,81 @@
+"""A chat template ready to render, and what it reads. Called by template.py; everything jinja2 of rendering is here and
+in prefix_renderer.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from erniekit.data.prefix_renderer import instrumented
+from erniekit.data.thinking import FIELDS
+from erniekit.errors import CheckpointError
+
+# ERNIE's text form, for folders without a template of their own.
+BUILT_IN = (
+    "{{ begin_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content + '\n' }}"
+    "{% elif m.role == 'user' %}{{ 'User: ' + m.content + '\n' }}"
+    "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + end_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+class _Generation(Extension):
+    """`{% generation %}` only marks the assistant's words in other trainers; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    plain: jinja2.Template
+    by_message: jinja2.Template | None  # as prefix_renderer.py wants it
+    knows_tools: bool
+    thought_fields: tuple[str, ...]  # what it reads a message's thought as; none: it has no place for thoughts
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(source: str) -> Compiled:
+    """Same names and blank handling as in transformers."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    env.filters["tojson"] = to_json
+    env.globals["raise_exception"] = _refuse
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        template = env.from_string(source)
+        # A render copies its globals; jinja2's ChainMap of them makes that copy half of the cost of a short row.
+        template.globals = dict(template.globals)
+        tree = env.parse(source)
+        read = {node.attr for node in tree.find_all(nodes.Getattr)} | {c.value for c in tree.find_all(nodes.Const)}
+        fields = tuple(name for name in FIELDS if name in read)
+        tools = "tools" in meta.find_undeclared_variables(tree)
+        return Compiled(template, instrumented(env, source), tools, fields)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(
+            f"the chat template does not compile: {error}",
+            where="chat_template in tokenizer_config.json, or chat_template.jinja",
+            fix="correct the template, or remove it to use the built-in ERNIE text form",
+        ) from error
