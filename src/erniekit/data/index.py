@@ -92,7 +92,7 @@ def index_text(
     made = _made(output, files, format, plan)
     if made is None:
         work = output.with_name(output.name + ".indexing")
-        refuse_foreign(output, work, format, plan, begun=False)
+        refuse_foreign(output, work, format, plan)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with only_one(work) as alone:

@@ -259,7 +259,7 @@ def test_where_files_cannot_be_locked_each_run_has_its_own_folder(tmp_path, job,
 
     path = write(tmp_path / "a.jsonl", [{"text": text_of(i)} for i in range(60)])
     (tmp_path / "a.indexing").mkdir()
-    (tmp_path / "a.indexing" / "state.json").write_text("of another, who is at work")
+    (tmp_path / "a.indexing" / "state.json").write_text('{"plan": "of another process at work"}')
     monkeypatch.setattr(index, "only_one", unlocked)
     assert index_text([path], tmp_path / "a", job).report.samples == 60
     assert [p.name for p in tmp_path.glob("a.indexing*")] == ["a.indexing"]
