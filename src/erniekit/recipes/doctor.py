@@ -179,18 +179,20 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
     batch = first if first.pairs is not None else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
     batch = with_future(batch, built.further) if built.further else batch
     batch = batch if prepare is None else prepare([batch])[0]
-    built.engine.forward_backward([batch], [max(1, batch.weight)])
+    copies = built.engine.fewest_micro_batches
+    built.engine.forward_backward([batch] * copies, [copies * max(1, batch.weight)] * copies)
     built.engine.told()
     built.engine.usage.clear()
+    formed = set(optimizer.gradients())  # before zeros take the places of those that other ranks have
     if built.engine.sync is not None:
-        built.engine.sync.reduce(optimizer.gradients())
+        built.engine.sync.reduce(optimizer.all_gradients())
     parameters = dict(built.parameters())
     heard, here = set(), set(optimizer.masters)
     grads = optimizer.gradients()  # an offloaded master has none of its own
     for name in optimizer.masters:
         partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
-        excused = partner is not None and not bool(local(partner).any())
-        if name in grads and (excused or bool(local(grads[name]).any())):
+        excused = name in formed and partner is not None and not bool(local(partner).any())
+        if excused or (name in grads and bool(local(grads[name]).any())):
             heard.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
     heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
