@@ -22,7 +22,7 @@ from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.log import say
 from erniekit.lora.adapter import adapter_of
-from erniekit.lora.adapter_files import read_adapter, write_adapter
+from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.frozen import check, to_fp8
 from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
@@ -37,7 +37,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
-from erniekit.recipes import experts, weights
+from erniekit.recipes import adapters, experts, weights
 from erniekit.recipes.model_config import changes_of
 from erniekit.recipes.stage import Stage
 
@@ -159,9 +159,9 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     settings = lora_settings(cfg)
     start = None
     if settings:
-        start = read_adapter(Path(cfg.lora.lora_path).expanduser(), whole) if cfg.lora.lora_path else None
-        if start and not (cfg.given("lora_rank") or cfg.given("lora_alpha") or cfg.given("lora_target_modules")):
-            settings = start.settings(whole, settings.shared_a)
+        start = adapters.starting_adapter(cfg, whole)
+        if start is not None:
+            settings = adapters.settings_from(start, cfg, whole)
         for each in (whole, model):
             inject(each, settings, cfg.train.seed)
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
@@ -170,9 +170,9 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         base = weights.from_folder(folder, sharding, rank)
     else:
         base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
-    adapters = None
+    low_rank = None
     if settings:
-        adapters = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+        low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
     tells = (*stage.tells(cfg), *experts.tells(cfg, folder.config))
     ledger = Ledger(tells, device.handle) if tells else None
     engine = parallelise(
@@ -182,7 +182,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         device.handle,
         dtype,
         stage.loss(cfg, world, ledger),
-        weights.base_and_adapters(base, adapters),
+        weights.base_and_adapters(base, low_rank),
         one_document,
         Options(
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,

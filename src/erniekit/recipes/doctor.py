@@ -27,7 +27,7 @@ from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
-from erniekit.recipes import opening, pace, stage_of
+from erniekit.recipes import adapters, opening, pace, stage_of
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run import take_output
@@ -289,7 +289,7 @@ def doctor_command(args: list[str]) -> int:
     cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
     world = World(device_type=device.type)
-    cfg = pace.for_device(cfg, device, world, folder.config)
+    cfg = pace.for_device(adapters.settle(cfg, folder), device, world, folder.config)
     opening.show_plan(cfg, folder, device, world)
     stage = stage_of(cfg)
     data = stage.open_data(cfg, tokenizer, output, world)

@@ -19,7 +19,7 @@ from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import check_model, check_schedule, leave, open_world
-from erniekit.recipes import doctor, experts, finish, opening, pace, resume
+from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run import take_output
@@ -57,7 +57,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
     shape = folder.config
     world.layout = check_model(world.layout, shape.num_layers, shape.moe.experts if shape.moe else 0)
     check_schedule(cfg.parallel.pp_schedule, world.layout, experts.further(cfg, shape) > 0)
-    cfg = pace.for_device(cfg, device, world, shape)
+    cfg = pace.for_device(adapters.settle(cfg, folder), device, world, shape)
     opening.show_plan(cfg, folder, device, world)
     record = RunRecord(output, command=list(command), version=opening.version())
     manager = checkpoints(cfg, output)
