@@ -6,7 +6,7 @@ Called by recipes/fit.py and doctor.py; this is where config values meet compone
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
+from erniekit.config.note import Note
 from erniekit.data.collate import one_document
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
@@ -112,8 +113,10 @@ def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
     """What only this machine can decide: its device, and fp32 where nobody asked for the bf16 a CPU is slow at."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
     if device.type == "cpu" and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
-        cfg = cfg.replace(compute_type="fp32")
-        say("note     compute_type: bf16 -> fp32 (bf16 is slow on a CPU; write compute_type: bf16 to have it)")
+        note = Note("compute_type", "bf16", "fp32", "bf16 is slow on a CPU; write compute_type: bf16 to have it")
+        say(f"note     {note}")
+        flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
+        cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
     device.reset_peak()
     if cfg.train.deterministic:
         device.same_bits()
