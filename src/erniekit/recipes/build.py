@@ -127,7 +127,7 @@ def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
 def open_model(cfg: RunConfig) -> tuple[ModelFolder, Tokenizer]:
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes_of(cfg, path))
-    return folder, load_tokenizer(cfg.model.tokenizer_name or folder.path)
+    return folder, load_tokenizer(cfg.model.tokenizer_name or folder.path, folder.config.vocab_size)
 
 
 def lora_settings(cfg: RunConfig) -> LoRASettings | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.data.collate import one_document, with_future
 from erniekit.data.formats import read
@@ -71,7 +72,7 @@ def before_training(
     checks += [
         lambda: gradients(built, optimizer, first, prepare),
         lambda: disk(cfg, built, optimizer),
-        lambda: vocabulary(built, tokenizer),
+        lambda: vocabulary(built.folder.config.vocab_size, tokenizer),
     ]
     with eager():  # every check has a batch of its own shape
         done = [check() for check in checks]
@@ -272,14 +273,23 @@ def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
     )
 
 
-def vocabulary(built: Built, tokenizer: Tokenizer) -> Check:
-    rows, ids = built.folder.config.vocab_size, tokenizer.vocab_size
+def vocabulary(rows: int, tokenizer: Tokenizer) -> Check:
+    ids = tokenizer.vocab_size
     return Check(
         "vocabulary",
         ids <= rows,
-        f"{ids:,} token ids fit the {rows:,}-row embedding",
+        f"{ids:,} token ids {'fit' if ids <= rows else 'do not fit'} the {rows:,}-row embedding",
         "the tokenizer belongs to another model: check tokenizer_name",
     )
+
+
+def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
+    """Before data is tokenised: the model would be asked for rows it does not have."""
+    check = vocabulary(folder.config.vocab_size, tokenizer)
+    if not check.ok:
+        where = f"{tokenizer.folder} and {folder.path}"
+        fix = f"{check.fix} (doctor: off goes on as long as the data has none of those tokens)"
+        raise DoctorError(check.text, where=where, fix=fix)
 
 
 def doctor_command(args: list[str]) -> int:
@@ -288,6 +298,7 @@ def doctor_command(args: list[str]) -> int:
     output = take_output(cfg)
     cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
+    check_vocabulary(folder, tokenizer)
     world = World(device_type=device.type)
     cfg = pace.for_device(adapters.settle(cfg, folder), device, world, folder.config)
     opening.show_plan(cfg, folder, device, world)

@@ -54,6 +54,8 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
     world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
     cfg = for_world(cfg, world.layout.data_ranks)
     folder, tokenizer = open_model(cfg)
+    if cfg.train.doctor == "on":
+        doctor.check_vocabulary(folder, tokenizer)
     shape = folder.config
     world.layout = check_model(world.layout, shape.num_layers, shape.moe.experts if shape.moe else 0)
     check_schedule(cfg.parallel.pp_schedule, world.layout, experts.further(cfg, shape) > 0)
