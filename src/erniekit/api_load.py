@@ -68,7 +68,7 @@ class Found:
             check_model(self.adapter, self.weights.path, model)
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._tokenizer_folder())
+        return load_tokenizer(self._tokenizer_folder(), self.weights.config.vocab_size)
 
     def describe(self) -> str:
         return f"{self.adapter} on {self.weights.path}" if self.adapter else str(self.weights.path)

@@ -67,10 +67,8 @@ def test_a_tokenizer_larger_than_the_embedding_is_caught(train: Callable, tiny_m
             (small / file.name).write_bytes(file.read_bytes())
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**config, "vocab_size": 506}))
-    with pytest.raises((DoctorError, IndexError)) as caught:
+    with pytest.raises(DoctorError, match="512 token ids do not fit the 506-row embedding"):
         train(tmp_path / "run", model_name_or_path=small, continue_training=False, max_steps=1)
-    assert isinstance(caught.value, DoctorError)
-    assert "512" in str(caught.value)
 
 
 def test_data_where_nothing_is_trained_stops_before_the_model_is_built(train: Callable, tmp_path: Path) -> None:

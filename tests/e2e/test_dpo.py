@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import erniekit
+from erniekit.config.metrics import metrics_of
 from erniekit.errors import DataError
-from erniekit.losses.dpo import LOSS_TYPES
+from erniekit.losses.dpo import LOSS_TYPES, DpoSettings, metric_names
 from ranks import Ranks
 from recorded import tiny_folder, whole_pairs
 
@@ -273,3 +274,33 @@ def test_every_loss_type_trains(kind: str, prefer: Callable, tmp_path: Path) -> 
     assert losses[2] < losses[1] < losses[0]
     name = "or_loss" if kind == "orpo" else f"{kind}_loss"
     assert math.isfinite(result.metrics[name])
+
+
+def test_the_best_model_by_the_preference_loss_is_the_one_that_lost_least(
+    prefer: Callable, pairs: Path, tmp_path: Path
+) -> None:
+    """A rate that diverges after a few steps, so that neither the first nor the last is best."""
+    keys = dict(
+        eval_dataset_path=pairs, evaluation_strategy="steps", eval_steps=1, max_steps=6, learning_rate=5e-3,
+        load_best_model_at_end=True, metric_for_best_model="sigmoid_loss", save_steps=10,
+    )  # fmt: skip
+    prefer(tmp_path, **keys)
+    losses = logged(tmp_path, "eval_sigmoid_loss")
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert len(losses) == 6
+    assert max(losses) > min(losses)
+    assert state["best_metric"] == pytest.approx(min(losses))
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{1 + losses.index(min(losses))}")
+    told = {n.removeprefix("eval_") for n in map_of_last(tmp_path) if n.startswith("eval_")}
+    about_the_run = {"pairs", "runtime", "samples_per_second", "steps_per_second"}
+    assert told - about_the_run == set(metrics_of("DPO", "sigmoid")), "every metric that is told can be chosen"
+
+
+def map_of_last(folder: Path) -> dict[str, float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [r for r in records if "eval_loss" in r][-1]
+
+
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_what_can_be_chosen_as_best_is_what_a_loss_type_tells(kind: str) -> None:
+    assert set(metrics_of("DPO", kind)) == {"loss", *metric_names(DpoSettings(loss_type=kind))}

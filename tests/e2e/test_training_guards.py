@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.cli.main import main
 from erniekit.errors import CheckpointError, ErnieKitError
 from erniekit.recipes import stage
 from erniekit.train.guard import NotFinite
@@ -107,6 +108,18 @@ def test_a_run_stops_early_when_evaluation_does_not_improve(train: Callable, row
         learning_rate=0.5, max_steps=30, doctor="off",
     )  # fmt: skip
     assert result.steps < 30
+
+
+def test_an_unknown_metric_for_the_best_model_ends_the_command_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["model_name_or_path=nowhere", "train_dataset_path=no.jsonl", f"output_dir={tmp_path / 'out'}"]
+    words += ["eval_dataset_path=no.jsonl", "evaluation_strategy=steps", "eval_steps=1", "early_stopping_patience=1"]
+    assert main(["train", *words, "metric_for_best_model=eval_los"]) == 2
+    said = capsys.readouterr().err
+    assert "an evaluation of SFT tells loss, ppl" in said
+    assert "did you mean loss?" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_rotation_keeps_two_even_when_one_is_asked_for(train: Callable, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ RULES: tuple[Rule, ...] = (
     schedule.evaluation_has_steps,
     schedule.evaluate_often_enough,
     schedule.best_model_needs_evaluation,
-    schedule.loss_is_better_when_less,
+    schedule.metric_says_which_is_better,
     schedule.keep_at_least_two,
     schedule.all_options_are_two,
     schedule.quantised_states_can_be_disabled,

@@ -52,8 +52,12 @@ def has_tokenizer(folder: Path) -> bool:
 class Tokenizer:
     """`special_ids` are the control tokens. They come only from a template, never from text that spells them."""
 
-    def __init__(self, folder: Path, vocabulary: Vocabulary, settings: _Settings, files: list[Path]) -> None:
+    def __init__(
+        self, folder: Path, vocabulary: Vocabulary, settings: _Settings, files: list[Path], rows: int | None = None
+    ) -> None:
+        """rows: of the embedding that ids are for, where it is known."""
         self.folder, self.files, self._vocabulary = folder, files, vocabulary
+        self._rows = rows if rows is not None and rows < vocabulary.size else None  # where some ids have none
         self.chat_template, self.tool_template = settings.chat_template, settings.tool_template
         self.vocab_size = vocabulary.size
         self.special_ids = _control_tokens(vocabulary, settings)
@@ -83,12 +87,21 @@ class Tokenizer:
         # unk is what an unknown character becomes: the one control id that text may give.
         self._forbidden = frozenset(self._token_of) - {unk}
         self.fingerprint = _fingerprint(vocabulary, settings, files[0], self.special_ids)
+        if self._rows is not None:
+            named = (self.eos_id, self.bos_id, self.pad_id, self.begin_id, self.end_id)
+            self._check([id for id in named if id is not None])
+            self.fingerprint += f"-{self._rows}"  # tokens kept for a larger model may not fit this one
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return load_tokenizer, (str(self.folder.absolute()),)
+        return load_tokenizer, (str(self.folder.absolute()), self._rows)
 
     def __len__(self) -> int:
         return self.vocab_size
+
+    @property
+    def usable_ids(self) -> int:
+        """How many ids, from 0 on, the model has a row for."""
+        return self.vocab_size if self._rows is None else self._rows
 
     def is_special(self, id: int) -> bool:
         return id in self._token_of
@@ -101,7 +114,18 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text that stands alone. Control strings inside it are spelled out in ordinary pieces."""
-        return self._encode_run(text, prefix=self._vocabulary.prefix != "never")
+        return self._check(self._encode_run(text, prefix=self._vocabulary.prefix != "never"))
+
+    def _check(self, ids: list[int]) -> list[int]:
+        """The same ids, where the embedding has a row for each."""
+        if self._rows is not None and ids and (worst := max(ids)) >= self._rows:
+            raise CheckpointError(
+                f"token {self.pieces([worst])[0]!r} has id {worst:,}, the model's embedding {self._rows:,} rows",
+                where=str(self.folder),
+                fix="the tokenizer belongs to another model: check tokenizer_name, or the tokenizer files beside the "
+                "weights",
+            )
+        return ids
 
     def encode_rendered(self, spans: Iterable[tuple[str, bool]], before: Sequence[int] = ()) -> list[int]:
         """Ids of (span, is_template) pieces, as one string; `before` are the ids of the document so far.
@@ -127,7 +151,7 @@ class Tokenizer:
                 at = control.end()
             run.append(span[at:])
         flush()
-        return out
+        return self._check(out)
 
     def _prefix_after(self, last: int | None) -> bool:
         if self._vocabulary.prefix == "always":
@@ -156,7 +180,8 @@ class Tokenizer:
         return [self._vocabulary.show(int(id)) if id < self.vocab_size else f"<id {id}>" for id in ids]
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: str | Path, rows: int | None = None) -> Tokenizer:
+    """rows: of the embedding its ids are for; a token beyond them is refused wherever it occurs."""
     folder = Path(folder)
     settings = _read_settings(folder)
     model = next((folder / name for name in SENTENCEPIECE_NAMES if (folder / name).is_file()), None)
@@ -178,7 +203,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         vocabulary = JsonVocabulary(main)
     else:
         vocabulary = SentencePieceVocabulary(main, settings.added, settings.add_prefix_space, settings.legacy)
-    return Tokenizer(folder, vocabulary, settings, [main, *settings.files])
+    return Tokenizer(folder, vocabulary, settings, [main, *settings.files], rows)
 
 
 def _control_tokens(vocabulary: Vocabulary, settings: _Settings) -> dict[str, int]:

@@ -48,8 +48,9 @@ def linear_cross_entropy(
     hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
     places = trained_rows(labels, ignore, count)
     if places is not None and not places.numel():
-        nothing = hidden[:0].float().sum()  # keeps the graph
-        return nothing if shard is None else nothing + weight[:0].float().sum()
+        # Zero, of all that others on other ranks have labels for: what has no gradient here would not be reduced here.
+        given = [t[:0].float().sum() for t in (hidden, weight, bias) if t is not None]
+        return torch.stack(given).sum()
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, places, chunk, scale, shard)
 
 

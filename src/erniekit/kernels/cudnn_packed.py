@@ -48,6 +48,12 @@ def bucket(size: int, least: int, most: int) -> int:
     return min(-(-size // step) * step, most)
 
 
+def offsets_fit(shape: Shape) -> bool:
+    """Whether every offset is a number in int32: of heads 64 x 128 wide up to 262,143 tokens."""
+    queries = max(shape.q_width, shape.heads * shape.head_dim)
+    return max(shape.tokens * queries, shape.keys * shape.kv_width) < 2**31
+
+
 class Offsets(NamedTuple):
     """Where documents begin, in elements of each tensor, and how long they are: int32 on the device."""
 
@@ -210,6 +216,9 @@ def backward_plan(shape: Shape, device: torch.device) -> Plan:
 @functools.cache
 def supported(shape: Shape, device: torch.device) -> bool:
     """Whether cuDNN has plans for both directions; asked in each, so that both go the same way."""
+    if not offsets_fit(shape):
+        warn_once("packed attention: too many tokens for offsets in int32, FlashAttention is used instead of cuDNN")
+        return False
     try:
         forward_plan(shape, device), backward_plan(shape, device)
     except Exception as problem:  # one of its own kinds, or a library that is too old for the call

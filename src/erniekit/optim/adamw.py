@@ -80,6 +80,17 @@ class AdamW:
                 found[name] = self._summed[name].grad = grad.float()
         return found
 
+    def all_gradients(self) -> dict[str, torch.Tensor]:
+        """As `gradients`, and zeros where backward came to none: ranks that add theirs up must have one list, whatever
+        their rows held."""
+        found = self.gradients()
+        for name, param in self.params.items():
+            if name not in found:
+                # Of an fp32 parameter spread as it is itself; of a 16-bit one this rank's own.
+                like = param if self._summed[name] is param else _own(param)
+                self._summed[name].grad = torch.zeros_like(like.detach(), dtype=torch.float32)
+        return self.gradients() if len(found) < len(self.params) else found
+
     def _gathered(self) -> dict[str, torch.Tensor]:
         """As they are; those of a single micro-batch in 16 bit."""
         for name, param in self.params.items():

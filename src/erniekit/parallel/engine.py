@@ -55,6 +55,12 @@ class Engine:
     def model(self) -> nn.Module:
         return self.parts[0]
 
+    @property
+    def fewest_micro_batches(self) -> int:
+        """That a step can have, and a divisor of all numbers it can: several stages a rank take them in groups."""
+        layout = self.world.layout
+        return layout.pp if layout.virtual_stages > 1 else 1
+
     def train(self, on: bool = True) -> None:
         for part in self.parts:
             part.train(on)

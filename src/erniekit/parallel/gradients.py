@@ -5,7 +5,7 @@ Called by train/step.py through engine.py. What fsdp has reduced on the way is l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.sharding import Box, Sharding
 
 BUCKET = 64 * 1024 * 1024  # elements reduced in one call
+WIDE = 16 * 1024 * 1024  # elements of a gradient that are in fp64 at once
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class GradientSync:
     def __init__(self, names: list[str], sharding: Sharding, world: World) -> None:
         """names: the trainable tensors this rank holds, in one order on all ranks of a stage."""
-        self.sharding, self.world = sharding, world
+        self.names, self.sharding, self.world = names, sharding, world
         layout = world.layout
         self.partial = [n for n in names if layout.tp > 1 and self._partial_over_tp(n)]
         self.repeated = [n for n in names if layout.tp > 1 and self._repeated(n)]
@@ -69,7 +70,7 @@ class GradientSync:
         return self.world.layout.tp > 1 and any(self._repeated(n) for n in self.sharding.names())
 
     def reduce(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """grads by name, fp32; changed in place."""
+        """grads of all names, fp32; changed in place."""
         if self.partial:
             _all_reduce([local(grads[n]) for n in self.partial], self.world.group("tp"))
         for name in self.repeated:
@@ -82,7 +83,8 @@ class GradientSync:
         if self.copies_group is not None:
             _all_reduce(dealt, self.copies_group)
         if self.replica_group is not None:
-            _all_reduce([local(g) for n, g in grads.items() if n not in self.dealt], self.replica_group)
+            # By the names this was made for: a gradient that one rank lacks would shift all others behind it.
+            _all_reduce([local(grads[n]) for n in self.names if n not in self.dealt], self.replica_group)
 
     def _sum_repeated_rows(self, name: str, grad: torch.Tensor) -> None:
         """kv heads that several ranks hold: each has the gradient of its own queries; all get the sum."""
@@ -99,14 +101,25 @@ class GradientSync:
         total = None
         for name, grad in grads.items():
             for box in self.counted[name]:
-                square = local(grad)[box.local_slices].double().pow(2).sum()
-                total = square if total is None else total + square
+                for square in _squares(local(grad)[box.local_slices]):
+                    total = square if total is None else total + square
         if total is None:
             device = next((local(g).device for g in grads.values()), torch.device("cpu"))
             total = torch.zeros((), dtype=torch.float64, device=device)
         if self.model_group is not None:
             dist.all_reduce(total, group=self.model_group)
         return total.sqrt().float()
+
+
+def _squares(piece: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums of squares in fp64, of some rows at a time: torch has no reduction that widens fp32 on the way, and a wide
+    copy of an embedding's gradient is twice its size."""
+    if not piece.numel():
+        return
+    piece = piece.reshape(-1) if piece.dim() == 0 else piece
+    rows = max(1, WIDE * piece.shape[0] // piece.numel())
+    for part in piece.split(rows):
+        yield part.to(torch.float64, copy=True).square_().sum()
 
 
 def _all_reduce(tensors: list[torch.Tensor], group: ProcessGroup | None) -> None:

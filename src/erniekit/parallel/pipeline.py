@@ -25,6 +25,7 @@ from erniekit.errors import PlanError
 from erniekit.parallel.fsdp import sync_gradients
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.world import check_schedule
 
 Loss = Callable[..., torch.Tensor]  # (part, batch, hidden states) -> the sum of token losses
 HiddenShape = Callable[[Any], tuple[tuple[int, ...], torch.dtype]]  # of what travels between stages
@@ -108,12 +109,7 @@ class Pipeline:
         loss: Loss,
         schedule: str = "auto",
     ) -> None:
-        if schedule == "zero_bubble" and world.layout.fsdp > 1:  # torch's finds no gradients of what is gathered anew
-            raise PlanError(
-                "the zero_bubble schedule does not work with sharded weights",
-                where="pp_schedule, sharding_parallel_degree",
-                fix="use pp_schedule: interleaved, or data_parallel_degree instead of sharding_parallel_degree",
-            )
+        check_schedule(schedule, world.layout, any(getattr(part, "mtp_weight", 0.0) for _, part in parts))
         self.world, self.group, self.device, self.schedule = world, group, device, schedule
         self.count = world.layout.pp * world.layout.virtual_stages
         self.modules = [(number, StageModule(part, loss, world)) for number, part in parts]

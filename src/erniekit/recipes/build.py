@@ -6,7 +6,7 @@ Called by recipes/fit.py and doctor.py; this is where config values meet compone
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,14 +16,14 @@ from erniekit.checkpoint.hub import lasting_name, resolve_model
 from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
+from erniekit.config.note import Note
 from erniekit.data.collate import one_document
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.log import say
-from erniekit.lora.adapter import Adapter, adapter_of
-from erniekit.lora.adapter_files import read_adapter, write_adapter
-from erniekit.lora.base import check_files
+from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.frozen import check, to_fp8
 from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
@@ -38,7 +38,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
-from erniekit.recipes import experts, weights
+from erniekit.recipes import adapters, experts, weights
 from erniekit.recipes.model_config import changes_of
 from erniekit.recipes.stage import Stage
 
@@ -117,8 +117,10 @@ def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
     """What only this machine can decide: its device, and fp32 where nobody asked for the bf16 a CPU is slow at."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
     if device.type == "cpu" and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
-        cfg = cfg.replace(compute_type="fp32")
-        say("note     compute_type: bf16 -> fp32 (bf16 is slow on a CPU; write compute_type: bf16 to have it)")
+        note = Note("compute_type", "bf16", "fp32", "bf16 is slow on a CPU; write compute_type: bf16 to have it")
+        say(f"note     {note}")
+        flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
+        cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
     device.reset_peak()
     if cfg.train.deterministic:
         device.same_bits()
@@ -129,7 +131,7 @@ def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
 def open_model(cfg: RunConfig) -> tuple[ModelFolder, Tokenizer]:
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes_of(cfg, path))
-    return folder, load_tokenizer(cfg.model.tokenizer_name or folder.path)
+    return folder, load_tokenizer(cfg.model.tokenizer_name or folder.path, folder.config.vocab_size)
 
 
 def lora_settings(cfg: RunConfig) -> LoRASettings | None:
@@ -144,15 +146,6 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
         targets=cfg.lora.lora_target_modules or None,
         shared_a=cfg.train.compat == "erniekit",
     )
-
-
-def _adapter_to_start_from(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> Adapter | None:
-    if not cfg.lora.lora_path:
-        return None
-    path = Path(cfg.lora.lora_path[0]).expanduser()
-    adapter = read_adapter(path, whole)
-    check_files(path, folder.path, cfg.lora.override_base)
-    return adapter
 
 
 def _graphed(cfg: RunConfig) -> tuple[int, int, int] | None:
@@ -173,9 +166,9 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     settings = lora_settings(cfg)
     start = None
     if settings:
-        start = _adapter_to_start_from(cfg, folder, whole)
-        if start and not (cfg.given("lora_rank") or cfg.given("lora_alpha") or cfg.given("lora_target_modules")):
-            settings = start.settings(whole, settings.shared_a)
+        start = adapters.starting_adapter(cfg, folder, whole)
+        if start is not None:
+            settings = adapters.settings_from(start, cfg, whole)
         for each in (whole, model):
             inject(each, settings, cfg.train.seed)
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
@@ -184,9 +177,9 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         base = weights.from_folder(folder, sharding, rank)
     else:
         base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
-    adapters = None
+    low_rank = None
     if settings:
-        adapters = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+        low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
     tells = (*stage.tells(cfg), *experts.tells(cfg, folder.config))
     ledger = Ledger(tells, device.handle) if tells else None
     engine = parallelise(
@@ -196,7 +189,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         device.handle,
         dtype,
         stage.loss(cfg, world, ledger),
-        weights.base_and_adapters(base, adapters),
+        weights.base_and_adapters(base, low_rank),
         one_document,
         Options(
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,

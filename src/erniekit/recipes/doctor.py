@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.data.collate import one_document, with_future
 from erniekit.data.formats import read
@@ -29,7 +30,7 @@ from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
-from erniekit.recipes import opening, pace, stage_of
+from erniekit.recipes import adapters, opening, pace, stage_of
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run import take_output
@@ -73,7 +74,7 @@ def before_training(
     checks += [
         lambda: gradients(built, optimizer, first, prepare),
         lambda: disk(cfg, built, optimizer),
-        lambda: vocabulary(built, tokenizer),
+        lambda: vocabulary(built.folder.config.vocab_size, tokenizer),
     ]
     with eager():  # every check has a batch of its own shape
         done = [check() for check in checks]
@@ -181,18 +182,20 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
     batch = first if first.pairs is not None else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
     batch = with_future(batch, built.further) if built.further else batch
     batch = batch if prepare is None else prepare([batch])[0]
-    built.engine.forward_backward([batch], [max(1, batch.weight)])
+    copies = built.engine.fewest_micro_batches
+    built.engine.forward_backward([batch] * copies, [copies * max(1, batch.weight)] * copies)
     built.engine.told()
     built.engine.usage.clear()
+    formed = set(optimizer.gradients())  # before zeros take the places of those that other ranks have
     if built.engine.sync is not None:
-        built.engine.sync.reduce(optimizer.gradients())
+        built.engine.sync.reduce(optimizer.all_gradients())
     parameters = dict(built.parameters())
     heard, here = set(), set(optimizer.masters)
     grads = optimizer.gradients()  # an offloaded master has none of its own
     for name in optimizer.masters:
         partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
-        excused = partner is not None and not bool(local(partner).any())
-        if name in grads and (excused or bool(local(grads[name]).any())):
+        excused = name in formed and partner is not None and not bool(local(partner).any())
+        if excused or (name in grads and bool(local(grads[name]).any())):
             heard.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
     heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
@@ -285,14 +288,23 @@ def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
     )
 
 
-def vocabulary(built: Built, tokenizer: Tokenizer) -> Check:
-    rows, ids = built.folder.config.vocab_size, tokenizer.vocab_size
+def vocabulary(rows: int, tokenizer: Tokenizer) -> Check:
+    ids = tokenizer.vocab_size
     return Check(
         "vocabulary",
         ids <= rows,
-        f"{ids:,} token ids fit the {rows:,}-row embedding",
+        f"{ids:,} token ids {'fit' if ids <= rows else 'do not fit'} the {rows:,}-row embedding",
         "the tokenizer belongs to another model: check tokenizer_name",
     )
+
+
+def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
+    """Before data is tokenised: the model would be asked for rows it does not have."""
+    check = vocabulary(folder.config.vocab_size, tokenizer)
+    if not check.ok:
+        where = f"{tokenizer.folder} and {folder.path}"
+        fix = f"{check.fix} (doctor: off goes on as long as the data has none of those tokens)"
+        raise DoctorError(check.text, where=where, fix=fix)
 
 
 def doctor_command(args: list[str]) -> int:
@@ -301,8 +313,9 @@ def doctor_command(args: list[str]) -> int:
     output = take_output(cfg)
     cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
+    check_vocabulary(folder, tokenizer)
     world = World(device_type=device.type)
-    cfg = pace.for_device(cfg, device, world, folder.config)
+    cfg = pace.for_device(adapters.settle(cfg, folder), device, world, folder.config)
     opening.show_plan(cfg, folder, device, world)
     stage = stage_of(cfg)
     data = stage.open_data(cfg, tokenizer, output, world)

@@ -14,11 +14,12 @@ from pathlib import Path
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import probe_from
 from erniekit.config import RunConfig, for_world
+from erniekit.config.metrics import PREFIX
 from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
-from erniekit.parallel.world import check_model, leave, open_world
-from erniekit.recipes import doctor, experts, finish, opening, pace, resume
+from erniekit.parallel.world import check_model, check_schedule, leave, open_world
+from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run import take_output
@@ -53,9 +54,12 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
     world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
     cfg = for_world(cfg, world.layout.data_ranks)
     folder, tokenizer = open_model(cfg)
+    if cfg.train.doctor == "on":
+        doctor.check_vocabulary(folder, tokenizer)
     shape = folder.config
     world.layout = check_model(world.layout, shape.num_layers, shape.moe.experts if shape.moe else 0)
-    cfg = pace.for_device(cfg, device, world, shape)
+    check_schedule(cfg.parallel.pp_schedule, world.layout, experts.further(cfg, shape) > 0)
+    cfg = pace.for_device(adapters.settle(cfg, folder), device, world, shape)
     opening.show_plan(cfg, folder, device, world)
     record = RunRecord(output, command=list(command), version=opening.version())
     manager = checkpoints(cfg, output)
@@ -223,9 +227,7 @@ def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:
 
 
 def best_rule(cfg: RunConfig) -> BestRule:
-    metric = cfg.checkpoint.metric_for_best_model or "eval_loss"
-    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
-    greater = cfg.checkpoint.greater_is_better
-    if greater is None:
-        greater = not metric.endswith(("loss", "ppl"))
-    return BestRule(metric, greater, cfg.train.early_stopping_patience, cfg.train.early_stopping_threshold)
+    """By the rules both are known where the metric was given; the loss is better when it is less."""
+    metric = (cfg.checkpoint.metric_for_best_model or "loss").removeprefix(PREFIX)
+    greater = bool(cfg.checkpoint.greater_is_better)
+    return BestRule(PREFIX + metric, greater, cfg.train.early_stopping_patience, cfg.train.early_stopping_threshold)

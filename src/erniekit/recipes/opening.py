@@ -30,7 +30,7 @@ def version() -> str:
 
 def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:
     c = folder.config
-    how = f"LoRA rank {cfg.lora.lora_rank}" if cfg.lora.lora else "all weights"
+    how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if cfg.lora.lora else "all weights"
     say(
         f"{paint('erniekit', 'bold')} {version()}  {cfg.train.stage}, {how}, {cfg.precision.compute_type}, "
         f"{device.name}, seed {cfg.train.seed}" + (", compat: erniekit" if cfg.train.compat else "")

@@ -138,7 +138,7 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
         shuffle=d.random_shuffle and part == "train",
         masked=not cfg.model.use_global_causal_attn,
         epochs=None if part == "train" else 1,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.usable_ids,
         cache_dir=d.cache_dir,
     )
     by_prefix = {files.prefix: report for files, report in zip(corpora, reports)}

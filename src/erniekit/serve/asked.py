@@ -11,6 +11,7 @@ from typing import Any
 
 from erniekit.data.template import TemplateRefused, prompt_ids
 from erniekit.data.tokenizer import BEGIN, Tokenizer
+from erniekit.errors import CheckpointError
 from erniekit.serve.engines.base import Choosing, Job
 from erniekit.serve.problem import Problem
 from erniekit.serve.schema import ChatRequest, CompletionRequest, Message, Wishes
@@ -77,6 +78,8 @@ def ask_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Asked:
         prompt = prompt_ids(messages, served.tokenizer, tools or None, variables=more)
     except TemplateRefused as refused:
         raise Problem(400, str(refused), param="messages") from None
+    except CheckpointError as beyond:  # a token without a row in the embedding
+        raise Problem(400, beyond.what, param="messages") from None
     except (UnicodeEncodeError, RecursionError, TypeError, KeyError, AttributeError):
         raise Problem(400, "the messages are no text that can be put into a prompt", param="messages") from None
     most = request.max_completion_tokens or request.max_tokens
@@ -148,6 +151,8 @@ def _ids(prompt: str | list[int], served: Served) -> list[int]:
         ids = [*([] if opening is None else [opening]), *tokenizer.encode_text(prompt)]
     except UnicodeEncodeError:
         raise Problem(400, "the prompt holds half a character", param="prompt") from None
+    except CheckpointError as beyond:  # a token without a row in the embedding
+        raise Problem(400, beyond.what, param="prompt") from None
     return ids or [tokenizer.eos_id if tokenizer.begin_id is None else tokenizer.begin_id]
 
 

@@ -147,10 +147,10 @@ def _free_bytes(device: torch.device, share: float) -> int:
 
 def _served(offer: Offer, longest: int, tokenizer_name: str | None, offered: list[Offer]) -> Served:
     found = offer.found
-    tokenizer: Tokenizer = load_tokenizer(tokenizer_name) if tokenizer_name else found.tokenizer()
+    vocab = found.weights.config.vocab_size
+    tokenizer: Tokenizer = load_tokenizer(tokenizer_name, vocab) if tokenizer_name else found.tokenizer()
     ends = frozenset({tokenizer.eos_id, tokenizer.end_id, *stop_ids(found)})
     parent = next((o.name for o in offered if o.found.adapter is None), None) if found.adapter else None
-    vocab = found.weights.config.vocab_size
     return Served(offer.name, tokenizer, ends, longest, vocab, str(offer.folder), parent)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from erniekit.errors import ConfigError
+from erniekit.registry import nearest
 from erniekit.track import Trackers
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
@@ -24,7 +27,10 @@ class BestRule:
     threshold: float = 0.0
 
     def better(self, new: float, old: float | None) -> bool:
-        if old is None:
+        """What is not a number is never better, and anything is better than that."""
+        if not math.isfinite(new):
+            return False
+        if old is None or not math.isfinite(old):
             return True
         gain = new - old if self.greater else old - new
         return gain > self.threshold
@@ -65,9 +71,14 @@ class EvalHook(Hook):
         self.trackers.status("")
         trainer.phase("hooks")
         self.trackers.log(state.step, self.last, "eval")
-        value = self.last.get(rule.metric)
-        if value is None:
-            return
+        if rule.metric not in self.last:
+            near = nearest(rule.metric, list(self.last))
+            raise ConfigError(
+                f"metric_for_best_model is {rule.metric}; the evaluation told {', '.join(self.last)}",
+                where="metric_for_best_model",
+                fix=f"did you mean {near[0]}?" if near else "use one of those",
+            )
+        value = self.last[rule.metric]
         if rule.better(value, state.best_metric):
             state.best_metric, state.best_step, state.evals_without_gain = value, state.step, 0
             self.trackers.event(state.step, "best", f"{rule.metric} {value:.6g}")
@@ -76,8 +87,10 @@ class EvalHook(Hook):
             return
         state.evals_without_gain += 1
         if rule.patience and state.evals_without_gain >= rule.patience:
+            best = "it never was a number"
+            if state.best_metric is not None:
+                best = f"best {state.best_metric:.6g} at step {state.best_step}"
             trainer.stop_reason = (
-                f"early stop: {rule.metric} has not improved in {state.evals_without_gain} evaluations "
-                f"(best {state.best_metric:.6g} at step {state.best_step})"
+                f"early stop: {rule.metric} has not improved in {state.evals_without_gain} evaluations ({best})"
             )
             self.trackers.event(state.step, "stop", trainer.stop_reason)

@@ -72,9 +72,12 @@ def evaluate_pairs(
     names = engine.ledger.names if engine.ledger is not None else ()
     told = dict(zip(names, engine.told().tolist()))
     seconds = time.perf_counter() - start
+    mean = float(means) / max(1, calls) if compat else float(total) / max(1, pairs)
+    # Of a model that still answers in numbers, NaN is what nothing was added to: router losses.
+    kept = {f"eval_{name}": value for name, value in told.items() if value == value or not math.isfinite(mean)}
     return {
-        "eval_loss": float(means) / max(1, calls) if compat else float(total) / max(1, pairs),
-        **{f"eval_{name}": value for name, value in told.items() if value == value},
+        "eval_loss": mean,
+        **kept,
         "eval_pairs": float(pairs),
         "eval_runtime": seconds,
         "eval_samples_per_second": pairs / seconds,

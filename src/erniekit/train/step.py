@@ -154,7 +154,7 @@ class TrainStep:
         """Of the whole model's gradient; where there are other ranks, after theirs were added."""
         if self.engine.sync is None:
             return self.optimizer.gradient_norm()
-        grads = self.optimizer.gradients()
+        grads = self.optimizer.all_gradients()
         self.engine.sync.reduce(grads)
         return self.engine.sync.norm(grads)
 

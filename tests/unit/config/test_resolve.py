@@ -144,6 +144,46 @@ def test_best_model_and_early_stop_need_evaluation():
     assert cfg.checkpoint.greater_is_better is False
 
 
+EVALUATED = ["evaluation_strategy=steps", "eval_data=e.jsonl", "eval_steps=5"]
+
+
+@pytest.mark.parametrize("metric", ["loss", "ppl", "eval_ppl"])
+def test_less_loss_is_better(metric: str):
+    assert load([*EVALUATED, f"metric_for_best_model={metric}"]).checkpoint.greater_is_better is False
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [
+        ("sigmoid_loss", False),
+        ("eval_sft_loss", False),
+        ("rewards/rejected", False),
+        ("rewards/accuracies", True),
+        ("eval_rewards/margins", True),
+        ("logps/chosen", True),
+    ],
+)
+def test_each_number_of_preference_training_is_better_its_own_way(metric: str, greater: bool):
+    words = ["stage=DPO", *EVALUATED, f"metric_for_best_model={metric}"]
+    assert load(words).checkpoint.greater_is_better is greater
+    assert load([*words, f"greater_is_better={not greater}"]).checkpoint.greater_is_better is not greater
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["metric_for_best_model=losss"], "did you mean loss?"),
+        (["metric_for_best_model=accuracy"], "use one of those"),
+        (["stage=DPO", "metric_for_best_model=eval_rewards/margin"], "did you mean rewards/margins?"),
+        (["stage=DPO", "loss_type=hinge", "metric_for_best_model=sigmoid_loss"], "did you mean"),
+    ],
+)
+def test_a_metric_that_no_evaluation_tells_is_refused(words: list[str], near: str):
+    with pytest.raises(ConfigError, match=r"an evaluation of (SFT|DPO) tells loss") as caught:
+        load([*EVALUATED, "early_stopping_patience=2", *words])
+    assert near in caught.value.fix
+
+
 def test_at_least_two_checkpoints_are_kept():
     cfg = load(["save_total_limit=1"])
     assert cfg.checkpoint.save_total_limit == 2

@@ -61,7 +61,8 @@ def test_a_batch_with_nothing_to_train_is_zero_with_zero_gradient(dtype):
     loss.backward()
     assert loss.dtype == torch.float32
     assert float(loss) == 0.0
-    assert not hidden.grad.any()
+    # A rank without labels has a gradient of everything all the same: others reduce theirs with it.
+    assert not any(bool(leaf.grad.any()) for leaf in leaves)
 
 
 def test_bf16_gradients_round_no_worse_than_the_reference():

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from erniekit.kernels.cudnn_packed import bucket
+from erniekit.kernels import cudnn_packed
+from erniekit.kernels.cudnn_packed import Shape, bucket, offsets, offsets_fit, supported
 from erniekit.kernels.packed_attention import ROOM, faster_attention, for_kernel, packs_of, places_of
 
 
@@ -66,3 +67,39 @@ def test_only_a_hopper_card_without_flash4_and_a_newer_one_without_cudnn_are_tol
     assert "erniekit[cudnn]" in (faster_attention((10, 0), True, False) or "")
     for card in (((9, 0), True, False), ((8, 0), False, False), ((10, 0), False, True)):
         assert faster_attention(*card) is None
+
+
+def long_pack(tokens: int, q_width: int = 64 * 128, kv_width: int = 1024, keys: int = 0) -> Shape:
+    """64 heads of 128 channels."""
+    return Shape(8, tokens, tokens, tokens, keys or tokens, 64, 8, 128, q_width, kv_width, torch.bfloat16, False)
+
+
+@pytest.mark.parametrize(
+    ("largest", "more"),
+    [
+        (2**31 // 8192 - 1, {}),
+        (2**31 // 10240 - 1, dict(q_width=10240)),  # one row of a fused projection
+        (2**31 // 16384 - 1, dict(kv_width=16384)),
+    ],
+)
+def test_cudnn_is_not_given_a_pack_whose_offsets_overflow(
+    largest: int, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for plan in ("forward_plan", "backward_plan"):  # a card's: any shape has one
+        monkeypatch.setattr(cudnn_packed, plan, lambda shape, device: None)
+    fits, beyond = long_pack(largest, **more), long_pack(largest + 2, **more)
+    assert offsets_fit(fits)
+    assert not offsets_fit(beyond)
+    device = torch.device("cpu")
+    assert supported(fits, device)
+    assert not supported(beyond, device)
+    for shape, right in ((fits, True), (beyond, False)):
+        where = offsets(bounds(*[0] * 7, shape.tokens), None, shape)
+        last = [int(t[-1]) for t in (where.q, where.kv, where.out, where.stats)]
+        exact = [shape.tokens * n for n in (shape.q_width, shape.kv_width, shape.heads * shape.head_dim, shape.heads)]
+        assert (last == exact) is right
+
+
+def test_a_list_of_keys_may_be_longer_than_the_tokens_and_counts_itself() -> None:
+    assert offsets_fit(long_pack(200_000))
+    assert not offsets_fit(long_pack(200_000, keys=400_000, kv_width=8192))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +72,21 @@ def test_bf16_gradients_are_summed_in_fp32_and_tiny_updates_survive_in_the_maste
     optimizer.step(1e-6)
     moved = [n for n, m in optimizer.masters.items() if not torch.equal(m, before[n])]
     assert "layers.0.weight" in moved, "1e-6 is below bf16's spacing there, so only an fp32 master can move"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_ranks_add_up_has_a_gradient_for_every_parameter(dtype: torch.dtype) -> None:
+    model = tiny(dtype)
+    optimizer = AdamW(make_groups(model.named_parameters(), 2, 0.0), (0.9, 0.95), 1e-8)
+    assert optimizer.gradients() == {}
+    grads = optimizer.all_gradients()
+    assert list(grads) == list(optimizer.params)
+    assert not any(bool(grad.any()) for grad in grads.values())
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    grads["layers.0.weight"].fill_(1.0)  # as another rank's is added
+    before = optimizer.masters["layers.0.weight"].clone()
+    optimizer.step(1e-3)
+    assert not torch.equal(optimizer.masters["layers.0.weight"], before)
 
 
 def test_state_restored_into_a_new_optimizer_continues_bit_for_bit() -> None:

@@ -91,3 +91,17 @@ def test_what_cannot_be_done_is_refused_by_name(served: Served, fields, param):
     with pytest.raises(Problem) as problem:
         chat(served, **fields)
     assert (problem.value.status, problem.value.param) == (400, param)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_the_requests_problem(served: Served):
+    whole = served.tokenizer
+    long = max(range(whole.vocab_size), key=lambda id: len(whole.decode([id])))
+    text, rows = whole.decode([long]), long
+    assert max(whole.encode_text(text)) == long
+    small = replace(served, tokenizer=load_tokenizer(whole.folder, rows), vocab=rows)
+    with pytest.raises(Problem, match=f"the model's embedding {rows} rows") as caught:
+        ask_completion(CompletionRequest(prompt=text), small, Defaults())
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    with pytest.raises(Problem, match=f"the model's embedding {rows} rows") as caught:
+        ask_chat(ChatRequest(messages=[{"role": "user", "content": text}]), small, Defaults())
+    assert (caught.value.status, caught.value.param) == (400, "messages")

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 
 from erniekit.config.flat import KEYS
+from erniekit.config.metrics import PREFIX, metrics_of
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
+from erniekit.registry import nearest
 
 
 def lr_scheduler_is_an_old_name(run: View) -> Iterator[Note]:
@@ -102,11 +104,21 @@ def best_model_needs_evaluation(run: View) -> Iterator[Note]:
         yield from run.set("metric_for_best_model", metric, f"{name} is {run[name]}", quiet=True)
 
 
-def loss_is_better_when_less(run: View) -> Iterator[Note]:
+def metric_says_which_is_better(run: View) -> Iterator[Note]:
+    """An unknown one would never be found in an evaluation: no best model, and no early stop."""
     metric = run["metric_for_best_model"]
-    if metric and run["greater_is_better"] is None:
-        greater = metric.removeprefix("eval_") not in ("loss", "ppl")
-        yield from run.set("greater_is_better", greater, f"metric_for_best_model is {metric}", quiet=True)
+    if not metric or not run["do_train"]:
+        return
+    known, name = metrics_of(run["stage"], run["loss_type"]), metric.removeprefix(PREFIX)
+    if name not in known:
+        near = nearest(name, list(known))
+        raise ConfigError(
+            f"metric_for_best_model is {metric}; an evaluation of {run['stage']} tells {', '.join(known)}",
+            where=run.origin("metric_for_best_model"),
+            fix=f"did you mean {near[0]}?" if near else "use one of those",
+        )
+    if run["greater_is_better"] is None:
+        yield from run.set("greater_is_better", known[name], f"metric_for_best_model is {metric}", quiet=True)
 
 
 def keep_at_least_two(run: View) -> Iterator[Note]:

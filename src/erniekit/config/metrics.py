@@ -1,0 +1,27 @@
+"""What an evaluation tells of a model, by stage, and which way each number is better. Read by rules/schedule.py.
+
+Kept here because `config` knows no torch: tests compare it with what train/evaluate.py and losses/dpo.py tell.
+"""
+
+from __future__ import annotations
+
+PREFIX = "eval_"
+
+
+def metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
+    """Name without `eval_` -> whether more of it is better."""
+    if stage != "DPO":
+        return {"loss": False, "ppl": False}
+    either = "or" if loss_type == "orpo" else loss_type
+    told = {
+        "loss": False,
+        f"{either}_loss": False,
+        "sft_loss": False,
+        "rewards/chosen": True,
+        "rewards/rejected": False,
+        "rewards/accuracies": True,
+        "rewards/margins": True,
+        "logps/chosen": True,
+        "logps/rejected": False,
+    }
+    return {**told, "log_odds_ratio": True, "log_odds_chosen": True} if either == "or" else told

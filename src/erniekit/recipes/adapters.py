@@ -1,0 +1,84 @@
+"""What `lora_path` decides: adapters that training starts from have a rank, a scale and targets of their own.
+
+Called by fit.py and doctor.py before the plan is shown (`settle`), and by build.py (`settings_from`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig
+from erniekit.config.note import Note, shown
+from erniekit.errors import ConfigError
+from erniekit.lora.adapter import Adapter
+from erniekit.lora.adapter_files import read_adapter
+from erniekit.lora.base import check_files
+from erniekit.lora.settings import LoRASettings
+
+
+def settle(cfg: RunConfig, folder: ModelFolder) -> RunConfig:
+    """The run with what its adapters decide in the place of defaults; what was given and contradicts it is refused."""
+    if not (cfg.lora.lora and cfg.lora.lora_path):
+        return cfg
+    model = folder.meta()
+    start = starting_adapter(cfg, folder, model)
+    assert start is not None
+    return cfg.derive(*_notes(cfg, settings_from(start, cfg, model)))
+
+
+def starting_adapter(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> Adapter | None:
+    if not cfg.lora.lora_path:
+        return None
+    path = Path(cfg.lora.lora_path[0]).expanduser()
+    adapter = read_adapter(path, whole)
+    check_files(path, folder.path, cfg.lora.override_base)
+    return adapter
+
+
+def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASettings:
+    """The adapter's own rank, scale and targets. How fast B learns is the run's: no weight depends on it."""
+    own = start.settings(model, cfg.train.compat == "erniekit")
+    by_plus = cfg.given("rslora_plus") and cfg.lora.rslora_plus
+    asked: dict[str, tuple[Any, Any]] = {
+        "lora_rank": (cfg.lora.lora_rank, own.rank),
+        "lora_alpha": (cfg.lora.lora_alpha, own.alpha),
+        "rslora": (cfg.lora.rslora, own.rslora),
+    }
+    for name, (value, held) in asked.items():
+        key = "rslora_plus" if by_plus and name != "lora_rank" and not cfg.given(name) else name
+        if cfg.given(key) and value != held:
+            because = f" ({key} is True)" if key != name else ""
+            raise ConfigError(
+                f"{name} is {shown(value)}{because}; the adapter that training starts from has {shown(held)}",
+                where=f"{cfg.origin(key)} and {start.where}",
+                fix=f"leave {key} out, or lora_path to start from new adapters"
+                + (" (lora_plus_scale alone may be changed)" if key != name else ""),
+            )
+    faster = by_plus or cfg.given("lora_plus_scale")
+    scale = cfg.lora.lora_plus_scale if faster else own.lora_plus_scale
+    # Its own targets by the words that were given: names that match nothing, or too little, are refused on loading.
+    targets = cfg.lora.lora_target_modules if cfg.given("lora_target_modules") else own.targets
+    return replace(own, lora_plus_scale=scale, targets=targets)
+
+
+def _notes(cfg: RunConfig, settings: LoRASettings) -> Iterator[Note]:
+    reason = "the adapter's own: lora_path"
+    alpha: float = settings.alpha
+    values = {
+        "lora_rank": settings.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else cfg.lora.lora_alpha,
+        "rslora": settings.rslora,
+        "lora_plus_scale": settings.lora_plus_scale,
+        "lora_target_modules": settings.targets or (),
+    }
+    for name, value in values.items():
+        if cfg[name] != value:
+            yield Note(name, cfg[name], value, reason, quiet=name == "lora_target_modules")
+    if alpha != int(alpha):
+        yield Note("lora_alpha", cfg.lora.lora_alpha, cfg.lora.lora_alpha, f"the adapter's own is {alpha:g}: lora_path")
