@@ -248,6 +248,7 @@ def kill_at_random_times(root: Path, reference: Reference, kills: int, inside: i
 def one_save(step: int, write: writer.Write) -> Callable[[Path], None]:
     def work(folder: Path) -> None:
         with CheckpointManager(folder, keep_last=2) as manager:
+            manager.begin(manager.latest_good())  # a step of this run's own may be saved again
             manager.save(step, write)
 
     return work

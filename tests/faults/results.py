@@ -29,6 +29,7 @@ ROWS = {  # reliability rows and what a passing one promises
     "D1": "disk full",
     "D2": "disk fails, is read-only, gone or slow",
     "C1": "checkpoint files damaged",
+    "C2": "checkpoint files that cannot be read for a moment",
     "R1": "stopped at every step",
     "R2": "other layouts and numbers of ranks",
     "R3": "resumed with other settings or data",

@@ -84,6 +84,11 @@ class CollectiveSaves:
         run()
         return self._settle(final)
 
+    @property
+    def in_flight(self) -> bool:
+        """A save in the background whose outcome is not known yet; the same on all ranks."""
+        return self._in_flight
+
     def check(self) -> None:
         """Call it every step, on all ranks: reports a background save that ended, at the same step everywhere."""
         if self._in_flight and not self.world.max(self._thread.busy):
@@ -107,8 +112,15 @@ class CollectiveSaves:
         self._in_flight = False
 
     def published(self, step: int) -> bool:
-        """Whether rank 0 has the checkpoint of this step on disk."""
-        return bool(self.world.broadcast((self.manager.output_dir / f"checkpoint-{step}").is_dir()))
+        """Whether rank 0 has the checkpoint of this step on disk, with every file of its manifest."""
+        return bool(self.world.broadcast(self.world.is_main and self._is_whole(step)))
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.manager.verify(self.manager.output_dir / f"checkpoint-{step}", "size")
+            return True
+        except CheckpointError:
+            return False
 
     # --- how one goes ---
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.lock import RunLock
-from erniekit.checkpoint.manifest import MANIFEST, Damaged, Depth
+from erniekit.checkpoint.manifest import Damaged, Depth, NoManifest, has_manifest, is_folder, unreadable
 from erniekit.checkpoint.writer import AsyncSaver, Write
 from erniekit.errors import CheckpointError
 from erniekit.log import warn, warn_once
@@ -47,7 +47,8 @@ class CheckpointManager:
         self.keep_every = keep_every  # steps; 0 for none
         self.verify_mode, self.async_save, self.max_misses = verify, async_save, max_misses
         self.misses = 0  # saves that failed since the last good one
-        self._best: int | None = None
+        self._best: list[int] = []  # steps named as the best, the newest last
+        self._written: set[int] = set()  # steps of this run's own: one of them may be saved again
         self._lock = RunLock(self.output_dir)
         self._saver = AsyncSaver()
 
@@ -112,15 +113,49 @@ class CheckpointManager:
         self._settle(self._saver.wait)
 
     def protect(self, step: int | None) -> None:
-        """The best checkpoint: rotation leaves it alone until another one is named."""
-        self._best = step
+        """The best checkpoint: rotation leaves it alone until another one is named and on disk."""
+        self._best = [] if step is None else [*self._best, step]
 
     def list(self) -> Sequence[Path]:
         """Published folders, oldest step first; none of them checked."""
-        if not self.output_dir.is_dir():
+        steps = [(step, path) for path in self._entries() if (step := step_of(path)) is not None]
+        return [path for _, path in sorted(steps) if is_folder(path)]
+
+    def _entries(self) -> Sequence[Path]:
+        try:
+            return [*self.output_dir.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        steps = [(step, path) for path in self.output_dir.iterdir() if (step := step_of(path)) is not None]
-        return [path for _, path in sorted(steps) if path.is_dir()]
+        except OSError as error:
+            raise unreadable(self.output_dir, error) from error
+
+    def _step_inside(self, point: Path | None) -> int | None:
+        """The step of a checkpoint of this very folder; None for any other."""
+        inside = point is not None and point.parent.resolve() == self.output_dir.resolve()
+        return step_of(point) if inside and point is not None else None
+
+    def begin(self, point: Path | None) -> None:
+        """From here on the run that goes on from `point` (None: from the first step) saves into the folder. Whatever
+        lies ahead of it is of another branch, or of another run: it is set aside, so that no save can replace it and
+        no resume can take it for this run's."""
+        last = self._step_inside(point)
+        self._written = {last} if last is not None else set()
+        for path in self.list():
+            step = step_of(path)
+            if step is not None and (last is None or step > last) and has_manifest(path):
+                at = f"goes on from step {last}" if last is not None else "does not go on from it"
+                self._keep_aside(path, f"this run {at}")
+
+    def refuse_foreign(self, point: Path | None) -> None:
+        """Folders ahead of `point` that a save may want the name of and that are not ours to move: say so at once."""
+        last = self._step_inside(point)
+        foreign = [p for p in self.list() if not has_manifest(p) and (last is None or (step_of(p) or 0) > last)]
+        if foreign:
+            raise CheckpointError(
+                f"{_names(foreign)} in output_dir: no MANIFEST.json, so another program wrote it or the file is gone",
+                where=str(self.output_dir),
+                fix="choose another output_dir, or move what is yours elsewhere; erniekit changes nothing in it",
+            )
 
     def verify(self, path: Path, mode: Verify | None = None) -> None:
         """Raises CheckpointError naming the file that is not what was saved."""
@@ -130,32 +165,45 @@ class CheckpointManager:
             depth = "sample"
         manifest.check(path, depth)
 
-    def latest_good(self) -> Path | None:
-        """The newest checkpoint that verifies; damaged newer ones are set aside. None: nothing saved yet."""
+    def latest_good(self, launch: str = "") -> Path | None:
+        """The newest checkpoint that verifies; damaged newer ones are set aside. None: nothing saved yet.
+
+        launch: only those that this launch saved (`info["launch"]`). One that cannot be read raises `Unreadable`.
+        """
         self.wait()
-        damaged = [*self.output_dir.glob("checkpoint-*.corrupt-*")]
+        damaged = [] if launch else [path for path in self._entries() if ".corrupt-" in path.name]
         for path in reversed(self.list()):
             try:
+                if launch and manifest.load(path).info.get("launch") != launch:
+                    continue
                 self.verify(path)
                 return path
-            except Damaged as error:
-                if not path.exists():  # the run that owns the folder rotated it away while we read
+            except CheckpointError as error:
+                if not is_folder(path):  # the run that owns the folder rotated it away while we read
                     continue
+                if isinstance(error, NoManifest):
+                    warn(f"{path.name} is passed over: {error.what}")
+                    continue
+                if not isinstance(error, Damaged):
+                    raise
                 damaged.append(path)
                 warn(f"{path.name} is damaged and will not be used: {error.what}")
                 if self._lock.held:
                     self._set_aside(path, "corrupt")
-        if damaged:
-            raise CheckpointError(
+        if damaged and not launch:
+            raise Damaged(
                 f"every checkpoint in this folder is damaged ({len(damaged)} found)",
                 where=str(self.output_dir),
-                fix="choose another output_dir, or delete the damaged folders to start from the first step",
+                fix="put a good copy of one back under its name, or choose another output_dir to start from the first "
+                "step; a checkpoint-N.corrupt-1 that was renamed for a fault of the disk may be named checkpoint-N "
+                "again, and is checked once more",
             )
         return None
 
     def _publish(self, step: int, write: Write, info: dict[str, Any], expected_bytes: int) -> None:
         name = f"checkpoint-{step}"
         self._clear_the_way(step)
+        self._written.add(step)
         path = writer.publish(self.output_dir, name, write, info=info, expected_bytes=expected_bytes)
         # its hashes were taken from the bytes just written, so only "full" reads them once more
         self.verify(path, "full" if self.verify_mode == "full" else "size")
@@ -163,28 +211,46 @@ class CheckpointManager:
         self._rotate()
 
     def _clear_the_way(self, step: int) -> None:
-        """Going on from an older step leaves later ones of an abandoned branch; a resume must not pick those.
-        A folder of our name that we did not publish is somebody's work: it is kept, too."""
+        """Later steps are of an abandoned branch: a resume must not pick those. One of this very step is replaced
+        only where this run wrote it. A folder without our manifest is not ours to move."""
         for path in self.list():
             other = step_of(path)
             assert other is not None
-            if other > step or (other == step and not (path / MANIFEST).exists()):
-                kept = self._set_aside(path, "aside")
-                warn(f"{path.name} is not of this run, which is at step {step}: kept as {kept.name}")
+            if other < step or (other == step and other in self._written):
+                continue
+            if has_manifest(path):
+                self._keep_aside(path, f"this run is at step {step}")
+            elif other == step:
+                raise CheckpointError(
+                    f"{path.name} was not written: a folder of that name is there and has no MANIFEST.json",
+                    where=str(self.output_dir),
+                    fix="move it elsewhere; erniekit changes nothing in it",
+                )
 
     def _rotate(self) -> None:
         """Only after the new one is published and checked. A failed deletion costs space, not the run."""
         if self.keep_last is None:
             return
-        ours = [path for path in self.list() if (path / MANIFEST).exists()]
+        try:
+            ours = [path for path in self.list() if has_manifest(path)]
+        except CheckpointError as error:
+            warn(f"no old checkpoint was deleted this time: {error.what}")
+            return
+        there = {step_of(path) for path in ours}
+        on_disk = [k for k, step in enumerate(self._best) if step in there]
+        self._best = self._best[on_disk[-1] if on_disk else 0 :]  # one whose save failed takes nobody's place
         for path in ours[: -self.keep_last]:
             step = step_of(path)
-            if step == self._best or (self.keep_every and step is not None and step % self.keep_every == 0):
+            if step in self._best or (self.keep_every and step is not None and step % self.keep_every == 0):
                 continue
             try:
                 writer.discard(path)
             except OSError as error:
                 warn(f"could not delete the old {path.name}: {error.strerror or error}")
+
+    def _keep_aside(self, path: Path, why: str) -> None:
+        kept = self._set_aside(path, "aside")
+        warn(f"{path.name} is of another branch or run ({why}): kept as {kept.name}")
 
     def _set_aside(self, path: Path, suffix: str) -> Path:
         number = 1
@@ -206,8 +272,7 @@ class CheckpointManager:
             return True
         except CheckpointError as error:
             self.misses += 1
-            newest = next(reversed(self.list()), None)
-            safe = f"the newest one on disk is {newest.name}" if newest else "there is none on disk yet"
+            safe = self._newest()
             if final or self.misses >= self.max_misses:
                 raise CheckpointError(
                     f"{error.what}; {self.misses} save(s) failed in a row, {safe}",
@@ -216,3 +281,15 @@ class CheckpointManager:
                 ) from error
             warn(f"CHECKPOINT NOT SAVED: {error.what} ({self.misses} of {self.max_misses} in a row; {safe})")
             return False
+
+    def _newest(self) -> str:
+        try:
+            newest = next(reversed(self.list()), None)
+        except CheckpointError as error:
+            return f"and {error.what}"
+        return f"the newest one on disk is {newest.name}" if newest else "there is none on disk yet"
+
+
+def _names(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(path.name for path in paths[:3]) + more

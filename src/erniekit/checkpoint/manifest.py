@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -21,6 +22,8 @@ Depth = Literal["size", "sample", "full"]
 _READ = 1 << 20  # bytes per read while hashing
 _SAMPLED_ABOVE = 64 << 20  # bytes; smaller files are hashed in full even by a sampled check
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK = 64, 64 << 10
+_PERMISSIONS = "check the permissions of the file and its folders, then run the same command again"
+_TRY_AGAIN = "run the same command again; if it stays so, check the disk (dmesg), the mount and `ulimit -n`"
 _MAX_BYTES = 64 << 20  # of the manifest itself: about 400,000 files
 # The digest covers the raw bytes before it and the tail is fixed text: no byte of the file can change unseen.
 _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n}\n', re.DOTALL)
@@ -28,6 +31,14 @@ _SEALED = re.compile(rb'(.*),\n "sha256": "([0-9a-f]{64})"\n}\n', re.DOTALL)
 
 class Damaged(CheckpointError):
     """The bytes on disk are not the ones saved: a resume may set the folder aside and go further back."""
+
+
+class NoManifest(CheckpointError):
+    """A folder we did not publish, or whose manifest was deleted: never renamed, replaced or rotated away."""
+
+
+class Unreadable(CheckpointError):
+    """The system could not read a file now. That says nothing about its bytes, so it condemns no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,49 @@ class Manifest:
         return cls(files, info)
 
 
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """A missing file is damage; any other error of the system (a time-out, no file handles, no memory) is not."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return Damaged(f"{path.name} is missing", where=str(path))
+    if isinstance(error, PermissionError):
+        return Unreadable(f"{path.name} may not be read; nothing was changed", where=str(path), fix=_PERMISSIONS)
+    reason = error.strerror or str(error)
+    return Unreadable(f"{path.name} cannot be read: {reason}; nothing was changed", where=str(path), fix=_TRY_AGAIN)
+
+
+def kind_of(path: Path, follow: bool = True) -> os.stat_result | None:
+    """stat(), None where there is nothing. `Path.exists` and its like take some errors of the system for "no"."""
+    try:
+        return path.stat(follow_symlinks=follow)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def is_folder(path: Path) -> bool:
+    found = kind_of(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def has_manifest(folder: Path) -> bool:
+    return kind_of(folder / MANIFEST) is not None
+
+
 def load(folder: Path) -> Manifest:
-    """The manifest of a published folder; `Damaged` when it is missing or was changed."""
+    """The manifest of a published folder; `Damaged` when it was changed, `NoManifest` where there is none."""
     path = folder / MANIFEST
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise CheckpointError(f"no checkpoint folder at {folder}", fix="check the path; ls its parent")
+    found = kind_of(path)
+    if found is None:
+        raise NoManifest(
+            f"{folder.name} has no {MANIFEST}: another program wrote it, or the file was deleted",
+            where=str(folder),
+            fix="name a checkpoint that erniekit saved",
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{MANIFEST} is not a plain file", where=str(path))
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -90,27 +139,30 @@ def load(folder: Path) -> Manifest:
             raise Damaged(f"{MANIFEST} is larger than {_MAX_BYTES} bytes", where=str(path))
         return Manifest.from_bytes(raw)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise Damaged(f"{MANIFEST} {error}", where=str(path)) from None
 
 
-def check(folder: Path, depth: Depth = "full") -> Manifest:
-    """Compare every file with the manifest; `Damaged` names the first that differs. Sizes go first."""
+def check(folder: Path, depth: Depth = "full", content_of: Callable[[str], bool] = lambda name: True) -> Manifest:
+    """Compare every file with the manifest; `Damaged` names the first that differs. Sizes go first.
+
+    content_of: the files, by name, whose bytes matter to the caller; of the others only the size is compared.
+    """
     manifest = load(folder)
     for name, record in manifest.files.items():
         path = folder / name
-        try:
-            found = path.lstat()
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        found = kind_of(path, follow=False)
+        if found is None:
+            raise Damaged(f"{name} is missing", where=str(path))
         if not stat.S_ISREG(found.st_mode):
             raise Damaged(f"{name} is not a plain file", where=str(path))
         if found.st_size != record.size:
             raise Damaged(f"{name} has {found.st_size} bytes, {record.size} were saved", where=str(path))
     if depth != "size":
         for name, record in manifest.files.items():
-            _check_content(folder / name, name, record, depth)
+            if content_of(name):
+                _check_content(folder / name, name, record, depth)
     return manifest
 
 
@@ -145,14 +197,6 @@ def _check_content(path: Path, name: str, record: FileRecord, depth: Depth) -> N
         else:
             same = measure(path).sha256 == record.sha256
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not same:
         raise Damaged(f"{name} does not match its sha256", where=str(path))
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return Damaged(f"{path.name} is missing", where=str(path))
-    if isinstance(error, PermissionError):  # not damage: nothing to set aside
-        return CheckpointError(f"{path.name} may not be read", where=str(path), fix="check the permissions")
-    return Damaged(f"{path.name} cannot be read: {error.strerror or error}", where=str(path))

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
 from erniekit.log import warn_once
@@ -44,6 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", where=str(path.parent), fix="check the folder") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not JSON: {error}", where=str(path)) from None
     if not isinstance(value, dict):

@@ -20,7 +20,17 @@ import torch.distributed as dist
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.gather import TIMEOUT, Wire
 from erniekit.checkpoint.manager import CheckpointManager, step_of
-from erniekit.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
+from erniekit.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    FileRecord,
+    Manifest,
+    NoManifest,
+    Unreadable,
+    has_manifest,
+    is_folder,
+    unreadable,
+)
 from erniekit.errors import CheckpointError
 from erniekit.log import say, warn
 
@@ -125,10 +135,11 @@ def agree_on_checkpoint(
     mine = _look(find, output_dir) if rank == 0 or (rank in leaders and not shared) else _Found()
     found: list[_Found] = _everyones(mine, group)
     good = [r for r, f in enumerate(found) if f.name]
+    # What a node cannot read now may be the newest there is: no other node's older one takes its place.
+    problem = next((f.problem for f in found if f.problem and (f.passing or not good)), None)
+    if problem:
+        raise CheckpointError(**problem)
     if not good:
-        problem = next((f.problem for f in found if f.problem), None)
-        if problem:
-            raise CheckpointError(**problem)
         return None
     source = max(good, key=lambda r: (found[r].step, -r))
     best = found[source]
@@ -136,15 +147,26 @@ def agree_on_checkpoint(
     targets = [] if shared else [r for r in leaders if (found[r].name, found[r].seal) != (best.name, best.seal)]
     if source != 0:
         say(f"note     {path.name} comes from the node of rank {source}: rank 0's own folder has nothing as new")
+    together(lambda: copy_to_nodes(path, targets, rank, group, source=source, set_aside=True, timeout=timeout), group)
+    return path
+
+
+def together(work: Callable[[], None], group: ProcessGroup | None) -> None:
+    """All ranks call it; a CheckpointError of one is raised on every rank, so that none waits for those that left."""
     problem = None
     try:
-        copy_to_nodes(path, targets, rank, group, source=source, set_aside=True, timeout=timeout)
+        work()
     except CheckpointError as error:
-        problem = {"what": error.what, "where": error.where, "fix": error.fix}
-    problem = next((p for p in _everyones(problem, group) if p), None)
+        if group is None:
+            raise
+        problem = _told(error)
+    problem = next((p for p in _everyones(problem, group) if p), None) if group is not None else None
     if problem:
         raise CheckpointError(**problem)
-    return path
+
+
+def _told(error: CheckpointError) -> dict[str, str]:
+    return {"what": error.what, "where": error.where, "fix": error.fix}
 
 
 @dataclass(frozen=True)
@@ -153,6 +175,7 @@ class _Found:
     step: int = -1
     seal: str = ""  # the manifest's own hash, and it has that of every file
     problem: dict[str, str] | None = None
+    passing: bool = False  # the problem: it says nothing about what is on the disk
 
 
 def _look(find: Callable[[], Path | None], output_dir: Path) -> _Found:
@@ -160,11 +183,20 @@ def _look(find: Callable[[], Path | None], output_dir: Path) -> _Found:
         path = find()
         if path is None:
             return _Found()
-        seal = (path / MANIFEST).read_text(encoding="utf-8")[-80:] if (path / MANIFEST).is_file() else ""
+        seal = _seal(path)
         name = path.name if path.parent == output_dir else str(path.absolute())
         return _Found(name, step_of(path) or 0, seal)
     except CheckpointError as error:
-        return _Found(problem={"what": error.what, "where": error.where, "fix": error.fix})
+        return _Found(problem=_told(error), passing=isinstance(error, Unreadable))
+
+
+def _seal(folder: Path) -> str:
+    if not has_manifest(folder):
+        return ""
+    try:
+        return (folder / MANIFEST).read_bytes()[-80:].decode(errors="replace")
+    except OSError as error:
+        raise unreadable(folder / MANIFEST, error) from error
 
 
 # --- one folder along the chain ---
@@ -275,6 +307,8 @@ def _receive_folder(path: Path, told: dict[str, Any], stream: _Stream) -> dict[s
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if is_folder(path) and not has_manifest(path):
+            raise NoManifest(f"the {path.name} there has no {MANIFEST}: it is not erniekit's to replace")
         if told["set_aside"]:
             _set_aside(path)
         writer.publish(path.parent, path.name, write, info=manifest.info, expected_bytes=manifest.total_bytes)
@@ -292,10 +326,13 @@ def _rotate_like(path: Path, keep: Sequence[str] | None) -> None:
         return
     for old in path.parent.iterdir():
         other = step_of(old)
-        if other is None or old.name in keep or not (old / MANIFEST).is_file():
+        if other is None or old.name in keep:
             continue
         try:
-            _set_aside(old) if other > step else writer.discard(old)
+            if has_manifest(old):
+                _set_aside(old) if other > step else writer.discard(old)
+        except CheckpointError as error:
+            warn(error.what)
         except OSError as error:
             warn(f"could not remove the old {old.name}: {error.strerror or error}")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from erniekit.checkpoint.manifest import unreadable
 from erniekit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,10 +45,8 @@ def check_safetensors(path: Path) -> SafetensorsHeader:
     refuse_pickle(path)
     try:
         return _read_header(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing", where=str(path)) from None
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from error
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name} is not a sound safetensors file: {error}",
@@ -92,10 +91,8 @@ def read_json(path: Path, *, max_bytes: int = 256 << 20) -> Any:
         if path.stat().st_size > max_bytes:
             raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes", where=str(path))
         return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing", where=str(path)) from None
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", where=str(path)) from error
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not JSON: {error}", where=str(path)) from None
 

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
+from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.safe import SafetensorsHeader, TensorEntry, check_safetensors
 from erniekit.errors import CheckpointError
 from erniekit.models.names import Entry, verbatim
@@ -95,10 +96,10 @@ class TensorFiles:
         return self._headers[file].tensors[name]
 
     def _fill(self, file: Path, view: memoryview, base: int, runs: Iterator[tuple[int, int]]) -> None:
-        if file not in self._open:
-            self._open[file] = file.open("rb", buffering=0)
-        fd, done, told = self._open[file].fileno(), 0, -1
         try:
+            if file not in self._open:
+                self._open[file] = file.open("rb", buffering=0)
+            fd, done, told = self._open[file].fileno(), 0, -1
             for start, length in runs:
                 offset, stop = base + start, done + length
                 if length < _NEAR and stop < len(view) and offset >= told:
@@ -109,7 +110,7 @@ class TensorFiles:
                         raise CheckpointError(f"{file.name} ends before its tensors do", where=str(file))
                     done, offset = done + got, offset + got
         except OSError as error:
-            raise CheckpointError(f"{file.name} cannot be read: {error.strerror}", where=str(file)) from error
+            raise unreadable(file, error) from error
         self.bytes_read += len(view)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.shards import write_json
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError
@@ -87,7 +88,9 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         known = {f.name for f in fields(TrainState)}
         return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(folder / FILE, error) from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{FILE} cannot be read: {error}", where=str(folder), fix="resume from another checkpoint"
         ) from None

@@ -6,6 +6,7 @@ Everything here happens before torch is imported; cli/launch_agent.py starts and
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import uuid
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ DEFAULT_PORT = 8080
 DEFAULT_LOGS = "erniekit_dist_log"
 # The variable that says which devices of a machine are ours, by the word of the key `device`.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "XPU_VISIBLE_DEVICES"}
+LAUNCH_NAME = "ERNIEKIT_LAUNCH"  # set for a rank: one name for all attempts of a launch, on all machines
 GPUS_VISIBLE = "CUDA_VISIBLE_DEVICES"  # of auto, gpu and the makes that call themselves CUDA
 
 
@@ -57,7 +59,7 @@ def train_command(args: list[str]) -> int:
             run.check_world(cfg, launch.world)
             run.take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
-    run.run_train(cfg, ["erniekit", "train", *args])
+    run.run_train(cfg, ["erniekit", "train", *args], launch_name())
     return 0
 
 
@@ -73,6 +75,19 @@ def inside(env: Mapping[str, str] | None = None) -> bool:
     """Whether this process is a rank already: ours, torchrun's, or one numbered by hand."""
     env = os.environ if env is None else env
     return "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def launch_name(env: Mapping[str, str] | None = None) -> str:
+    """Of the launcher that started this rank and starts it again after a crash; "" where nothing restarts it.
+
+    A command typed or requeued anew has another name: only restarts by the launcher itself belong to one launch.
+    """
+    env = os.environ if env is None else env
+    if LAUNCH_NAME in env:
+        return env[LAUNCH_NAME]
+    if "TORCHELASTIC_RUN_ID" in env:  # torchrun, whose own name may be the same every day
+        return f"{env['TORCHELASTIC_RUN_ID']}-{socket.gethostname()}-{os.getppid()}"
+    return ""
 
 
 def needed(launch: Launch, cfg: RunConfig) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-from erniekit.cli.launch import Launch
+from erniekit.cli.launch import LAUNCH_NAME, Launch
 from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.cli.launch_logs import LAUNCHER_LOG, Relay, own_folder
 from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
@@ -88,6 +88,7 @@ class RankLogs(LogsSpecs):
     def __init__(self, relay: Relay, errors: Path) -> None:
         super().__init__(str(relay.folder))
         self.relay, self.errors = relay, errors
+        self.launch_name = ""
 
     @property
     def root_log_dir(self) -> str:
@@ -102,6 +103,7 @@ class RankLogs(LogsSpecs):
             Path(files[local]).unlink(missing_ok=True)
             env["TORCHELASTIC_ERROR_FILE"] = files[local]
             env[LAUNCHED] = str(os.getpid())
+            env[LAUNCH_NAME] = self.launch_name
         return LogsDest(outs, errs, {}, {}, files)
 
 
@@ -110,7 +112,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs, launch: Launch, relay: Relay, here: str | None) -> None:
         super().__init__(spec, logs)
-        self.launch, self.relay, self.here = launch, relay, here
+        self.launch, self.relay, self.here, self.logs = launch, relay, here, logs
         self.exit_code, self.met = 0, False
         self._nodes: Nodes | None = None
         self._word = secrets.token_hex(4)  # tells this launcher from another that takes its place
@@ -140,6 +142,7 @@ class Agent(LocalElasticAgent):
         spec = worker_group.spec
         attempt = self._nodes.agree(spec.max_restarts - self._remaining_restarts, wait)
         self._remaining_restarts = max(0, spec.max_restarts - attempt)
+        self.logs.launch_name = self._nodes.launch_name()
         worker_group.master_addr, worker_group.master_port = self._nodes.meeting_point(wait)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -97,6 +97,7 @@ class Nodes:
         from torch.distributed import PrefixStore, TCPStore
 
         self.store, self.me, self.count, self.launch = store, me.number, me.of, launch
+        self._launcher = launcher
         self.attempt = 0
         self.machines = [me]
         self._asked = 0.0
@@ -149,6 +150,10 @@ class Nodes:
             where="join_timeout_s",
             fix="run the same command on every machine, or raise join_timeout_s",
         )
+
+    def launch_name(self) -> str:
+        """One for all attempts and machines: that of the launcher that was the first to ask."""
+        return self._pulse.launch_name() if self._pulse else self._launcher
 
     def meeting_point(self, timeout: float) -> tuple[str, int]:
         """Host and port of a store for this attempt's ranks: an old one holds addresses of ranks that are gone."""

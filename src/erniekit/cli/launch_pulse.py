@@ -98,6 +98,10 @@ class Pulse:
         self._names = [f"beat/{attempt}/{node}" for node in range(self.count)]
         self.store.set(self._names[self.me], f"{self._launcher}:0")
 
+    def launch_name(self) -> str:
+        """The word of the first launcher, kept in the store for as long as the launch lives."""
+        return self.store.compare_set("launch", "", self._launcher).decode()
+
     def start(self) -> None:
         self._look()
         self._first = [word.partition(":")[0] for word in self._said]
@@ -147,7 +151,10 @@ class Pulse:
 
 
 def newest_checkpoint(output: Path) -> str:
-    """Its name; "" where this machine's disk has none."""
-    found = [(int(match[1]), p) for p in output.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(p.name))]
-    whole = [(step, path.name) for step, path in found if (path / "MANIFEST.json").is_file()]
+    """Its name; "" where this machine's disk has none, or cannot tell now."""
+    try:
+        found = [(int(match[1]), p) for p in output.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(p.name))]
+        whole = [(step, path.name) for step, path in found if (path / "MANIFEST.json").is_file()]
+    except OSError:
+        return ""
     return max(whole)[1] if whole else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import step_of
-from erniekit.checkpoint.manifest import MANIFEST, Damaged
+from erniekit.checkpoint.manifest import Damaged, has_manifest
 from erniekit.errors import CheckpointError
 from erniekit.log import warn
 from erniekit.lora.adapter_files import is_adapter
@@ -20,23 +20,24 @@ class Source:
 
 
 def find_source(output_dir: Path) -> Source | None:
-    """None when nothing was trained there. A damaged checkpoint is passed over with a warning."""
+    """None when nothing was trained there. A damaged checkpoint is passed over with a warning; one that cannot be read
+    now stops: an older one must not take its place unnoticed."""
     own = _weights_in(output_dir)
     if own is not None:
         return own
     steps = [(step, path) for path in output_dir.glob("checkpoint-*") if (step := step_of(path)) is not None]
     damaged = []
     for _, path in sorted(steps, reverse=True):
-        found = _weights_in(path)
-        if found is None:
-            continue
         try:
-            if (path / MANIFEST).is_file():  # checkpoints of other toolkits have none
+            if has_manifest(path):  # checkpoints of other toolkits have none
                 manifest.check(path, "sample")
-            return found
         except Damaged as error:
             damaged.append(path)
             warn(f"{path.name} is damaged and passed over: {error.what}")
+            continue
+        found = _weights_in(path)
+        if found is not None:
+            return found
     if damaged:
         raise CheckpointError(
             f"every checkpoint in this folder is damaged ({len(damaged)} found)",

@@ -12,6 +12,7 @@ from erniekit.errors import CheckpointError
 from erniekit.log import paint, say, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
+from erniekit.recipes.final_choice import choose, verify_model
 from erniekit.result import RunResult
 from erniekit.track import Trackers
 from erniekit.track.report import write_report
@@ -46,14 +47,15 @@ def close_run(
         **evaluation,
     }
     best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
-    chosen = saver.manager.output_dir / f"checkpoint-{best if best is not None else state.step}"
     saver.saves.close()
     trackers.log(state.step, metrics, "end")
+    choice = choose(saver.manager, best, state.step) if built.world.is_main else None
     if cfg.checkpoint.save_on_each_node:
-        publish_on_nodes(chosen, output, built.world)
-    if not built.world.is_main:
+        publish_on_nodes(output / built.world.broadcast(choice and choice.path.name), output, built.world)
+    if choice is None:
         return RunResult(output, metrics, state.step)
-    publish_model(chosen, output)
+    publish_model(choice.path, output)
+    kept = output / f"checkpoint-{state.best_step}"
     training = {k: v for k, v in metrics.items() if not k.startswith("eval_")}
     write_results(output, train=training, evaluation=evaluation or None)
     write_trainer_state(
@@ -62,10 +64,12 @@ def close_run(
         max_steps=trainer.max_steps,
         num_train_epochs=cfg.train.num_train_epochs,
         best_metric=state.best_metric,
-        best_model_checkpoint=str(output / f"checkpoint-{state.best_step}") if state.best_step else None,
+        best_model_checkpoint=str(kept) if state.best_step and kept.is_dir() else None,
         summary=training,
     )
-    return RunResult(output, metrics, state.step, next_commands(output, built))
+    if choice.note:
+        trackers.event(state.step, "final model", choice.note)
+    return RunResult(output, metrics, state.step, next_commands(output, built), choice.note)
 
 
 def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
@@ -73,6 +77,7 @@ def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
     problem = ""
     if world.rank in nodes_without(output, world.leaders, world.rank, world.control):
         try:
+            verify_model(checkpoint)
             publish_model(checkpoint, output)
         except CheckpointError as error:
             problem = f"no final model on the node of rank {world.rank}: {error.what}"
@@ -99,5 +104,7 @@ def say_goodbye(output: Path, result: RunResult, trainer: Trainer) -> None:
         f"{paint('done', 'green', 'bold')}     {result.steps} steps in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
+    if result.note:
+        warn(result.note)
     say(f"result   {output}    report {report}")
     say("next     " + f"\n{'':9}".join(result.next_commands))

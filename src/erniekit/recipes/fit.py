@@ -27,6 +27,7 @@ from erniekit.recipes.stage import Prepare, Stage
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
+from erniekit.train.best import KeepBest
 from erniekit.train.drift import ReplicaDrift, replicated
 from erniekit.train.eval_hook import BestRule, EvalHook
 from erniekit.train.guard import FiniteGuard, Signals
@@ -39,15 +40,16 @@ from erniekit.train.trainer import Trainer
 from erniekit.train.watchdog import Watchdog
 
 
-def train(stage: Stage, cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+def train(stage: Stage, cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
+    """launch: the name of the launcher's run this process is a rank of, the same for all its restarts."""
     try:
-        return run(stage, cfg, command)
+        return run(stage, cfg, command, launch)
     finally:
         leave()
         gc.collect()  # the loop and its listeners know each other: a notebook's next run needs the memory now
 
 
-def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
+def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
     started = time.perf_counter()
     output = take_output(cfg)
     cfg, device, dtype = settle(cfg)
@@ -68,7 +70,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
     with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog:
         dog.phase("prepare")
         disks = resume.look_at_disks(output, world)
-        point = resume.find(cfg, manager, world, disks)
+        point = resume.find(cfg, manager, world, disks, launch)
         data = stage.open_data(cfg, tokenizer, output, world)
         opening.show_data(data)
         resume.check_promises(cfg, point, data)
@@ -83,7 +85,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
         if cfg.train.doctor == "on":
             doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
-        saver = saver_for(cfg, manager, built, optimizer, first, disks)
+        saver = saver_for(cfg, manager, built, optimizer, first, disks, launch)
         state = resume.restore(cfg, saver, point, data)
         opening.describe(record, cfg, data, coverage, device)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
@@ -98,6 +100,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str]) -> RunResult:
             signals=signals,
             roll_back=lambda s: resume.roll_back(saver, s, disks),
         )
+        resume.begin(saver, point, disks)
         try:
             trainer.fit()
         except BaseException:
@@ -141,7 +144,13 @@ def step_for(
 
 
 def saver_for(
-    cfg: RunConfig, manager: CheckpointManager, built: Built, optimizer: AdamW, first: Batch, disks: resume.Disks
+    cfg: RunConfig,
+    manager: CheckpointManager,
+    built: Built,
+    optimizer: AdamW,
+    first: Batch,
+    disks: resume.Disks,
+    launch: str = "",
 ) -> Saver:
     words = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
@@ -161,6 +170,7 @@ def saver_for(
         rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
         copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
         fp8_base=cfg.lora.fp8_base,
+        launch=launch,
     )
 
 
@@ -202,13 +212,9 @@ def hooks_for(
     def run_evaluation() -> dict[str, float]:
         return stage.evaluate(cfg, built.engine, data.eval_batches(cfg), prepare)
 
-    def keep(trainer: Trainer) -> None:
-        """The best so far is saved now and spared by rotation until a better one comes."""
-        save.save(trainer)
-        saver.manager.protect(trainer.state.step)
-
-    on_best = keep if cfg.checkpoint.load_best_model_at_end else None
-    return [*watch, log, EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), on_best), save, *sweep]
+    best = KeepBest(save) if cfg.checkpoint.load_best_model_at_end else None
+    evaluate = EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), best.keep if best else None)
+    return [*watch, log, *([best] if best else []), evaluate, save, *sweep]
 
 
 def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:

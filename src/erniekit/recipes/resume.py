@@ -12,7 +12,7 @@ from typing import Any
 
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.manager import CheckpointManager
-from erniekit.checkpoint.nodes import agree_on_checkpoint, nodes_without
+from erniekit.checkpoint.nodes import agree_on_checkpoint, nodes_without, together
 from erniekit.checkpoint.state import TrainState
 from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError, ConfigError
@@ -40,14 +40,23 @@ def look_at_disks(output: Path, world: World) -> Disks:
     return Disks(output, nodes_without(output, world.leaders, world.rank, world.control))
 
 
-def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks) -> Path | None:
-    """The folder asked for, or the newest good checkpoint of output_dir, on every node; None starts afresh."""
+def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks, launch: str = "") -> Path | None:
+    """The folder asked for, or the newest good checkpoint of output_dir, on every node; None starts afresh.
+
+    launch: of the command this process belongs to. Once it has saved, a restart goes on from what it saved last:
+    resume_from_checkpoint and overwrite_output_dir said where the command begins.
+    """
     asked = cfg.checkpoint.resume_from_checkpoint
     named = asked if asked and str(asked).lower() not in ("true", "false", "none") else None
-    if not named and cfg.checkpoint.overwrite_output_dir:
-        return None
+    afresh = not named and cfg.checkpoint.overwrite_output_dir
 
     def here() -> Path | None:
+        if launch and (named or afresh) and (own := manager.latest_good(launch)) is not None:
+            key = "resume_from_checkpoint" if named else "overwrite_output_dir"
+            say(f"note     a restart of this run: {key} acted when it began, it goes on from {own.name}")
+            return own
+        if afresh:
+            return None
         if not named:
             return manager.latest_good()
         path = Path(named).expanduser()
@@ -58,7 +67,20 @@ def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks)
         manager.verify(path)
         return path
 
-    return same_everywhere(here, world, disks)
+    point = same_everywhere(here, world, disks)
+    on_every_disk(lambda: manager.refuse_foreign(point), world, disks)
+    return point
+
+
+def begin(saver: Saver, point: Path | None, disks: Disks) -> None:
+    """Nothing refuses the run any more: checkpoints of other branches and runs make way, and are kept."""
+    on_every_disk(lambda: saver.manager.begin(point), saver.world, disks)
+
+
+def on_every_disk(work: Callable[[], None], world: World, disks: Disks) -> None:
+    """Once for each output folder there is; all ranks call it, and a failure is every rank's."""
+    mine = world.is_main or world.rank in disks.without
+    together(work if mine else lambda: None, world.control)
 
 
 def same_everywhere(look: Callable[[], Path | None], world: World, disks: Disks) -> Path | None:
@@ -105,11 +127,20 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData) -
         say(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
         if state.step >= data.max_steps:
             say("note     this run is finished; to train on, raise max_steps and set override_resume=True")
-        if state.best_step is not None:
-            saver.manager.protect(state.best_step)
+        if state.best_step is not None and cfg.checkpoint.load_best_model_at_end:
+            protect_best(saver, state)
         saver.last_saved = state.step
     state.promise = promises(cfg, data)
     return state
+
+
+def protect_best(saver: Saver, state: TrainState) -> None:
+    """Rotation spares the best; one that is not there (its save failed, or it was deleted) cannot be the best."""
+    if saver.saves.published(state.best_step or 0):
+        saver.manager.protect(state.best_step)
+        return
+    warn(f"the best checkpoint, checkpoint-{state.best_step}, is not in output_dir: what is best is found anew")
+    state.best_metric, state.best_step, state.evals_without_gain = None, None, 0
 
 
 def roll_back(saver: Saver, state: TrainState, disks: Disks) -> None:

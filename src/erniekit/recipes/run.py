@@ -20,11 +20,12 @@ def eval_command(args: list[str]) -> int:
     return 0
 
 
-def run_train(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
+    """launch: see recipes/fit.py."""
     from erniekit.recipes.fit import train
 
     refuse_later(cfg)
-    return train(stage_of(cfg), cfg, command or sys.argv)
+    return train(stage_of(cfg), cfg, command or sys.argv, launch)
 
 
 def take_output(cfg: RunConfig) -> Path:

@@ -57,6 +57,7 @@ class Saver:
         rebuild_masters: bool = False,
         copy_to: Sequence[int] = (),
         fp8_base: bool = False,
+        launch: str = "",
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
@@ -64,7 +65,9 @@ class Saver:
         model's checkpoint; rebuild_masters lets a resume make them from the 16-bit ones. None of these is bit-exact.
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
         fp8_base: the probe is of adapters over frozen weights in fp8; it says so.
+        launch: goes into every manifest, so that a restart of that launch knows what it saved.
         """
+        self.launch = launch
         self.fp8_base = fp8_base
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
@@ -106,6 +109,7 @@ class Saver:
             states.save(folder, frozen, extra)
 
         info = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
+        info |= {"launch": self.launch} if self.launch else {}
         path = self.saves.save(state.step, pieces, write, info, final=final)
         if path is not None or self.manager.async_save:
             self.last_saved = state.step

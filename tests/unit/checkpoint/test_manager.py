@@ -222,15 +222,99 @@ def test_going_on_from_an_older_step_keeps_the_later_ones_out_of_the_way(tmp_pat
     assert "kept as checkpoint-200.aside-1" in capsys.readouterr().err
 
 
-def test_a_folder_we_did_not_publish_is_never_deleted(tmp_path):
-    for step in (1, 5):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "model_state.pdparams").write_bytes(b"years of work")
+def foreign(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model_state.pdparams").write_bytes(b"years of work")
+    return folder
+
+
+def test_a_folder_without_a_manifest_is_never_renamed_replaced_or_deleted(tmp_path, capsys):
+    for step in (1, 5, 9):
+        foreign(tmp_path / f"checkpoint-{step}")
     with CheckpointManager(tmp_path, keep_last=2) as manager:
-        for step in (5, 6, 7, 8):
+        assert manager.latest_good() is None
+        manager.begin(None)
+        assert manager.save(5, weights(5)) is None
+        for step in (6, 7, 8):
+            assert manager.save(step, weights(step))
+        assert manager.latest_good() == tmp_path / "checkpoint-8"
+    said = capsys.readouterr().err
+    assert "checkpoint-9 is passed over: checkpoint-9 has no MANIFEST.json" in said
+    assert "checkpoint-5 was not written: a folder of that name is there" in said
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 5, 7, 8, 9)]
+    for step in (1, 5, 9):
+        assert [p.name for p in (tmp_path / f"checkpoint-{step}").iterdir()] == ["model_state.pdparams"]
+
+
+def test_folders_without_a_manifest_ahead_of_the_run_are_refused_by_name_before_it_begins(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(4, weights(4))
+        foreign(tmp_path / "checkpoint-2")
+        manager.refuse_foreign(tmp_path / "checkpoint-4")
+        with pytest.raises(CheckpointError, match="checkpoint-2 in output_dir: no MANIFEST"):
+            manager.refuse_foreign(None)
+        foreign(tmp_path / "checkpoint-6")
+        with pytest.raises(CheckpointError, match="checkpoint-6 in output_dir") as caught:
+            manager.refuse_foreign(tmp_path / "checkpoint-4")
+    assert "delete" not in caught.value.fix
+
+
+def test_a_run_that_begins_keeps_aside_what_is_of_another_branch_or_run(tmp_path, capsys):
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        for step in (2, 4, 6, 8):
             manager.save(step, weights(step))
-    kept = sorted(path.parent.name for path in tmp_path.glob("*/model_state.pdparams"))
-    assert kept == ["checkpoint-1", "checkpoint-5.aside-1"]
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        manager.begin(tmp_path / "checkpoint-8")
+        assert capsys.readouterr().err == ""
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        manager.begin(tmp_path / "checkpoint-2")
+        manager.save(4, lambda folder: (folder / "model.txt").write_text("another branch") and None)
+        said = capsys.readouterr().err
+        for step in (4, 6, 8):
+            kept = tmp_path / f"checkpoint-{step}.aside-1"
+            assert (kept / "model.txt").read_text() == f"weights of {step}"
+            assert f"kept as {kept.name}" in said
+        assert manager.save(4, weights(4)), "its own step may be saved again"
+    assert [n for n in names(tmp_path) if n.startswith("checkpoint-4")] == ["checkpoint-4", "checkpoint-4.aside-1"]
+    for point in (None, tmp_path / "elsewhere" / "checkpoint-4"):
+        with CheckpointManager(tmp_path, keep_last=None) as manager:
+            manager.begin(point)
+            assert list(manager.list()) == []
+            manager.save(4, weights(4))
+
+
+def test_a_checkpoint_of_the_same_step_that_this_run_did_not_write_is_kept(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(4, weights(4))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(4, lambda folder: (folder / "model.txt").write_text("another run") and None)
+    assert (tmp_path / "checkpoint-4.aside-1" / "model.txt").read_text() == "weights of 4"
+    assert (tmp_path / "checkpoint-4" / "model.txt").read_text() == "another run"
+
+
+def test_the_best_stays_protected_while_the_save_of_a_better_one_fails(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=2) as manager:
+        manager.save(1, weights(1))
+        manager.protect(1)
+        manager.protect(2)
+        assert manager.save(2, fails) is None
+        for step in (3, 4, 5):
+            manager.save(step, weights(step))
+        assert names(tmp_path) == ["checkpoint-1", "checkpoint-4", "checkpoint-5"]
+        manager.protect(6)
+        for step in (6, 7, 8):
+            manager.save(step, weights(step))
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-7", "checkpoint-8"]
+
+
+def test_a_restart_finds_what_its_own_launch_saved(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        manager.save(8, weights(8), {"launch": "yesterday"})
+        assert manager.latest_good("today") is None
+        manager.begin(None)
+        manager.save(2, weights(2), {"launch": "today"})
+        assert manager.latest_good("today") == tmp_path / "checkpoint-2"
+        assert manager.latest_good("tomorrow") is None
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch, capsys):
