@@ -35,7 +35,7 @@ def user_error(folder: str) -> None:
 
 def all_here(folder: str) -> None:
     """Leaves a file, and returns when every rank of this attempt has: then the fault comes to a full house."""
-    (Path(folder) / f"attempt-{ATTEMPT}-rank-{RANK}").touch()
+    (Path(folder) / f"attempt-{ATTEMPT}-rank-{RANK}").write_text(os.environ["ERNIEKIT_LAUNCH"])
     until = time.monotonic() + 30
     while len(list(Path(folder).glob(f"attempt-{ATTEMPT}-*"))) < int(os.environ["WORLD_SIZE"]):
         assert time.monotonic() < until

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -217,3 +220,54 @@ def test_saves_of_one_process_need_no_group(tmp_path: Path) -> None:
     assert run.save(final=True) == tmp_path / "checkpoint-2"
     run.close()
     check_stored(tmp_path / "checkpoint-1", 1)
+
+
+def wait_for_a_slow_writer(output: str, async_save: bool) -> list[int]:
+    """Two saves; the first takes longer than the ranks that wait for it wait for a silent writer."""
+    run = Run(output, async_save, timeout=2.0)
+    for step in (1, 2):
+        run.set(step)
+        run.slow = 5.0 if step == 1 and run.rank == 0 else 0.0
+        run.save()
+        run.saves.wait()
+    run.close()
+    return [step for step in (1, 2) if run.saves.published(step)]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_longer_than_the_time_out_breaks_neither_itself_nor_the_next(
+    ranks: Ranks, tmp_path: Path, async_save: bool
+) -> None:
+    assert ranks.run(3, wait_for_a_slow_writer, str(tmp_path), async_save) == [[1, 2]] * 3
+    for step in (1, 2):
+        check_stored(tmp_path / f"checkpoint-{step}", step)
+
+
+def wait_for_a_stopped_writer(output: str) -> tuple[str, float]:
+    """The writer's process stands still in the middle of a save, which closes no connection. What the rank that waits
+    for it learns, and after how many seconds."""
+    run = Run(output, timeout=1.5)
+    run.set(1)
+
+    def stand_still(folder: Path, whole: Any) -> None:
+        with subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    began, learnt = time.monotonic(), []
+    serve = run.saves._serve
+
+    def served(exchange: Any) -> dict[str, Any]:
+        outcome = serve(exchange)
+        learnt.append((outcome.get("what", ""), time.monotonic() - began))
+        return outcome
+
+    run.saves._serve = served  # type: ignore[method-assign]
+    run.saves.save(1, run.pieces(), stand_still)
+    run.close()
+    return learnt[0] if learnt else ("", 0.0)
+
+
+def test_a_writer_that_stands_still_is_noticed_within_the_time_out(ranks: Ranks, tmp_path: Path) -> None:
+    _, (told, seconds) = ranks.run(2, wait_for_a_stopped_writer, str(tmp_path))
+    assert "rank 0 did not answer within 1.5 s" in told
+    assert seconds < 5, "well before it would have gone on"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from erniekit.cli import launch_agent
@@ -74,6 +75,8 @@ def test_a_crash_shows_its_traceback_first_and_is_restarted(ranks: Callable, tmp
     assert out.splitlines() == ["rank 0 of 2, attempt 0", "rank 0 of 2, attempt 1"]
     assert "about to fail" in (tmp_path / "logs" / "workerlog.1.attempt-1").read_text()
     assert len(list(tmp_path.glob("attempt-*"))) == 4
+    (launch,) = {path.read_text() for path in tmp_path.glob("attempt-*")}
+    assert launch, "one name for all ranks and attempts"
 
 
 def test_after_the_last_restart_the_ranks_own_code_is_returned(
@@ -251,6 +254,7 @@ def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
     machines = [machine(tmp_path, common, node, False, "crash_once", tmp_path) for node in (0, 1)]
     assert [m.wait() for m in machines] == [0, 0], [m.said() for m in machines]
     assert len(list(tmp_path.glob("attempt-*"))) == 4
+    assert len({path.read_text() for path in tmp_path.glob("attempt-*")}) == 1, "one name of the launch for all"
     for m in machines:
         assert m.said()[1] == "error: ZeroDivisionError: oops"
         assert m.said()[-1] == "restart 1 of 1 in 1 s"
@@ -265,6 +269,7 @@ def test_a_lost_machine_joins_again_where_the_others_are(tmp_path: Path, numbere
     goes = machine(tmp_path, common, 1, numbered, *words)
     pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
     wait_for(*pids)
+    first = {psutil.Process(int(path.read_text())).environ()["ERNIEKIT_LAUNCH"] for path in pids}
     goes.kill(signal.SIGKILL)
     assert goes.wait() == -9
     here = 0 if "rank 0" in stays.said()[0] else 1
@@ -273,6 +278,9 @@ def test_a_lost_machine_joins_again_where_the_others_are(tmp_path: Path, numbere
         path.unlink()
     comes = machine(tmp_path, common, 1, numbered, *words)
     wait_for(*pids)
+    names = {psutil.Process(int(path.read_text())).environ()["ERNIEKIT_LAUNCH"] for path in pids}
+    assert len(names) == 1, "the machine that came back takes part in the same launch"
+    assert names == first
     for process in (stays, comes):
         process.kill(signal.SIGTERM)
     assert [stays.wait(), comes.wait()] == [75, 75]

@@ -16,7 +16,7 @@ from erniekit.cli.launch import train_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import forked
+from launchers import Launcher, forked
 
 from recorded import tiny_folder, whole_rows
 
@@ -62,6 +62,34 @@ def test_a_killed_trainer_is_started_again_and_resumes_by_itself(words: dict[str
         f"global_step: {steps(tmp_path / 'out')[0]},"
         in (tmp_path / "erniekit_dist_log" / "workerlog.0.attempt-1").read_text()
     )
+
+
+@pytest.mark.full
+def test_a_killed_trainer_that_started_anew_goes_on_from_its_own_checkpoints(
+    words: dict[str, object], tmp_path: Path
+) -> None:
+    words |= dict(max_steps=40, save_steps=10, fine_tuning="Full", compute_type="fp32")
+
+    def start(name: str, **keys: object) -> Launcher:
+        args = [f"{name}={value}" for name, value in (words | keys).items()]
+        return forked(tmp_path / name, lambda: train_command(args))
+
+    assert (first := start("first", max_steps=20)).wait() == 0, first.said()
+    process = start("anew", overwrite_output_dir=True, seed=7)
+    until = time.monotonic() + 60
+    while not ((tmp_path / "out" / "checkpoint-10.aside-1").is_dir() and (tmp_path / "out" / ENDED).is_dir()):
+        assert time.monotonic() < until, process.said()
+        time.sleep(0.01)
+    (rank,) = psutil.Process(process.pid).children()
+    os.kill(rank.pid, signal.SIGKILL)
+    assert process.wait() == 0, process.said()
+    assert "restart 1 of 1 in 1 s" in "\n".join(process.said())
+    log = (tmp_path / "erniekit_dist_log" / "workerlog.0").read_text()
+    assert "overwrite_output_dir acted when it began, it goes on from checkpoint-" in log
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.aside-*")) == [
+        "checkpoint-10.aside-1",
+        "checkpoint-20.aside-1",
+    ], "the old run's are kept, and nothing of the new one was set aside"
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from erniekit.checkpoint import manifest, nodes, writer
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.nodes import agree_on_checkpoint, copier, copy_to_nodes, folder_is_shared, nodes_without
 from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
@@ -232,7 +234,7 @@ def test_the_final_model_appears_on_every_node_that_has_the_checkpoint(ranks: Ra
     assert load_file(first)["w"][0, 0] == 9.0
     assert first.read_bytes() == (second / "model.safetensors").read_bytes()
     assert there[2] == {old}, "what is there stays where there is nothing better"
-    assert "no final model on the node of rank 2: No such file or directory" in told[0]
+    assert "no final model on the node of rank 2: no checkpoint folder at" in told[0]
 
 
 def test_on_a_shared_folder_the_other_nodes_publish_nothing(ranks: Ranks, tmp_path: Path) -> None:
@@ -282,6 +284,39 @@ def test_a_damaged_newest_is_replaced_by_another_nodes_good_copy(ranks: Ranks, t
         file.truncate(100)
     assert ranks.run(3, agree, str(tmp_path), False) == [("checkpoint-6", "")] * 3
     manifest.check(tmp_path / "node0" / "output" / "checkpoint-6", "full")
+
+
+def agree_while_rank_1_cannot_read(root: str) -> str:
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    folder = node_folder(root)
+
+    def find() -> Path | None:
+        if rank == 1:
+            raise unreadable(folder / "checkpoint-6" / "model.safetensors", OSError(errno.EIO, "Input/output error"))
+        return CheckpointManager(folder).latest_good()
+
+    return failure(lambda: agree_on_checkpoint(find, folder, [0, 1, 2], rank, group, shared=False, timeout=30))
+
+
+def test_a_node_that_cannot_read_its_disk_now_stops_all_rather_than_send_them_back(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for node, step in ((0, 4), (1, 6), (2, 4)):
+        publish(node_folder(str(tmp_path), node), step)
+    told = ranks.run(3, agree_while_rank_1_cannot_read, str(tmp_path))
+    assert all("model.safetensors cannot be read: Input/output error; nothing was changed" in error for error in told)
+
+
+def test_a_folder_of_that_name_without_a_manifest_is_not_replaced_on_a_node(ranks: Ranks, tmp_path: Path) -> None:
+    publish(node_folder(str(tmp_path), 0), 7)
+    theirs = node_folder(str(tmp_path), 2) / "checkpoint-7"
+    theirs.mkdir()
+    (theirs / "pytorch_model.bin").write_bytes(b"years of work")
+    told = ranks.run(3, agree, str(tmp_path), False)
+    assert all("did not reach 1 of 2 other nodes" in error for _, error in told)
+    assert all("the node of rank 2: the checkpoint-7 there has no MANIFEST.json" in error for _, error in told)
+    assert [path.name for path in theirs.parent.iterdir()] == ["checkpoint-7"]
+    assert [path.name for path in theirs.iterdir()] == ["pytorch_model.bin"]
 
 
 def test_on_a_shared_folder_rank_0s_word_counts(ranks: Ranks, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from erniekit.checkpoint import manifest, writer
 from erniekit.errors import CheckpointError, ConfigError
+from erniekit.train.metrics import LogHook
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -119,6 +120,83 @@ def test_a_read_error_stops_a_resume_and_the_same_command_goes_on_afterwards(
     assert {name: content(run / name) for name in checkpoints(run)} == before
     train(run, max_steps=4, **keys)
     assert {name: content(run / name) for name in checkpoints(run)} == before
+
+
+# --- restarts by the launcher ---
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """An error of ours while step k is booked; the launcher would start the rank again."""
+    plain = LogHook.after_step
+
+    def arrange(step: int) -> None:
+        def after_step(self, trainer, result):
+            plain(self, trainer, result)
+            if result.step == step:
+                raise Crash
+
+        monkeypatch.setattr(LogHook, "after_step", after_step)
+
+    return arrange
+
+
+@pytest.fixture
+def launched(train: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """launched("name", output, key=value, ...): the same as a rank of the launch of that name."""
+    from erniekit.recipes import run
+
+    def go(launch: str, output: Path, **keys: object):
+        with monkeypatch.context() as patch:
+            plain = run.run_train
+            patch.setattr(run, "run_train", lambda cfg, command: plain(cfg, command, launch))
+            return train(output, **keys)
+
+    return go
+
+
+def test_a_restart_of_a_run_that_starts_anew_goes_on_from_its_own_checkpoints(
+    train: Callable, launched: Callable, crash_at: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run, keys = tmp_path / "run", dict(save_steps=2, doctor="off", gradient_accumulation_steps=1, max_steps=6)
+    train(run, **keys)
+    anew = {**keys, "overwrite_output_dir": True, "seed": 7}
+    for crash in (1, 3, 5):
+        crash_at(crash)
+        capsys.readouterr()
+        with pytest.raises(Crash):
+            launched("today", run, **anew)
+        want = {1: None, 3: None, 5: "checkpoint-2"}[crash]  # nothing of its own yet: the key acts as it did
+        assert (f"it goes on from {want}" in capsys.readouterr().out) == bool(want)
+    crash_at(-1)
+    launched("today", run, **anew)
+    assert "resume_from" not in (said := capsys.readouterr().out)
+    assert "overwrite_output_dir acted when it began, it goes on from checkpoint-4" in said
+    mine = [f"checkpoint-{step}" for step in (2, 4, 6)]
+    assert checkpoints(run) == sorted([*mine, *(f"{name}.aside-1" for name in mine)]), "set aside once"
+    train(run, **anew)  # the command typed again: it starts anew, as it says
+    assert checkpoints(run) == sorted([*mine, *(f"{name}.aside-{n}" for name in mine for n in (1, 2))])
+
+
+def test_a_restart_of_a_run_from_a_named_checkpoint_goes_on_from_its_newest(
+    train: Callable, launched: Callable, crash_at: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run, keys = tmp_path / "run", dict(save_steps=2, doctor="off", gradient_accumulation_steps=1, max_steps=8)
+    train(run, **{**keys, "max_steps": 2})
+    named = dict(resume_from_checkpoint=run / "checkpoint-2", override_resume=True, save_total_limit=2)
+    crash_at(7)
+    with pytest.raises(Crash):
+        launched("today", run, **keys, **named)
+    assert not (run / "checkpoint-2").exists(), "rotation has taken it"
+    crash_at(-1)
+    launched("today", run, **keys, **named)
+    assert "goes on from checkpoint-6" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        train(run, **keys, **named)  # typed anew, the key names what is not there
 
 
 # --- the final model ---

@@ -71,7 +71,8 @@ class CollectiveSaves:
 
         def run() -> None:
             if self.world.is_main:
-                self._outcome = self._publish(exchange, step, lambda folder: write(folder, whole), info or {}, size)
+                with exchange.at_work():
+                    self._outcome = self._publish(exchange, step, lambda folder: write(folder, whole), info or {}, size)
                 exchange.end(self._outcome)
             else:
                 self._outcome = self._serve(exchange)

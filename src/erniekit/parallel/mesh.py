@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ USER_WORDS = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
+# Of groups for decisions on the host, where ranks may wait for one that reads or copies a large checkpoint. A process
+# that dies closes its connections at once, one that hangs is its watchdog's to end, a lost machine the launcher's.
+HOST_TIMEOUT = timedelta(days=1)
 EXPERT_AXES = {"none": (), "tp": ("tp",), "data": ("dp", "fsdp", "cp"), "world": ("dp", "fsdp", "cp", "tp")}
 
 
@@ -194,7 +198,7 @@ class World:
             return None
         import torch.distributed as dist
 
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None where there is nobody else."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.cli.launch import Launch, choose_devices, inside, needed, plan, visible_devices
+from erniekit.cli.launch import Launch, choose_devices, inside, launch_name, needed, plan, visible_devices
 from erniekit.config import load
 from erniekit.errors import ConfigError, DeviceError
 
@@ -144,3 +144,12 @@ def test_planning_imports_no_torch_on_one_device(root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_only_what_a_launcher_starts_again_has_a_launch_name() -> None:
+    assert launch_name({}) == ""
+    assert launch_name({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == "", (
+        "numbered by hand: nothing restarts it"
+    )
+    assert launch_name({"ERNIEKIT_LAUNCH": "a1", "TORCHELASTIC_RUN_ID": "none"}) == "a1"
+    assert str(os.getppid()) in launch_name({"TORCHELASTIC_RUN_ID": "none"}), "torchrun's id is the same every day"
