@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from erniekit.checkpoint import manifest
+from erniekit.checkpoint import manifest, model_folder
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, Unreadable
 from erniekit.checkpoint.nodes import agree_on_checkpoint
@@ -200,3 +200,18 @@ def test_readers_of_single_files_tell_a_passing_error_from_a_missing_file(
         (folder / name).unlink()
         with pytest.raises(Damaged, match=f"{name} is missing"):
             read()
+
+
+def test_weights_that_cannot_be_opened_now_are_not_called_damaged(run: Path) -> None:
+    """The safetensors library would say that there is no such file."""
+    file = run / "checkpoint-6" / "model.safetensors"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.open(os.devnull, os.O_RDONLY)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        with pytest.raises(Unreadable, match="Too many open files"):
+            model_folder._open_file(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(highest)
+    model_folder._open_file(file)

@@ -222,6 +222,10 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 def _open_file(file: Path) -> Any:
     try:
+        with file.open("rb") as first:  # the library takes any error of the system for a file that is not there
+            first.read(8)
         return safe_open(str(file), framework="pt")
+    except OSError as error:
+        raise unreadable(file, error) from error
     except Exception as error:  # the library raises its own untyped errors for damaged headers
         raise CheckpointError(f"{file.name} is damaged: {error}", where=str(file), fix="download it again") from None

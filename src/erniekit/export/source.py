@@ -7,7 +7,7 @@ from pathlib import Path
 
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import step_of
-from erniekit.checkpoint.manifest import Damaged, has_manifest
+from erniekit.checkpoint.manifest import Damaged, has_manifest, unreadable
 from erniekit.errors import CheckpointError
 from erniekit.log import warn
 from erniekit.lora.adapter_files import is_adapter
@@ -48,7 +48,10 @@ def find_source(output_dir: Path) -> Source | None:
 
 
 def _weights_in(folder: Path) -> Source | None:
-    if is_adapter(folder):
-        return Source(folder, is_adapter=True)
-    has_weights = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+    try:
+        if is_adapter(folder):
+            return Source(folder, is_adapter=True)
+        has_weights = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+    except OSError as error:
+        raise unreadable(folder, error) from error
     return Source(folder, is_adapter=False) if has_weights else None
