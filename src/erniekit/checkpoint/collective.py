@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from erniekit import heartbeat
 from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, plain
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.writer import AsyncSaver
@@ -71,7 +72,8 @@ class CollectiveSaves:
 
         def run() -> None:
             if self.world.is_main:
-                self._outcome = self._publish(exchange, step, lambda folder: write(folder, whole), info or {}, size)
+                with heartbeat.heard_by(exchange.keep_waiting):
+                    self._outcome = self._publish(exchange, step, lambda folder: write(folder, whole), info or {}, size)
                 exchange.end(self._outcome)
             else:
                 self._outcome = self._serve(exchange)

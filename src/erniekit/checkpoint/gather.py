@@ -7,8 +7,9 @@ waits for a rank that failed: it says so, or its connection closes, or the time-
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from erniekit import heartbeat
 from erniekit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
-_SEND, _END = 1, 2  # the writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow
+# The writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow; I am at work, wait on.
+_SEND, _END, _WAIT = 1, 2, 3
+WAIT_S = 1.0  # so often at most are the others told to wait on; less often where there are very many
 
 Local = Callable[[str], torch.Tensor | None]
 
@@ -79,6 +83,7 @@ class Exchange:
         self.wire = Wire(group, timeout)
         self._index = {name: i for i, name in enumerate(self.names)}
         self._others = [r for r in range(dist.get_world_size(group) if group else 1) if r != rank]
+        self._fetching, self._told_at = False, time.monotonic()
 
     # --- the writer ---
 
@@ -87,6 +92,7 @@ class Exchange:
         param = name.partition("/")[0]
         out = _Assembled(name, self.sharding.shape(param))
         asked = []
+        self._fetching = True
         # Whatever fails, the answers of the ranks that were asked are on their way and must be received.
         for rank, boxes in self.sharding.holders(param):
             with out.noting_errors():
@@ -99,7 +105,20 @@ class Exchange:
                     out.take(self._part(name), boxes)
                 else:
                     self._receive(rank, boxes, out)
+        self._fetching = False
         return out.done()
+
+    def keep_waiting(self) -> None:
+        """While the writer hashes and syncs nobody is asked for anything. At each of its beats, the others are told
+        that it makes progress: neither their time-out nor their watchdog may take that for a hang."""
+        now = time.monotonic()
+        if self._fetching or now - self._told_at < max(WAIT_S, len(self._others) / 50):
+            return
+        self._told_at = now
+        for rank in self._others:
+            if rank not in self.wire.lost:
+                with suppress(CheckpointError):  # `end` will find it gone, too
+                    self.wire.send_numbers(rank, _WAIT, 0)
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Tell every rank that can still be told. With a `what` it is an error to them."""
@@ -132,6 +151,8 @@ class Exchange:
         """Send what is asked for; returns what the writer ended with, raises when that is an error."""
         while True:
             word, number = self.wire.receive_numbers(self.writer, 2)
+            if word == _WAIT:
+                continue
             if word == _SEND:
                 self._answer(self.names[number])
                 continue
@@ -261,6 +282,7 @@ class Wire:
     def _finish(self, rank: int, start: Callable[..., Any], data: torch.Tensor) -> None:
         with self._readable(rank):
             start(data, rank, group=self.group).wait(timedelta(seconds=self.timeout))
+        heartbeat.beat()
 
     @contextmanager
     def _readable(self, rank: int) -> Iterator[None]:
@@ -295,6 +317,7 @@ class HostCopies:
             if old is None or old.shape != source.shape or old.dtype != source.dtype:
                 old = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             out[name] = old.copy_(source, non_blocking=True)
+            heartbeat.beat()
             devices |= {source.device} if source.is_cuda else set()
         for device in devices:
             torch.cuda.synchronize(device)

@@ -18,6 +18,7 @@ from erniekit.log import warn, warn_once
 
 Verify = Literal["auto", "full", "size"]
 _FULL_BELOW = 20_000_000_000  # bytes; above, "auto" reads samples: a start should not take minutes
+TIMED = "timed"  # in a manifest's info: saved because time had passed (save_minutes), on no schedule
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
 
 
@@ -174,10 +175,10 @@ class CheckpointManager:
 
     def _rotate(self) -> None:
         """Only after the new one is published and checked. A failed deletion costs space, not the run."""
-        if self.keep_last is None:
-            return
         ours = [path for path in self.list() if (path / MANIFEST).exists()]
-        for path in ours[: -self.keep_last]:
+        for path in ours[: -(self.keep_last or 2)]:
+            if self.keep_last is None and not _is_timed(path):
+                continue
             step = step_of(path)
             if step == self._best or (self.keep_every and step is not None and step % self.keep_every == 0):
                 continue
@@ -216,3 +217,10 @@ class CheckpointManager:
                 ) from error
             warn(f"CHECKPOINT NOT SAVED: {error.what} ({self.misses} of {self.max_misses} in a row; {safe})")
             return False
+
+
+def _is_timed(path: Path) -> bool:
+    try:
+        return bool(manifest.load(path).info.get(TIMED))
+    except CheckpointError:  # damaged, or not ours: it is kept
+        return False

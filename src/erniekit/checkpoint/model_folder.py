@@ -15,8 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from erniekit import heartbeat
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
+from erniekit.files import refuse_special
 from erniekit.log import warn_once
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
@@ -39,6 +41,7 @@ DERIVED = (".rotary_emb.inv_freq",)
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    refuse_special(path, CheckpointError)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,6 +105,7 @@ class ModelFolder:
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._file_of(name).get_tensor(name)
+        heartbeat.beat()
         # Older Paddle builds stored bf16 bits as uint16.
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
@@ -217,6 +221,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _open_file(file: Path) -> Any:
+    refuse_special(file, CheckpointError)
     try:
         return safe_open(str(file), framework="pt")
     except Exception as error:  # the library raises its own untyped errors for damaged headers

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
+from erniekit import heartbeat
 from erniekit.checkpoint.safe import SafetensorsHeader, TensorEntry, check_safetensors
 from erniekit.errors import CheckpointError
 from erniekit.models.names import Entry, verbatim
@@ -111,6 +112,7 @@ class TensorFiles:
         except OSError as error:
             raise CheckpointError(f"{file.name} cannot be read: {error.strerror}", where=str(file)) from error
         self.bytes_read += len(view)
+        heartbeat.beat()
 
 
 def byte_runs(shape: Sequence[int], at: Slices, item: int) -> Iterator[tuple[int, int]]:

@@ -17,9 +17,10 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from erniekit.data.template_limit import RENDER_S, TookTooLong, deadline, limited
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Conversation, Message
-from erniekit.errors import CheckpointError
+from erniekit.errors import CheckpointError, DataError
 
 # ERNIE's text form, for folders without a template of their own.
 BUILT_IN = (
@@ -206,7 +207,14 @@ def _prepare(
             for m in said
         ]
         try:
-            return template.render(**{**variables, "messages": plain, "add_generation_prompt": ask})
+            with deadline():
+                return template.render(**{**variables, "messages": plain, "add_generation_prompt": ask})
+        except TookTooLong:
+            raise DataError(
+                f"the chat template was still rendering after {RENDER_S:.0f} s, for {len(plain)} messages",
+                where=f"{tokenizer.folder}: chat_template in tokenizer_config.json, or chat_template.jinja",
+                fix="correct its loops, or remove it to use the built-in ERNIE text form",
+            ) from None
         except Exception as error:  # a template is a program from the model's folder: anything may come out of it
             raise TemplateRefused(f"the chat template refuses it: {error}") from error
 
@@ -290,7 +298,7 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
     env.globals["raise_exception"] = _refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        template = env.from_string(source)
+        template = limited(env, source)
         # A render copies its globals; jinja2's ChainMap of them makes that copy half of the cost of a short row.
         template.globals = dict(template.globals)
         return template, "tools" in meta.find_undeclared_variables(env.parse(source))
