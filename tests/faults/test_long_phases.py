@@ -93,7 +93,7 @@ def test_a_token_cache_whose_lock_is_never_let_go_ends_the_run_in_the_preparing_
         assert "phase prepare" in report
         assert "in only_one" in report
         assert asked.codes == [75], asked.story()
-        assert f"waiting  {made} is held by" in asked.said(0)
+        assert f"waiting: {made} is held by" in asked.said(0)
         assert server.run("lock-held", ranks=1, **keys).codes == [0], "once it is free"
         row.note = "limit 3 s: ended with 70, the lock in the stacks; a signal while it waits is obeyed at once"
 

@@ -15,10 +15,10 @@ from typing import IO
 
 from erniekit import heartbeat
 from erniekit.errors import DataError
-from erniekit.log import say
+from erniekit.log import warn
 
 STALLED_S = 1800.0  # without progress by the holder
-FIRST_WORD_S, NEXT_WORD_S = 5.0, 60.0  # of waiting until it is said, and said again
+FIRST_WORD_S, NEXT_WORD_S = 10.0, 60.0  # of waiting until it is said, and said again
 TOUCH_S = 1.0  # at most so often does the holder show its progress
 _POLL_S = 0.1
 _SIGN = "pid"
@@ -106,7 +106,7 @@ class _Wait:
             )
         if now >= self._say_at:
             self._say_at = now + NEXT_WORD_S
-            say(f"waiting  {self._path} is held by {self._holder()}, last progress {still:.0f} s ago")
+            warn(f"waiting: {self._path} is held by {self._holder()}, last progress {still:.0f} s ago")
         time.sleep(_POLL_S)
 
     def _holder(self) -> str:

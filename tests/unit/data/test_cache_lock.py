@@ -68,7 +68,7 @@ def test_a_holder_that_works_is_waited_for_and_one_that_stands_still_is_not(
     thread = threading.Thread(target=wait)
     thread.start()
     thread.join(4)
-    assert f"{folder}.lock is held by pid {pid} on " in capsys.readouterr().out
+    assert f"{folder}.lock is held by pid {pid} on " in capsys.readouterr().err
     if word == "works":
         assert not outcome, "its progress is seen"
         assert len(beats) > 5, "and is that of the one who waits"
