@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from erniekit import heartbeat
 from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, plain
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.writer import AsyncSaver
@@ -72,7 +71,7 @@ class CollectiveSaves:
 
         def run() -> None:
             if self.world.is_main:
-                with heartbeat.heard_by(exchange.keep_waiting):
+                with exchange.at_work():
                     self._outcome = self._publish(exchange, step, lambda folder: write(folder, whole), info or {}, size)
                 exchange.end(self._outcome)
             else:
@@ -85,6 +84,11 @@ class CollectiveSaves:
             return None
         run()
         return self._settle(final)
+
+    @property
+    def in_flight(self) -> bool:
+        """A save in the background whose outcome is not known yet; the same on all ranks."""
+        return self._in_flight
 
     def check(self) -> None:
         """Call it every step, on all ranks: reports a background save that ended, at the same step everywhere."""
@@ -109,8 +113,15 @@ class CollectiveSaves:
         self._in_flight = False
 
     def published(self, step: int) -> bool:
-        """Whether rank 0 has the checkpoint of this step on disk."""
-        return bool(self.world.broadcast((self.manager.output_dir / f"checkpoint-{step}").is_dir()))
+        """Whether rank 0 has the checkpoint of this step on disk, with every file of its manifest."""
+        return bool(self.world.broadcast(self.world.is_main and self._is_whole(step)))
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.manager.verify(self.manager.output_dir / f"checkpoint-{step}", "size")
+            return True
+        except CheckpointError:
+            return False
 
     # --- how one goes ---
 

@@ -7,7 +7,7 @@ waits for a rank that failed: it says so, or its connection closes, or the time-
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from erniekit.parallel.sharding import Box, Sharding
 
 CHUNK = 32 << 20  # bytes a message: what sending and receiving cost in memory beside the tensor itself
-TIMEOUT = 1800.0  # seconds; a dead process is noticed at once, this is for a network that lost it
+TIMEOUT = 1800.0  # seconds of silence; a dead process is noticed at once, this is for a network that lost it
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 # The writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow; I am at work, wait on.
 _SEND, _END, _WAIT = 1, 2, 3
-WAIT_S = 1.0  # so often at most are the others told to wait on; less often where there are very many
+WAIT_S = 1.0  # between two words to wait on, more where there are very many to tell: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
 
@@ -57,8 +57,9 @@ def gather_tensors(
         return
     finished = False
     try:
-        for name in names:
-            yield name, exchange.fetch(name)
+        with exchange.at_work():
+            for name in names:
+                yield name, exchange.fetch(name)
         finished = True
     finally:
         exchange.end({} if finished else {"what": f"rank {writer} stopped before all tensors were gathered"})
@@ -83,16 +84,43 @@ class Exchange:
         self.wire = Wire(group, timeout)
         self._index = {name: i for i, name in enumerate(self.names)}
         self._others = [r for r in range(dist.get_world_size(group) if group else 1) if r != rank]
-        self._fetching, self._told_at = False, time.monotonic()
+        self._talking = threading.Lock()  # one conversation at a time: its messages follow each other
 
     # --- the writer ---
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around all the writer does before `end`: however long it hashes and syncs without asking anybody, the others
+        hear of it well before their time-out. A thread of its own tells them, as one call may take that long; a writer
+        that hangs is its own watchdog's business."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._tell_to_wait, args=(done,), name="save-keep-alive", daemon=True)
+        if self._others:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if self._others:
+                thread.join()
+
+    def _tell_to_wait(self, done: threading.Event) -> None:
+        every = min(max(WAIT_S, len(self._others) / 50), self.wire.timeout / 4)
+        while not done.wait(every):
+            for rank in self._others:
+                with self._talking, suppress(CheckpointError):  # it is dead: `fetch` and `end` find out, too
+                    if rank not in self.wire.lost and not done.is_set():
+                        self.wire.send_numbers(rank, _WAIT, 0)
+
     def fetch(self, name: str) -> torch.Tensor:
         """The whole tensor in host memory, bits and dtype as held; not a copy where this rank holds all of it."""
+        with self._talking:
+            return self._fetch(name)
+
+    def _fetch(self, name: str) -> torch.Tensor:
         param = name.partition("/")[0]
         out = _Assembled(name, self.sharding.shape(param))
         asked = []
-        self._fetching = True
         # Whatever fails, the answers of the ranks that were asked are on their way and must be received.
         for rank, boxes in self.sharding.holders(param):
             with out.noting_errors():
@@ -105,20 +133,7 @@ class Exchange:
                     out.take(self._part(name), boxes)
                 else:
                     self._receive(rank, boxes, out)
-        self._fetching = False
         return out.done()
-
-    def keep_waiting(self) -> None:
-        """While the writer hashes and syncs nobody is asked for anything. At each of its beats, the others are told
-        that it makes progress: neither their time-out nor their watchdog may take that for a hang."""
-        now = time.monotonic()
-        if self._fetching or now - self._told_at < max(WAIT_S, len(self._others) / 50):
-            return
-        self._told_at = now
-        for rank in self._others:
-            if rank not in self.wire.lost:
-                with suppress(CheckpointError):  # `end` will find it gone, too
-                    self.wire.send_numbers(rank, _WAIT, 0)
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Tell every rank that can still be told. With a `what` it is an error to them."""
