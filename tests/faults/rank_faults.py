@@ -22,21 +22,24 @@ from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.gather import Exchange
 from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.engine import Engine
 from erniekit.recipes import build, finish, stage
+from erniekit.train.eval_hook import EvalHook
 from erniekit.train.trainer import Trainer
 
-AFTER_THE_STEP = ("save", "hooks")  # phases in which the step's number is booked already
+AFTER_THE_STEP = ("save", "hooks", "eval", "end")  # phases in which the step's number is booked already
 
 
 @dataclass(frozen=True)
 class Fault:
     rank: int
     step: int
-    at: str  # a phase of the loop | file | answer | loss | gradient | weights (after the step) | compute
-    do: str  # kill | term | hang | fail | full | nan | flip | slow
-    call: int = 1  # of file and answer: which one within the save of this step
+    at: str  # a phase of the loop | batch | file | answer | loss | gradient | weights (after the step) | compute
+    do: str  # kill | term | hang | wait | fail | full | nan | flip | slow
+    call: int = 1  # of batch, file and answer: which one within the evaluation or the save of this step; 0: every one
     code: int = 0  # of fail: the errno
-    until: int = 0  # the last step, where it is not `step`; for loss and compute
+    until: int = 0  # the last step, where it is not `step`, or `step` for more than once
+    seconds: float = 0.0  # of wait
 
     def here(self, at: str, step: int) -> bool:
         return self.at == at and self.step <= step <= (self.until or self.step)
@@ -61,7 +64,7 @@ class Faulty:
     def strike(self, at: str, step: int, call: int = 1) -> Fault | None:
         """The fault that is due here, once for each; it is in the journal before it happens."""
         for fault in self.faults:
-            if fault.here(at, step) and fault.call == call and (fault.until or fault not in self.done):
+            if fault.here(at, step) and fault.call in (0, call) and (fault.until or fault not in self.done):
                 self.done.add(fault)
                 self.journal.note("fault", **asdict(fault), on=step, thread=threading.current_thread().name)
                 return fault
@@ -76,6 +79,8 @@ class Faulty:
             os.kill(os.getpid(), signal.SIGTERM)
         elif fault.do == "hang":
             never_joins()
+        elif fault.do == "wait":
+            time.sleep(fault.seconds)
         elif fault.do == "fail":
             raise OSError(fault.code, os.strerror(fault.code))
         elif fault.do == "full":  # the file size that this process may write: the library's own writes fail, too
@@ -121,6 +126,7 @@ def install(rank: int, faults: Sequence[dict[str, Any]], journal: Path) -> None:
     mine = [fault for each in faults if (fault := Fault(**each)).rank == rank]
     faulty = Faulty(mine, Journal(journal))
     _in_the_loop(faulty)
+    _in_an_evaluation(faulty)
     _in_a_save(faulty)
     _in_numbers(faulty)
 
@@ -156,6 +162,25 @@ def _in_the_loop(faulty: Faulty) -> None:
     around(Trainer, "phase", phase)
     around(Trainer, "_book", booked)
     around(finish, "close_run", close_run)
+
+
+def _in_an_evaluation(faulty: Faulty) -> None:
+    calls = 0
+
+    def evaluation(plain: Callable, hook: EvalHook, trainer: Trainer) -> None:
+        nonlocal calls
+        calls = 0
+        plain(hook, trainer)
+
+    def batch(plain: Callable, engine: Engine, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        faulty.journal.note("batch", step=faulty.step, call=calls)
+        faulty.happens(faulty.strike("batch", faulty.step, calls))
+        return plain(engine, batch)
+
+    around(EvalHook, "_evaluate", evaluation)
+    around(Engine, "evaluate", batch)
 
 
 def _in_a_save(faulty: Faulty) -> None:

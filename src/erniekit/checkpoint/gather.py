@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from erniekit import heartbeat
 from erniekit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _DTYPES = (
 )  # fmt: skip
 # The writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow; I am at work, wait on.
 _SEND, _END, _WAIT = 1, 2, 3
-_WORDS_A_TIMEOUT = 4  # how often the others are told to wait on
+WAIT_S = 1.0  # between two words to wait on, more where there are very many to tell: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
 
@@ -104,7 +105,8 @@ class Exchange:
                 thread.join()
 
     def _tell_to_wait(self, done: threading.Event) -> None:
-        while not done.wait(self.wire.timeout / _WORDS_A_TIMEOUT):
+        every = min(max(WAIT_S, len(self._others) / 50), self.wire.timeout / 4)
+        while not done.wait(every):
             for rank in self._others:
                 with self._talking, suppress(CheckpointError):  # it is dead: `fetch` and `end` find out, too
                     if rank not in self.wire.lost and not done.is_set():
@@ -295,6 +297,7 @@ class Wire:
     def _finish(self, rank: int, start: Callable[..., Any], data: torch.Tensor) -> None:
         with self._readable(rank):
             start(data, rank, group=self.group).wait(timedelta(seconds=self.timeout))
+        heartbeat.beat()
 
     @contextmanager
     def _readable(self, rank: int) -> Iterator[None]:
@@ -329,6 +332,7 @@ class HostCopies:
             if old is None or old.shape != source.shape or old.dtype != source.dtype:
                 old = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             out[name] = old.copy_(source, non_blocking=True)
+            heartbeat.beat()
             devices |= {source.device} if source.is_cuda else set()
         for device in devices:
             torch.cuda.synchronize(device)

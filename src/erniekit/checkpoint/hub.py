@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from erniekit.errors import CheckpointError
+from erniekit.files import refuse_special
 
 DOWNLOAD = {
     "huggingface": "hf download {id} --local-dir {id}",
@@ -64,4 +65,7 @@ def _cached_snapshot(name: str) -> Path | None:
 
 
 def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    names = ("config.json", "adapter_config.json")
+    for name in names:
+        refuse_special(folder / name, CheckpointError)
+    return any((folder / name).is_file() for name in names)

@@ -18,6 +18,7 @@ from erniekit.log import warn, warn_once
 
 Verify = Literal["auto", "full", "size"]
 _FULL_BELOW = 20_000_000_000  # bytes; above, "auto" reads samples: a start should not take minutes
+TIMED = "timed"  # in a manifest's info: saved because time had passed (save_minutes), on no schedule
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
 
 
@@ -229,8 +230,6 @@ class CheckpointManager:
 
     def _rotate(self) -> None:
         """Only after the new one is published and checked. A failed deletion costs space, not the run."""
-        if self.keep_last is None:
-            return
         try:
             ours = [path for path in self.list() if has_manifest(path)]
         except CheckpointError as error:
@@ -239,7 +238,9 @@ class CheckpointManager:
         there = {step_of(path) for path in ours}
         on_disk = [k for k, step in enumerate(self._best) if step in there]
         self._best = self._best[on_disk[-1] if on_disk else 0 :]  # one whose save failed takes nobody's place
-        for path in ours[: -self.keep_last]:
+        for path in ours[: -(self.keep_last or 2)]:
+            if self.keep_last is None and not _is_timed(path):
+                continue
             step = step_of(path)
             if step in self._best or (self.keep_every and step is not None and step % self.keep_every == 0):
                 continue
@@ -293,3 +294,10 @@ class CheckpointManager:
 def _names(paths: Sequence[Path]) -> str:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(path.name for path in paths[:3]) + more
+
+
+def _is_timed(path: Path) -> bool:
+    try:
+        return bool(manifest.load(path).info.get(TIMED))
+    except CheckpointError:  # damaged, or not ours: it is kept
+        return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from erniekit import heartbeat
 from erniekit.errors import CheckpointError
 
 MANIFEST = "MANIFEST.json"
@@ -175,6 +176,7 @@ def measure(path: Path) -> FileRecord:
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count
+            heartbeat.beat()
     return FileRecord(size, digest.hexdigest(), sample(path, size))
 
 

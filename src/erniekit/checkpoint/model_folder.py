@@ -15,9 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from erniekit import heartbeat
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
+from erniekit.files import refuse_special
 from erniekit.log import warn_once
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
@@ -41,6 +43,7 @@ DERIVED = (".rotary_emb.inv_freq",)
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    refuse_special(path, CheckpointError)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -106,6 +109,7 @@ class ModelFolder:
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._file_of(name).get_tensor(name)
+        heartbeat.beat()
         # Older Paddle builds stored bf16 bits as uint16.
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
@@ -221,6 +225,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _open_file(file: Path) -> Any:
+    refuse_special(file, CheckpointError)
     try:
         with file.open("rb") as first:  # the library takes any error of the system for a file that is not there
             first.read(8)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.errors import CheckpointError
+from erniekit.files import refuse_special
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ def check_safetensors(path: Path) -> SafetensorsHeader:
     """The header, after checking that every tensor lies inside the file, and apart. Reads the header only."""
     path = Path(path)
     refuse_pickle(path)
+    refuse_special(path, CheckpointError)
     try:
         return _read_header(path)
     except OSError as error:
@@ -68,6 +70,7 @@ def refuse_pickle(path: Path, *, allow_pickle: bool = False) -> None:
 def load_pickle(path: Path, *, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a .bin/.pt file, when allowed, through torch's loader that builds plain values only."""
     refuse_pickle(path, allow_pickle=allow_pickle)
+    refuse_special(path, CheckpointError)
     import torch
 
     try:
@@ -87,6 +90,7 @@ def load_pickle(path: Path, *, allow_pickle: bool = False) -> dict[str, torch.Te
 def read_json(path: Path, *, max_bytes: int = 256 << 20) -> Any:
     """A JSON file from a checkpoint or model folder; any failure is a CheckpointError that names the file."""
     path = Path(path)
+    refuse_special(path, CheckpointError)
     try:
         if path.stat().st_size > max_bytes:
             raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes", where=str(path))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from erniekit import heartbeat
+
 GB = 1000**3
 
 
@@ -43,6 +45,7 @@ def write_shards(
         part = folder / f".{stem}-part-{len(parts)}.safetensors"
         save_file(held, str(part), metadata={"format": tag})
         readable_by_all(part)
+        heartbeat.beat()
         parts.append((part, list(held)))
         held.clear()
 
@@ -54,6 +57,7 @@ def write_shards(
         # A shard must own its bytes: safetensors refuses two names on one storage.
         held[name] = tensor.detach().to("cpu").contiguous().clone()
         held_bytes, total = held_bytes + size, total + size
+        heartbeat.beat()
     flush()
     _clear(folder, stem)
     if len(parts) == 1:

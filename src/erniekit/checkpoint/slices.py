@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
+from erniekit import heartbeat
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.safe import SafetensorsHeader, TensorEntry, check_safetensors
 from erniekit.errors import CheckpointError
@@ -112,6 +113,7 @@ class TensorFiles:
         except OSError as error:
             raise unreadable(file, error) from error
         self.bytes_read += len(view)
+        heartbeat.beat()
 
 
 def byte_runs(shape: Sequence[int], at: Slices, item: int) -> Iterator[tuple[int, int]]:

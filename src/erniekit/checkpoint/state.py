@@ -37,6 +37,7 @@ class TrainState:
     best_metric: float | None = None
     best_step: int | None = None
     evals_without_gain: int = 0
+    evaluated_step: int = -1  # whose evaluation is in the three above; a checkpoint may come before its own
     promise: dict[str, Any] = field(default_factory=dict)  # config values a resume must not change
 
 

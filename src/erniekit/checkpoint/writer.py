@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from erniekit import heartbeat
 from erniekit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, measure, sample
 from erniekit.errors import CheckpointError
 from erniekit.log import warn
@@ -101,6 +102,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
             size += len(view)
             while len(view):
                 view = view[ops.write(fd, view) :]
+            heartbeat.beat()
     finally:
         os.close(fd)
     return FileRecord(size, digest.hexdigest())
@@ -171,6 +173,7 @@ def _seal(folder: Path, handed: Mapping[str, FileRecord], info: dict[str, Any]) 
             continue
         records[name] = _completed(path, handed[name]) if name in handed else measure(path)
         ops.sync(path)
+        heartbeat.beat()
     if not records or set(handed) - set(records):
         raise CheckpointError(f"files announced but not written: {sorted(set(handed) - set(records)) or 'any'}")
     write_file(folder / MANIFEST, [Manifest(records, info).to_bytes()])
@@ -258,7 +261,7 @@ class AsyncSaver:
 
     def wait(self) -> None:
         if self._thread is not None:
-            self._thread.join()
+            heartbeat.join(self._thread)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from erniekit.errors import ConfigError
+from erniekit.files import refuse_special
 from erniekit.registry import nearest
 
 MAX_BYTES = 1_000_000
@@ -37,6 +38,7 @@ class Entry(NamedTuple):
 def read_file(name: str) -> dict[str, Entry]:
     """The top-level mapping of a config file. Values that are mappings hold `Entry` values themselves."""
     path = Path(name)
+    refuse_special(path, ConfigError)
     try:
         with path.open("rb") as f:
             raw = f.read(MAX_BYTES + 1)

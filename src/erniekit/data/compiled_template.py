@@ -16,6 +16,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from erniekit.data.prefix_renderer import instrumented
+from erniekit.data.template_limit import limited
 from erniekit.data.thinking import FIELDS
 from erniekit.errors import CheckpointError
 
@@ -65,9 +66,7 @@ def compiled(source: str) -> Compiled:
     env.globals["raise_exception"] = _refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        template = env.from_string(source)
-        # A render copies its globals; jinja2's ChainMap of them makes that copy half of the cost of a short row.
-        template.globals = dict(template.globals)
+        template = limited(env, env.parse(source))
         tree = env.parse(source)
         read = {node.attr for node in tree.find_all(nodes.Getattr)} | {c.value for c in tree.find_all(nodes.Const)}
         fields = tuple(name for name in FIELDS if name in read)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from erniekit.data.cache_lock import only_one
 from erniekit.data.mmap_files import TokenFiles
-from erniekit.data.tokens import default_cache_dir, only_one
+from erniekit.data.tokens import default_cache_dir
 from erniekit.data.types import IGNORE, Sample
 from erniekit.errors import ConfigError, DataError
 

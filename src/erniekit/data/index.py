@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from erniekit import log
 from erniekit.data import mmap_files
+from erniekit.data.cache_lock import only_one
 from erniekit.data.index_files import (
     BAD,
     INDEX,
@@ -38,9 +39,9 @@ from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.text_job import TextChunk, TextJob
 from erniekit.data.text_rows import Place, documents
 from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, Rows, in_parallel
-from erniekit.data.tokens import only_one
 from erniekit.data.types import Problem
 from erniekit.errors import ConfigError, DataError
+from erniekit.files import refuse_special
 
 _RULES = 1  # of every plan: raise it when the same text would give other tokens than before
 COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
@@ -123,6 +124,7 @@ def _plan(files: Sequence[Path], job: TextJob, format: str, identity: Any) -> di
             fix="leave it out: auto takes the narrowest that fits",
         )
     for file in files:
+        refuse_special(file, DataError)
         if not file.is_file():
             what = "is a folder, not a file" if file.is_dir() else "does not exist"
             raise DataError(

@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from erniekit.errors import DataError
+from erniekit.files import refuse_special
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
@@ -97,6 +98,8 @@ def find(path: str | Path) -> list[str]:
     name = str(Path(path).expanduser())
     for pair in SUFFIXES.values():
         bare = next((name.removesuffix(suffix) for suffix in pair if name.endswith(suffix)), name)
+        for suffix in pair:
+            refuse_special(bare + suffix, DataError)
         if all(os.path.isfile(bare + suffix) for suffix in pair):
             return [bare]
         there = [suffix for suffix in pair if os.path.isfile(bare + suffix)]

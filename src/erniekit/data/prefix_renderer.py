@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes
 
+from erniekit.data.template_limit import limited
+
 _NEXT, _ENTER, _LEAVE = "__next_message", "__enter_message", "__leave_message"
 # Behind the loop: what may give something else than text that depends on the template's variables alone.
 _IMPURE = (nodes.Call, nodes.CallBlock, nodes.Macro, nodes.Block, nodes.Include, nodes.Import, nodes.FromImport)
@@ -45,10 +47,7 @@ def instrumented(env: jinja2.Environment, source: str) -> jinja2.Template | None
     loop.iter = _call(_NEXT, loop.iter)
     loop.body = [nodes.ExprStmt(_call(_ENTER)), *loop.body, nodes.ExprStmt(_call(_LEAVE))]
     tree.set_lineno(1, override=False)
-    tree.set_environment(env)
-    template = env.from_string(tree)
-    template.globals = dict(template.globals)  # as in template.py
-    return template
+    return limited(env, tree)
 
 
 def render_prefixes(

@@ -13,9 +13,11 @@ from typing import Any
 
 from erniekit.data.compiled_template import BUILT_IN, compiled, to_json
 from erniekit.data.prefix_renderer import Prefixes, render_prefixes
+from erniekit.data.template_limit import RENDER_S, TookTooLong, deadline
 from erniekit.data.thinking import thought_tokens, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Conversation, Message
+from erniekit.errors import DataError
 
 # Unicode noncharacters: no text has them, so one can mark a place inside a string.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -231,7 +233,10 @@ class _Rendering:
     def render(self, said: Sequence[Message], ask: bool) -> str:
         plain = [self._plain(message) for message in said]
         try:
-            return self._template.plain.render({**self._variables, "messages": plain, "add_generation_prompt": ask})
+            with deadline():
+                return self._template.plain.render({**self._variables, "messages": plain, "add_generation_prompt": ask})
+        except TookTooLong:
+            raise self._too_long() from None
         except Exception as error:  # a template is a program from the model's folder: anything may come out of it
             raise TemplateRefused(f"the chat template refuses it: {error}") from error
 
@@ -240,9 +245,20 @@ class _Rendering:
         if self._template.by_message is None:
             return None
         try:
-            return render_prefixes(self._template.by_message, self._variables, list(map(self._plain, self.messages)))
+            with deadline():
+                plain = list(map(self._plain, self.messages))
+                return render_prefixes(self._template.by_message, self._variables, plain)
+        except TookTooLong:
+            raise self._too_long() from None
         except Exception:  # `render` says what is wrong with it
             return None
+
+    def _too_long(self) -> DataError:
+        return DataError(
+            f"the chat template was still rendering after {RENDER_S:.0f} s, for {len(self.messages)} messages",
+            where=f"{self.tokenizer.folder}: chat_template in tokenizer_config.json, or chat_template.jinja",
+            fix="correct its loops, or remove it to use the built-in ERNIE text form",
+        )
 
     def _plain(self, message: Message) -> dict[str, Any]:
         out: dict[str, Any] = {"role": message.role, "content": message.content}

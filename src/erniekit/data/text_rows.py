@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, rows
 from erniekit.data.types import Problem
 from erniekit.errors import DataError
+from erniekit.files import refuse_special
 
 _BUFFER = 1 << 20
 _BOM = b"\xef\xbb\xbf"
@@ -46,6 +47,7 @@ def documents(path: Path, place: Place) -> Iterator[Found]:
     """The documents of one file from `place` on."""
     if place.offset == _LOST:
         return
+    refuse_special(path, DataError)
     kind = path.name.lower().removesuffix(".gz")
     try:
         size = path.stat().st_size

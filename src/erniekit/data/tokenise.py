@@ -26,7 +26,7 @@ from typing import IO, Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from erniekit import log
+from erniekit import heartbeat, log
 from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import parse, parse_pair, rows
@@ -246,6 +246,7 @@ def tokenise_file(job: Job, folder: Path, num_proc: int, expected_rows: int | No
         for chunk in made:
             writer.add(chunk)
             bar.update(chunk.rows)
+            heartbeat.beat()
         return writer.finish(folder)
 
 
@@ -282,8 +283,10 @@ def in_parallel(chunks: Iterable[Rows], job: Work[Made], num_proc: int) -> Itera
         for batch in chunks:
             ahead.append(pool.submit(ask, batch))
             if len(ahead) > 2 * num_proc:
+                heartbeat.beat()
                 yield ahead.popleft().result()
         while ahead:
+            heartbeat.beat()
             yield ahead.popleft().result()
     finally:
         for worker in workers:

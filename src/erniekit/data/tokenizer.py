@@ -15,6 +15,7 @@ from typing import Any
 
 from erniekit.data.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary, any_of
 from erniekit.errors import CheckpointError
+from erniekit.files import refuse_special
 
 SENTENCEPIECE_NAMES = ("tokenizer.model", "spm.model", "ernie_token_100k.model")
 SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -184,6 +185,8 @@ def load_tokenizer(folder: str | Path, rows: int | None = None) -> Tokenizer:
     """rows: of the embedding its ids are for; a token beyond them is refused wherever it occurs."""
     folder = Path(folder)
     settings = _read_settings(folder)
+    for name in (*SENTENCEPIECE_NAMES, "tokenizer.json"):
+        refuse_special(folder / name, CheckpointError)
     model = next((folder / name for name in SENTENCEPIECE_NAMES if (folder / name).is_file()), None)
     json_file = folder / "tokenizer.json"
     # ERNIE ships both; its checkpoints were trained through the SentencePiece file. Elsewhere tokenizer.json is
@@ -274,6 +277,7 @@ def _read_templates(folder: Path, config: dict[str, Any], out: _Settings) -> Non
         named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
         out.chat_template, out.tool_template = named.get("default"), named.get("tool_use")
     file = folder / "chat_template.jinja"
+    refuse_special(file, CheckpointError)
     if file.is_file():
         out.chat_template = file.read_text(encoding="utf-8")
         out.files.append(file)
@@ -287,6 +291,7 @@ def _content(token: Any) -> str | None:
 
 
 def _read_json(path: Path, files: list[Path]) -> dict[str, Any]:
+    refuse_special(path, CheckpointError)
     if not path.is_file():
         return {}
     try:

@@ -11,14 +11,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from erniekit import heartbeat
+from erniekit.data.cache_lock import only_one
 from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.report import DataReport
@@ -27,7 +28,7 @@ from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_P
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
-from erniekit.files import OwnedFiles, own
+from erniekit.files import OwnedFiles, own, refuse_special
 
 _RULES = (
     "types.py",
@@ -170,11 +171,13 @@ def cores() -> int:
 def digest_of(path: Path) -> tuple[str, int]:
     """Of the file's bytes, and how many lines they are."""
     digest, lines = hashlib.blake2b(digest_size=20), 0
+    refuse_special(path, DataError)
     try:
         with open(path, "rb") as file:
             while part := file.read(_READ):
                 digest.update(part)
                 lines += part.count(b"\n")
+                heartbeat.beat()
     except OSError as error:
         raise DataError(
             f"dataset cannot be read: {error.strerror}",
@@ -275,24 +278,6 @@ def _sealed(file: Path) -> tuple[int, str | None]:
         os.fsync(opened.fileno())
     size = file.stat().st_size
     return size, digest_of(file)[0] if size <= _CHECKED else None
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[bool]:
-    """Ranks and runs that need the same cache wait for the first to make it. Gives False where files cannot be
-    locked: then each makes its own and the first rename wins."""
-    try:
-        import fcntl
-    except ImportError:
-        yield False
-        return
-    with open(folder.with_name(folder.name + ".lock"), "a") as lock:  # never truncates what is there
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True
 
 
 def _list_bad_rows(folder: Path, report: DataReport, to: Path, append: bool) -> None:

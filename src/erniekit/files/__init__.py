@@ -4,5 +4,6 @@ Every room that writes outside a checkpoint asks here first; checkpoints and exp
 """
 
 from erniekit.files.record import RECORD, NotOurs, OwnedFiles, own
+from erniekit.files.special import refuse_special
 
-__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own"]
+__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own", "refuse_special"]

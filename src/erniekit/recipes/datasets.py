@@ -159,6 +159,12 @@ def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
     return {"no": 0, "steps": steps, "epoch": steps_per_epoch}[strategy]
 
 
+def minutes_between_saves(cfg: RunConfig) -> float:
+    """0: never by time. `save_strategy: no` asks for no saves on the way, unless save_minutes itself was given."""
+    c = cfg.checkpoint
+    return c.save_minutes if c.save_strategy != "no" or cfg.given("save_minutes") else 0.0
+
+
 def sources_for(
     cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, pairs: PairRules | None = None
 ) -> list[TokenSource]:

@@ -26,7 +26,7 @@ from erniekit.recipes.datasets import TrainData, eval_batches, open_data, source
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.stage import Prepare, Stage
 from erniekit.track.atomic import write_json
-from erniekit.train.evaluate import evaluate_pairs
+from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
 from erniekit.train.tokens_a_second import TokensASecond
 
@@ -78,9 +78,15 @@ class DPO(Stage):
         return [*out, TokensASecond(built.world)] if cfg.dpo.dpo_benchmark else out
 
     def evaluate(
-        self, cfg: RunConfig, engine: Engine, batches: Iterable[Batch], prepare: Prepare | None = None
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        batches: Iterable[Batch],
+        prepare: Prepare | None = None,
+        go_on: GoOn | None = None,
     ) -> dict[str, float]:
-        return evaluate_pairs(engine, batches, prepare, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
+        most, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
+        return evaluate_pairs(engine, batches, prepare, most, compat, go_on)
 
 
 def pair_rules(cfg: RunConfig) -> PairRules:

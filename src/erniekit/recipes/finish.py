@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from erniekit import heartbeat
 from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.nodes import nodes_without
 from erniekit.config import RunConfig
@@ -54,7 +55,7 @@ def close_run(
         publish_on_nodes(output / built.world.broadcast(choice and choice.path.name), output, built.world)
     if choice is None:
         return RunResult(output, metrics, state.step)
-    publish_model(choice.path, output)
+    publish_model(choice.path, output, heartbeat.beat)
     kept = output / f"checkpoint-{state.best_step}"
     training = {k: v for k, v in metrics.items() if not k.startswith("eval_")}
     write_results(output, train=training, evaluation=evaluation or None)
@@ -78,7 +79,7 @@ def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
     if world.rank in nodes_without(output, world.leaders, world.rank, world.control):
         try:
             verify_model(checkpoint)
-            publish_model(checkpoint, output)
+            publish_model(checkpoint, output, heartbeat.beat)
         except CheckpointError as error:
             problem = f"no final model on the node of rank {world.rank}: {error.what}"
     for told in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more

@@ -21,7 +21,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.world import check_model, check_schedule, leave, open_world
 from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume
 from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
-from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.recipes.run import take_output
 from erniekit.recipes.stage import Prepare, Stage
 from erniekit.result import RunResult
@@ -30,6 +30,7 @@ from erniekit.track.runfile import RunRecord
 from erniekit.train.best import KeepBest
 from erniekit.train.drift import ReplicaDrift, replicated
 from erniekit.train.eval_hook import BestRule, EvalHook
+from erniekit.train.evaluate import GoOn
 from erniekit.train.guard import FiniteGuard, Signals
 from erniekit.train.hooks import CollectGarbage, Hook
 from erniekit.train.metrics import LogHook
@@ -69,10 +70,12 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
     with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog:
         dog.phase("prepare")
+        signals.preparing = True
         disks = resume.look_at_disks(output, world)
         point = resume.find(cfg, manager, world, disks, launch)
         data = stage.open_data(cfg, tokenizer, output, world)
         opening.show_data(data)
+        opening.show_saves(cfg, data)
         resume.check_promises(cfg, point, data)
 
         built = build(cfg, folder, device, dtype, world, stage)
@@ -100,6 +103,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
             signals=signals,
             roll_back=lambda s: resume.roll_back(saver, s, disks),
         )
+        signals.preparing = False
         resume.begin(saver, point, disks)
         try:
             trainer.fit()
@@ -183,8 +187,8 @@ def hooks_for(
     trackers: Trackers,
     prepare: Prepare | None,
 ) -> list[Hook]:
-    """Log first, so that a step's numbers are out before its evaluation and its checkpoint; only what belongs to the
-    update itself comes before."""
+    """Log first, so that a step's numbers are out before its checkpoint and its evaluation; only what belongs to the
+    update itself comes before. Save before evaluating: a step must be safe before hours may pass."""
     loads = experts.balance_hook(cfg, built)
     log = LogHook(
         trackers,
@@ -197,7 +201,6 @@ def hooks_for(
         frozen_base=built.lora is not None,
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
-        data_ranks=built.world.layout.data_ranks,
         further=data.ahead,
         also=loads.metrics if loads is not None else None,
         perplexity=stage.perplexity,
@@ -205,16 +208,18 @@ def hooks_for(
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [loads] if loads is not None else []
     watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, trackers)]
-    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s)
+    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes_between_saves(cfg))
     if not data.evaluation:
         return [*watch, log, save, *sweep]
 
-    def run_evaluation() -> dict[str, float]:
-        return stage.evaluate(cfg, built.engine, data.eval_batches(cfg), prepare)
+    def run_evaluation(go_on: GoOn) -> dict[str, float]:
+        return stage.evaluate(cfg, built.engine, data.eval_batches(cfg), prepare, go_on)
 
     best = KeepBest(save) if cfg.checkpoint.load_best_model_at_end else None
-    evaluate = EvalHook(run_evaluation, trackers, data.eval_every, best_rule(cfg), best.keep if best else None)
-    return [*watch, log, *([best] if best else []), evaluate, save, *sweep]
+    keep = best.keep if best else None
+    rule = best_rule(cfg)
+    evaluate = EvalHook(run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world)
+    return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
 
 
 def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:

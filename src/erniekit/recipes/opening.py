@@ -18,7 +18,7 @@ from erniekit.log import paint, say
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
-from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.track.runfile import RunRecord
 
 SHOWN_NOTES = 4
@@ -68,6 +68,13 @@ def show_data(data: TrainData) -> None:
         f"steps    {data.max_steps} of {data.packs_per_step} packs; {data.packs_per_epoch:,} packs of "
         f"{data.stream.max_seq_len} tokens an epoch, {min(fill, 1):.0%} full"
     )
+
+
+def show_saves(cfg: RunConfig, data: TrainData) -> None:
+    minutes = minutes_between_saves(cfg)
+    when = [f"every {data.save_every:,} steps"] if 0 < data.save_every < data.max_steps else []
+    when += [f"every {minutes:g} minutes (save_minutes)"] if minutes else []
+    say(f"saves    {', '.join([*when, 'at the end'])}")
 
 
 def show_coverage(built: Built) -> list[Any]:

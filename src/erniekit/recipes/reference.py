@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from erniekit import heartbeat
 from erniekit.config import RunConfig
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
@@ -203,7 +204,7 @@ def _compute(cfg: RunConfig, built: Built, data: TrainData, source: PairSource, 
         **data.padding(cfg),
     )
     table = np.zeros((count, 2), np.float32)
-    for batch in (batch for step in loader for batch in step):
+    for batch in heartbeat.each(batch for step in loader for batch in step):
         values = policy.log_probs(batch)
         members = [index for pack in batch.pack_indices for _, index in stream[pack]]
         if batch.pairs is not None and batch.pairs.count:

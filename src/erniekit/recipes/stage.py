@@ -22,7 +22,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
-from erniekit.train.evaluate import evaluate
+from erniekit.train.evaluate import GoOn, evaluate
 from erniekit.train.hooks import Hook
 from erniekit.train.tokens_a_second import TokensASecond
 
@@ -74,7 +74,12 @@ class Stage:
         return [TokensASecond(built.world)] if cfg.train.sft_benchmark else []
 
     def evaluate(
-        self, cfg: RunConfig, engine: Engine, batches: Iterable[Batch], prepare: Prepare | None = None
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        batches: Iterable[Batch],
+        prepare: Prepare | None = None,
+        go_on: GoOn | None = None,
     ) -> dict[str, float]:
-        """prepare: what `before_step` gave."""
-        return evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit")
+        """prepare: what `before_step` gave. go_on: asked before each batch (train/evaluate.py)."""
+        return evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit", go_on)

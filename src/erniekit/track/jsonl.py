@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,9 +21,10 @@ class JsonlTracker(Tracker):
 
     def __init__(self) -> None:
         self._out: TextIO | None = None
+        self._run = RunInfo(Path())
 
     def start(self, run: RunInfo) -> None:
-        path = own(run.output_dir / FILE)
+        self._run, path = run, own(run.output_dir / FILE)
         if run.start_step > 0:
             keep_until(path, run.start_step)
         else:
@@ -34,9 +35,18 @@ class JsonlTracker(Tracker):
         # The whole-run numbers are no step of the curve: they are in run.json and train_results.json.
         if self._out is None or kind == "end":
             return
+        if kind == "eval" and step == self._run.start_step:
+            self._forget_evaluation(step)
         record = {"global_step": step, **plain(metrics)}
         self._out.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         self._out.flush()
+
+    def _forget_evaluation(self, step: int) -> None:
+        """A resumed run evaluates the step it begins at once more: a checkpoint is written before its evaluation."""
+        path = self._run.output_dir / FILE
+        self.close()
+        _keep(path, lambda record: record["global_step"] != step or not any(k.startswith("eval_") for k in record))
+        self._out = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         if self._out is not None:
@@ -60,8 +70,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def keep_until(path: Path, step: int) -> None:
     """Drop what a killed run logged after the checkpoint now resumed: those steps will be logged again."""
+    _keep(path, lambda record: record["global_step"] <= step)
+
+
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     if path.is_file():
         with replacing(path) as out:
-            for record in read(path):
-                if record["global_step"] <= step:
-                    out.write(json.dumps(record, ensure_ascii=False) + "\n")
+            for record in filter(wanted, read(path)):
+                out.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -39,6 +39,12 @@ def agree_on_stop(requested: str | None, world: HostGroup) -> str | None:
     return signal.Signals(number).name if number else None
 
 
+def agree_on_stop_or_save(requested: str | None, save: bool, world: HostGroup) -> tuple[str | None, bool]:
+    """As above, and whether any rank wants a save, in the same reduction. A stop saves anyway."""
+    number = int(world.max(2 * (signal.Signals[requested].value if requested else 0) + save))
+    return (signal.Signals(number // 2).name if number > 1 else None), bool(number % 2)
+
+
 @dataclass(frozen=True)
 class Agreed:
     finite: bool  # every value of every rank is a number: the update may be applied

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from erniekit.errors import ConfigError
+from erniekit.parallel.mesh import World
 from erniekit.registry import nearest
 from erniekit.track import Trackers
+from erniekit.train.agreement import HostGroup, agree_on_stop
+from erniekit.train.evaluate import Abandoned, GoOn
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -37,20 +40,33 @@ class BestRule:
 
 
 class EvalHook(Hook):
+    """Behind the hook that saves: a step that is both saved and evaluated is safe before a long evaluation begins."""
+
     def __init__(
         self,
-        run: Callable[[], dict[str, float]],
+        run: Callable[[GoOn], dict[str, float]],
         trackers: Trackers,
         every: int,
         rule: BestRule,
         on_best: Callable[[Trainer], None] | None = None,
         at_end: bool = True,
+        leave: Callable[[Trainer, str], NoReturn] | None = None,
+        world: HostGroup | None = None,
     ) -> None:
-        """`run` evaluates now; `on_best` saves a checkpoint that rotation spares. every 0: only at the end."""
+        """`run(go_on)` evaluates now and asks `go_on` before each batch; `on_best` saves a checkpoint that rotation
+        spares. every 0: only at the end. leave: what a signal during an evaluation asks for; None: signals wait until
+        the step after."""
         self.run, self.trackers, self.every, self.rule = run, trackers, every, rule
         self.on_best, self.at_end = on_best, at_end
+        self.leave, self.world = leave, world or World()
         self.last: dict[str, float] = {}
         self._last_step = -1
+
+    def on_start(self, trainer: Trainer) -> None:
+        """A checkpoint is written before its step is evaluated, so a run that goes on from it does that first."""
+        step = trainer.state.step
+        if step and self.waits_for(trainer, step) and trainer.state.evaluated_step != step:
+            self._evaluate(trainer)
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
@@ -65,10 +81,24 @@ class EvalHook(Hook):
 
     def _evaluate(self, trainer: Trainer) -> None:
         state, rule = trainer.state, self.rule
+        asked: str | None = None
+
+        def go_on() -> bool:
+            nonlocal asked
+            asked = agree_on_stop(trainer.signals.requested, self.world) if self.leave else None
+            return asked is None
+
         trainer.phase("eval")
         self.trackers.status("evaluating")
-        self.last, self._last_step = self.run(), state.step
-        self.trackers.status("")
+        try:
+            self.last = self.run(go_on)
+        except Abandoned:
+            assert asked is not None
+            assert self.leave is not None
+            self.leave(trainer, asked)
+        finally:
+            self.trackers.status("")
+        self._last_step = state.evaluated_step = state.step
         trainer.phase("hooks")
         self.trackers.log(state.step, self.last, "eval")
         if rule.metric not in self.last:

@@ -1,34 +1,45 @@
-"""Loss on held-out data, weighted by tokens. Called by the evaluation hook and by `erniekit eval`."""
+"""Loss on held-out data, weighted by tokens. Called by the evaluation hook and by `erniekit eval`.
+
+`go_on`, where given, is asked before each batch whether there is still time; on several ranks all must get one answer.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 
+from erniekit import heartbeat
 from erniekit.data.types import Batch
 from erniekit.parallel.engine import Engine
 
+GoOn = Callable[[], bool]
 
-def evaluate(engine: Engine, batches: Iterable[Batch], max_batches: int = -1, compat: bool = False) -> dict[str, float]:
+
+class Abandoned(Exception):
+    """The evaluation was left between two batches: it has no result."""
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], max_batches: int = -1, compat: bool = False, go_on: GoOn | None = None
+) -> dict[str, float]:
     """Metrics with ERNIEKit's names, over all ranks. compat: the mean over batches of their means."""
-    start, was_training = time.perf_counter(), engine.model.training
-    engine.train(False)
+    start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     tokens = rows = calls = 0
-    for number, batch in enumerate(batches):
-        if 0 <= max_batches <= number:
-            break
-        rows += batch.input_ids.shape[0]
-        loss = engine.evaluate(batch).double()
-        if batch.num_label_tokens:
-            total += loss
-            means += loss / batch.num_label_tokens
-            tokens += batch.num_label_tokens
-            calls += 1
-    engine.train(was_training)
+    with _evaluating(engine):
+        for batch in _while_there_is_time(batches, max_batches, go_on):
+            rows += batch.input_ids.shape[0]
+            loss = engine.evaluate(batch).double()
+            if batch.num_label_tokens:
+                total += loss
+                means += loss / batch.num_label_tokens
+                tokens += batch.num_label_tokens
+                calls += 1
     total, means = engine.sum_losses(total), engine.sum_losses(means)
     tokens, calls, rows = engine.totals(tokens, calls, rows)
     mean = float(means) / max(1, calls) if compat else float(total) / max(1, tokens)
@@ -49,24 +60,22 @@ def evaluate_pairs(
     prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
     max_batches: int = -1,
     compat: bool = False,
+    go_on: GoOn | None = None,
 ) -> dict[str, float]:
     """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; compat: as above,
     and the ledger is told so by the loss."""
-    start, was_training = time.perf_counter(), engine.model.training
-    engine.train(False)
+    start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     pairs = calls = 0
-    for number, batch in enumerate(batches):
-        if 0 <= max_batches <= number:
-            break
-        ready = batch if prepare is None else prepare([batch])[0]
-        loss = engine.evaluate(ready).double()
-        if batch.weight:
-            total += loss
-            means += loss / batch.weight
-            pairs += batch.weight
-            calls += 1
-    engine.train(was_training)
+    with _evaluating(engine):
+        for batch in _while_there_is_time(batches, max_batches, go_on):
+            ready = batch if prepare is None else prepare([batch])[0]
+            loss = engine.evaluate(ready).double()
+            if batch.weight:
+                total += loss
+                means += loss / batch.weight
+                pairs += batch.weight
+                calls += 1
     total, means = engine.sum_losses(total), engine.sum_losses(means)
     pairs, calls = engine.totals(pairs, calls)
     names = engine.ledger.names if engine.ledger is not None else ()
@@ -83,3 +92,21 @@ def evaluate_pairs(
         "eval_samples_per_second": pairs / seconds,
         "eval_steps_per_second": calls / seconds,
     }
+
+
+@contextmanager
+def _evaluating(engine: Engine) -> Iterator[None]:
+    was_training = engine.model.training
+    engine.train(False)
+    try:
+        yield
+    finally:
+        engine.train(was_training)
+
+
+def _while_there_is_time(batches: Iterable[Batch], max_batches: int, go_on: GoOn | None) -> Iterator[Batch]:
+    """At most `max_batches` (below 0: all), each followed by a beat. Raises Abandoned as soon as `go_on` says no."""
+    for batch in heartbeat.each(islice(batches, max_batches if max_batches >= 0 else None)):
+        if go_on is not None and not go_on():
+            raise Abandoned
+        yield batch

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from erniekit.checkpoint.state import TrainState
-from erniekit.errors import ErnieKitError
+from erniekit.errors import ErnieKitError, Preempted
 from erniekit.log import warn
 from erniekit.train.step import StepResult
 
@@ -28,7 +28,8 @@ os.register_at_fork(after_in_child=_be_deaf)
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the end of the step; asking twice stops at once.
+    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the end of the step; asking twice stops at once. While a run is
+    prepared (`preparing`) there is nothing to save and no step to wait for: it is left at once.
 
     A handler runs between two steps of the interpreter, and a rank that waits for its peers in C++ comes to none. So
     the system's own note of each signal (its number, through a pipe) goes to a thread, which counts as well.
@@ -39,6 +40,7 @@ class Signals:
     def __init__(self) -> None:
         self.requested: str | None = None
         self.requested_at = 0.0
+        self.preparing = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -66,6 +68,8 @@ class Signals:
         if self.requested is not None:
             os._exit(128 + number)
         self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
+        if self.preparing:
+            raise Preempted(f"{self.requested}: stopped while the run was prepared, so there is nothing new to save")
 
     def _listen(self) -> None:
         asked = 0

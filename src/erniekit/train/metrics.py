@@ -50,7 +50,6 @@ class LogHook(Hook):
         frozen_base: bool,
         first: bool = False,
         ranks: int = 1,
-        data_ranks: int = 1,
         further: int = 0,
         also: Callable[[], dict[str, float]] | None = None,
         perplexity: bool = True,
@@ -59,7 +58,7 @@ class LogHook(Hook):
         somebody else keeps from one record to the next. perplexity: whether the loss has one."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
-        self.frozen_base, self.first, self.ranks, self.data_ranks = frozen_base, first, ranks, data_ranks
+        self.frozen_base, self.first, self.ranks = frozen_base, first, ranks
         self.further, self.also, self.perplexity = further, also, perplexity
         self.told: dict[str, float] = {}  # what the latest record tells beside loss and rates
         self._reset(time.perf_counter())
@@ -101,9 +100,7 @@ class LogHook(Hook):
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)
         loss = sum(self._losses) / len(self._losses)
-        # Ranks that read other packs read about as much; trained tokens are counted over all of them.
-        tokens, squares = self._tokens * self.data_ranks, self._squares * self.data_ranks
-        flops = step_flops(self.config, tokens, self._trained, squares, self.frozen_base, self.further) / self.ranks
+        work = step_flops(self.config, self._tokens, self._trained, self._squares, self.frozen_base, self.further)
         peak = self.device.peak_flops.get(self.dtype)
         self.told = {name: sum(values) / len(values) for name, values in self._extras.items()}
         return {
@@ -113,9 +110,9 @@ class LogHook(Hook):
             "grad_norm": result.grad_norm,
             **self.told,
             **(self.also() if self.also is not None else {}),
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": self._tokens / seconds,
             "trained_tokens_per_second": self._trained / seconds,
-            "mfu": flops / seconds / peak if peak else None,
+            "mfu": work / self.ranks / seconds / peak if peak else None,
             **self.device.memory(),
             "interval_runtime": seconds,
             "interval_samples_per_second": self._steps * self.packs_per_step / seconds,

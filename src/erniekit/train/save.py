@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.compress import StoredState, compressed
-from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.manager import TIMED, CheckpointManager
 from erniekit.checkpoint.nodes import copier
 from erniekit.checkpoint.probe import Probe, Verdict
 from erniekit.checkpoint.shards import write_shards
@@ -28,7 +28,7 @@ from erniekit.optim.adamw import AdamW
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.sharding import Sharding
 from erniekit.track import Trackers
-from erniekit.train.agreement import agree_on_stop
+from erniekit.train.agreement import agree_on_stop, agree_on_stop_or_save
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -88,8 +88,9 @@ class Saver:
         base = probes.FP8_BASE if self.fp8_base else ""
         return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}{base}"
 
-    def save(self, state: TrainState, final: bool = False) -> Path | None:
-        """All ranks together; the folder, or None when it failed and training goes on, or is being written."""
+    def save(self, state: TrainState, final: bool = False, timed: bool = False) -> Path | None:
+        """All ranks together; the folder, or None when it failed and training goes on, or is being written. timed: it
+        is on no schedule, so that rotation need not keep it."""
         pieces: dict[str, Tensors] = {"weights": self.pieces()}
         if self.with_optimizer:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())
@@ -108,8 +109,9 @@ class Saver:
                 probes.save(folder, probe)
             states.save(folder, frozen, extra)
 
-        info = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
+        info: dict[str, Any] = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
         info |= {"launch": self.launch} if self.launch else {}
+        info |= {TIMED: True} if timed else {}
         path = self.saves.save(state.step, pieces, write, info, final=final)
         if path is not None or self.manager.async_save:
             self.last_saved = state.step
@@ -172,32 +174,50 @@ class _Sound(Tensors):
 
 
 class SaveHook(Hook):
-    """Saves every `every` steps (0: never on schedule), and at the end of a step in which a signal came."""
+    """Saves every `every` steps (0: never on schedule), when `minutes` have passed since the last save (0: never), and
+    at the end of a step in which a signal came. The first rank's clock decides for all."""
 
-    def __init__(self, saver: Saver, trackers: Trackers, every: int, grace_seconds: float) -> None:
-        self.saver, self.trackers, self.every = saver, trackers, every
+    def __init__(
+        self, saver: Saver, trackers: Trackers, every: int, grace_seconds: float, minutes: float = 0.0
+    ) -> None:
+        self.saver, self.trackers, self.every, self.minutes = saver, trackers, every, minutes
         self.grace_seconds = grace_seconds
+        self._saved_at = time.monotonic()
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._saved_at = time.monotonic()
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        return trainer.signals.requested is not None or bool(self.every and step % self.every == 0)
+        return trainer.signals.requested is not None or self._scheduled(step) or self._time_is_up()
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.saver.saves.check()
         if trainer.ahead:  # a signal that came meanwhile: the weights are the next step's, which waits for it
             return
-        asked = agree_on_stop(trainer.signals.requested, self.saver.world)
+        asked, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
         if asked:
-            self._leave(trainer, asked)
+            self.leave(trainer, asked)
         # Not in the middle of a bad stretch: going back must reach behind it.
-        if self.every and result.step % self.every == 0 and not trainer.state.bad_in_a_row:
-            self.save(trainer)
+        scheduled = self._scheduled(result.step)
+        if (scheduled or timed) and not trainer.state.bad_in_a_row:
+            self.save(trainer, timed=not scheduled)
+            if asked := agree_on_stop(trainer.signals.requested, self.saver.world):  # while it was written
+                self.leave(trainer, asked)
 
-    def save(self, trainer: Trainer, final: bool = False) -> Path | None:
+    def _scheduled(self, step: int) -> bool:
+        return bool(self.every) and step % self.every == 0
+
+    def _time_is_up(self) -> bool:
+        waited = time.monotonic() - self._saved_at
+        return 0 < self.minutes * 60 <= waited and self.saver.world.is_main
+
+    def save(self, trainer: Trainer, final: bool = False, timed: bool = False) -> Path | None:
         if self.saver.last_saved == trainer.state.step and not final:
             return None
         trainer.phase("save")
         self.trackers.status("saving")
-        path = self.saver.save(trainer.state, final=final)
+        path = self.saver.save(trainer.state, final=final, timed=timed)
+        self._saved_at = time.monotonic()
         self.trackers.status("")
         trainer.phase("hooks")
         self.trackers.event(trainer.state.step, "save", str(path) if path else "in the background or failed")
@@ -205,16 +225,22 @@ class SaveHook(Hook):
 
     def on_end(self, trainer: Trainer) -> None:
         """Whatever the schedule, a run that ends leaves its last step on disk, or fails saying so."""
-        self.saver.saves.wait()
-        if not self.saver.saves.published(trainer.state.step):
+        if not self._is_saved(trainer.state.step):
             self.save(trainer, final=True)
 
-    def _leave(self, trainer: Trainer, signal_name: str) -> None:
+    def leave(self, trainer: Trainer, signal_name: str) -> NoReturn:
+        """A signal asked for it, on all ranks: saves this step unless that has been done, and ends the run."""
         trainer.phase("save")
         asked_at = trainer.signals.requested_at or time.monotonic()  # by a signal of its own, or now by another rank
-        path = self.saver.save(trainer.state, final=True)
+        path: Path | None = self.saver.manager.output_dir / f"checkpoint-{trainer.state.step}"
+        if self.saver.last_saved != trainer.state.step or not self._is_saved(trainer.state.step):
+            path = self.saver.save(trainer.state, final=True)
         took = time.monotonic() - asked_at
         late = f"; the save took {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"
         text = f"{signal_name}: stopped after step {trainer.state.step}, saved {path}"
         self.trackers.event(trainer.state.step, "stop", text + (late if took > self.grace_seconds else ""))
         raise Preempted(text)
+
+    def _is_saved(self, step: int) -> bool:
+        self.saver.saves.wait()
+        return self.saver.saves.published(step)

@@ -25,9 +25,9 @@ class StepResult:
     loss: float  # mean over trained tokens
     grad_norm: float  # before clipping
     learning_rate: float
-    tokens: int  # of this rank's packs
-    trained_tokens: int  # of all ranks
-    sum_squares: int  # of this rank's document lengths
+    tokens: int  # of all ranks, as are the next two
+    trained_tokens: int
+    sum_squares: int  # of document lengths
     applied: bool  # False: not finite, nothing was changed
     extras: dict[str, float] = field(default_factory=dict)  # what else the step tells: rewards, router losses
     brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks asked for with `Launched.bring`
@@ -40,14 +40,21 @@ class DeviceClock:
     def __init__(self) -> None:
         self._last: tuple[torch.cuda.Event, float] | None = None
 
+    def start(self) -> None:
+        """Once, before the first step: waits for the device. All later times are counted from this one by the device
+        alone. Where the host's first look came late, that delay would be taken off a later step's time."""
+        if self._last is None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            event.synchronize()
+            self._last = (event, time.perf_counter())
+
     def time_of(self, event: torch.cuda.Event) -> float:
         """Of events that have happened, in their order."""
-        at = time.perf_counter()
-        if self._last is not None:
-            before, then = self._last
-            at = min(at, then + before.elapsed_time(event) / 1e3)
-        self._last = (event, at)
-        return at
+        assert self._last is not None, "start comes first"
+        before, then = self._last
+        self._last = (event, then + before.elapsed_time(event) / 1e3)
+        return self._last[1]
 
 
 class Launched:
@@ -65,6 +72,7 @@ class Launched:
         self.good, self._read, self._clock = good, read, clock or DeviceClock()
         self._moving: dict[str, torch.Tensor] = {"": told}
         self._arrived: torch.cuda.Event | None = None
+        self._sent_at = 0.0
 
     def bring(self, name: str, tensor: torch.Tensor) -> None:
         """The tensor's values with the result; before `send`."""
@@ -77,12 +85,13 @@ class Launched:
             self._moving = {name: value.to("cpu", non_blocking=True) for name, value in self._moving.items()}
             self._arrived = torch.cuda.Event(enable_timing=True)
             self._arrived.record()
+        self._sent_at = time.perf_counter()
 
     def result(self) -> StepResult:
         """Waits for the device where it has not come so far."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        at = time.perf_counter() if self._arrived is None else self._clock.time_of(self._arrived)
+        at = self._clock.time_of(self._arrived) if self._arrived is not None else self._sent_at or time.perf_counter()
         brought = {name: tensor for name, tensor in self._moving.items() if name}
         return replace(self._read(self._moving[""].tolist()), brought=brought, finished_at=at)
 
@@ -116,10 +125,13 @@ class TrainStep:
 
     def launch(self, batches: Sequence[Batch], step: int) -> Launched:
         engine, optimizer = self.engine, self.optimizer
+        if self.late and engine.device.type == "cuda":
+            self._clock.start()
         # Waiting for other ranks is never booked as this rank's own work: that is how a slow one is told from the rest.
         self.phase("collective")
         batches = engine.send(batches)
-        weight, trained = engine.totals(sum(b.weight for b in batches), sum(b.num_label_tokens for b in batches))
+        counted = [(b.weight, b.num_label_tokens, b.num_tokens, b.sum_squares) for b in batches]
+        weight, trained, tokens, squares = engine.totals(*map(sum, zip(*counted)))
         self.phase("forward/backward")
         if self.prepare is not None:
             batches = self.prepare(batches)
@@ -139,7 +151,6 @@ class TrainStep:
             optimizer.clip(norm, self.max_grad_norm)
             optimizer.step(lr, good if self.late else None)
         optimizer.zero_grad()
-        tokens, squares = sum(b.num_tokens for b in batches), sum(b.sum_squares for b in batches)
         names = engine.ledger.names if engine.ledger is not None else ()
 
         def read(values: list[float]) -> StepResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from erniekit.log import say
@@ -18,7 +17,7 @@ class TokensASecond(Hook):
     """Padding apart; the first step warms up."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.tokens, self.began = world, 0, 0.0
+        self.world, self.tokens, self.began, self.ended = world, 0, 0.0, 0.0
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
         return False
@@ -27,11 +26,10 @@ class TokensASecond(Hook):
         if self.began:
             self.tokens += result.tokens
         else:
-            self.began = time.perf_counter()
+            self.began = result.finished_at
+        self.ended = result.finished_at
 
     def on_end(self, trainer: Trainer) -> None:
-        seconds = time.perf_counter() - self.began
-        # Ranks that share a pack read the same tokens.
-        tokens = sum(self.world.gather(self.tokens)) // (self.world.size // self.world.layout.data_ranks)
-        rate = tokens / seconds if tokens else 0.0
+        seconds = self.ended - self.began
+        rate = self.tokens / seconds if self.tokens else 0.0
         say(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")

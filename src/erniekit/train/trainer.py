@@ -54,7 +54,9 @@ class Trainer:
                 batches = self._batches_from(self.state.packs)
         self._settle()
         for hook in self.hooks:
+            self.phase("end")
             hook.on_end(self)
+        self.phase("end")
 
     def _launch(self, micro: Sequence[Batch], step: int) -> None:
         launched = self.step.launch(micro, step)

@@ -18,12 +18,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import IO, TYPE_CHECKING
 
+from erniekit import heartbeat
 from erniekit.train import monitor
 from erniekit.train.hooks import Hook
 from erniekit.train.monitor import Beat, Heart, Lookout, headline, report_name, say, write_report
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
 
 EXIT_CODE = 70  # "ended for a restart"; a rank whose interpreter lock is held can only be killed (-9)
-PAUSED = ("prepare",)  # reading and tokenising data: as long as it takes
 LONG = ("start", "eval", "save", "restore", "end")
+# Times the limits of a step. Preparing (tokenising, reading weights, the first compilation) has the longest silences.
+STRETCH = {"prepare": 20.0, **dict.fromkeys(LONG, 10.0)}
 WARM_STEPS = 3  # these compile, connect and fill caches
 # Faulthandler's own signal. A real-time one: users and schedulers have uses for SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -44,22 +46,21 @@ STACKS_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.S
 class Limits:
     """Seconds of silence. 0: soft is ten median steps and at least a minute, hard is three times soft; -1: never.
 
-    Progress is every finished step, every change of phase and every `progress()`. Ten times as long for phases that
-    take long by nature (LONG) and in the first WARM_STEPS steps; no limit at all in PAUSED ones. Ranks enter and leave
-    LONG phases together (they end in a collective): one that went ahead would wait for the others under a short limit.
+    Progress is every finished step, every change of phase and every beat (heartbeat.py) of the training thread: one
+    more batch evaluated, file read, tensor written. Phases that take long by nature have STRETCH times as long, and so
+    have the first WARM_STEPS steps. Ranks enter and leave LONG phases together (they end in a collective): one that
+    went ahead would wait for the others under a short limit.
     """
 
     soft_s: float = 0.0
     hard_s: float = 0.0
 
     def of(self, phase: str, median_step: float, steps: int) -> tuple[float, float]:
-        if phase in PAUSED:
-            return math.inf, math.inf
         soft = self.soft_s or max(60.0, 10 * median_step)
         soft = soft if soft > 0 else math.inf
         hard = self.hard_s or 3 * soft
         hard = hard if hard > 0 else math.inf
-        stretch = 10.0 if phase in LONG or steps < WARM_STEPS else 1.0
+        stretch = STRETCH.get(phase, 10.0 if steps < WARM_STEPS else 1.0)
         return soft * stretch, hard * stretch
 
 
@@ -88,6 +89,7 @@ class Watchdog(Hook):
         self._stop, self._ready = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="erniekit-watchdog", daemon=True)
         self._monitor: subprocess.Popen[bytes] | None = None
+        self._hearing = ExitStack()
 
     # The loop's side: a microsecond or two each.
 
@@ -96,14 +98,14 @@ class Watchdog(Hook):
         if self._stop.is_set():
             return
         now = time.monotonic()
-        if self._phase not in LONG and self._phase not in PAUSED:
+        if self._phase not in STRETCH:
             self._busy += now - self._since
         self._phase, self._since = name, now
         soft, hard = self.limits.of(name, self._median, self._steps)
         self._heart.beat(now, soft, hard, self._step, name)
 
     def progress(self) -> None:
-        """A sign of life within a phase: one more evaluation batch, one more file written."""
+        """One piece further within a phase: an evaluation batch, a file, a tensor."""
         self.phase(self._phase)
 
     @contextmanager
@@ -139,6 +141,7 @@ class Watchdog(Hook):
 
     def __enter__(self) -> Watchdog:
         self.phase("start")
+        self._hearing.enter_context(heartbeat.heard_by(self.progress))
         faulthandler.register(STACKS_SIGNAL, file=self._stacks_file, all_threads=True, chain=False)
         self._thread.start()
         self._ready.wait(5)
@@ -154,6 +157,7 @@ class Watchdog(Hook):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._hearing.close()
         self._stop.set()
         if self._monitor is not None:
             self._monitor.kill()

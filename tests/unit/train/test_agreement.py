@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from erniekit.train.agreement import Agreed, StepAgreement, agree_on_stop, decide_finite
+from erniekit.train.agreement import Agreed, StepAgreement, agree_on_stop, agree_on_stop_or_save, decide_finite
 
 
 class Others:
@@ -46,6 +46,17 @@ def test_any_ranks_signal_is_everyones() -> None:
     assert agree_on_stop("SIGUSR1", Others()) == "SIGUSR1"
     assert agree_on_stop(None, Others(0, 2)) == "SIGINT"
     assert agree_on_stop("SIGINT", Others(15)) == "SIGTERM"
+
+
+def test_a_stop_and_a_save_by_time_are_agreed_on_together() -> None:
+    assert agree_on_stop_or_save(None, False, Others()) == (None, False)
+    assert agree_on_stop_or_save(None, True, Others(0)) == (None, True)
+    assert agree_on_stop_or_save(None, False, Others(1)) == (None, True)
+    assert agree_on_stop_or_save("SIGTERM", False, Others(1))[0] == "SIGTERM"
+    assert agree_on_stop_or_save(None, True, Others(2 * 15))[0] == "SIGTERM"
+    world = Others(0, 0)
+    agree_on_stop_or_save(None, True, world)
+    assert world.calls == 1
 
 
 def test_a_step_is_agreed_on_in_one_reduction() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from erniekit.checkpoint.state import TrainState
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
+from erniekit.devices.cpu import make
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
@@ -24,6 +27,7 @@ from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.train.guard import FiniteGuard, NotFinite, Signals
 from erniekit.train.hooks import Hook
+from erniekit.train.metrics import LogHook
 from erniekit.train.step import Launched, StepResult, TrainStep
 from erniekit.train.trainer import Trainer
 from plain_adamw import PlainAdamW
@@ -187,3 +191,28 @@ def test_a_stop_asked_for_by_a_late_hook_books_what_was_launched_meanwhile() -> 
     assert [r.step for r in run.notes.seen] == [1, 2, 3, 4, 5]
     assert run.trainer.state.step == 5
     assert run.optimizer.steps_taken() == 5, "the state is that of the weights"
+
+
+@pytest.mark.parametrize("kind", [TrainStep, AtOnce])
+def test_every_records_rate_is_of_the_time_its_steps_took_also_the_last_ones(kind: type[TrainStep]) -> None:
+    """Steps of 50 ms each; the last record is of one step, which on a card is booked right behind the one before."""
+    logged: list[dict[str, Any]] = []
+    trackers = SimpleNamespace(
+        log=lambda step, record, kind: logged.append(record), start=lambda **k: None, advance=lambda step: None
+    )
+    run = Run(kind, steps=7, keep=100)
+    plain = run.trainer.step.launch
+
+    def slow(batches: Sequence[Batch], step: int) -> Launched:
+        time.sleep(0.05)
+        return plain(batches, step)
+
+    run.trainer.step.launch = slow  # type: ignore[method-assign]
+    log = LogHook(trackers, make(), CONFIG, torch.float32, 3, 1, 10, frozen_base=False)  # type: ignore[arg-type]
+    run.trainer.hooks = [*run.trainer.hooks, log]
+    run.trainer.fit()
+    assert len(logged) == 3
+    for record, steps in zip(logged, (3, 3, 1)):
+        assert record["interval_runtime"] >= 0.05 * steps * 0.99
+        assert record["interval_steps_per_second"] <= 1.01 / 0.05
+        assert record["tokens_per_second"] == pytest.approx(9 * steps / record["interval_runtime"])

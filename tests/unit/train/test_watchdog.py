@@ -34,7 +34,7 @@ def heart() -> Iterator[Heart]:
         (Limits(), "data", 20.0, 9, (200, 600)),
         (Limits(), "data", 0.0, 0, (600, 1800)),  # the first steps
         (Limits(), "save", 20.0, 9, (2000, 6000)),
-        (Limits(), "prepare", 20.0, 9, NEVER),
+        (Limits(), "prepare", 0.0, 0, (1200, 3600)),
         (Limits(7), "forward/backward", 20.0, 9, (7, 21)),
         (Limits(7, 9), "eval", 20.0, 9, (70, 90)),
         (Limits(-1), "data", 20.0, 9, NEVER),

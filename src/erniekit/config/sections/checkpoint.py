@@ -11,6 +11,12 @@ from erniekit.config.inert import WORDS
 @dataclass(frozen=True)
 class CheckpointSection:
     save_steps: int = key(500, "Steps between checkpoints.", low=1, basic=True)
+    save_minutes: float = key(
+        15.0,
+        "Also save once so many minutes have passed since the last checkpoint; 0 is off, and save_strategy: no as well "
+        "unless this key is given. Such a checkpoint goes when there are two newer ones.",
+        low=0,
+    )
     save_strategy: str = key("steps", "When to save.", choices=("no", "steps", "epoch"))
     save_total_limit: int | None = key(None, "Checkpoints kept, 2 or more; all when not given.", basic=True)
     keep_every: int = key(0, "Also keep every checkpoint whose step is a multiple of this; 0 is off.", low=0)

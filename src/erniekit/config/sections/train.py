@@ -72,7 +72,8 @@ class TrainSection:
     hang_soft_s: float = key(
         0.0,
         "Seconds without progress before the stacks of every rank are written to output_dir/hangs; 0: ten median "
-        "steps, 60 at least; -1: never. Ten times as long in the first steps, evaluation and saving.",
+        "steps, 60 at least; -1: never. Ten times as long in the first steps, evaluation and saving; twenty times "
+        "while a run is prepared.",
         low=-1,
     )
     hang_hard_s: float = key(

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from erniekit.data.types import Problem
 from erniekit.errors import DataError
+from erniekit.files import refuse_special
 
 Raw = bytes | dict[str, Any] | list[Any] | Problem
 MAX_ROW_BYTES = 64 << 20
@@ -27,6 +28,7 @@ _BOM = codecs.BOM_UTF8
 def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[int, Raw]]:
     """(number, raw row): lines of JSONL as bytes, elements of an array and parquet rows as objects; 1-based."""
     path = Path(path)
+    refuse_special(path, DataError)
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise DataError(f"dataset {what}", where=str(path), fix="check train_dataset_path / eval_dataset_path")

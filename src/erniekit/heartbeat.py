@@ -1,0 +1,57 @@
+"""Progress inside long work: loops over files, rows and tensors call `beat`, and whoever watches the process listens.
+
+Called from every room; the watchdog (train/watchdog.py) and a held cache lock (data/tokens.py) listen. Without a
+listener a beat is a counter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+_listeners: list[tuple[int, Callable[[], None]]] = []
+_beats: dict[int, int] = {}  # thread -> how often it has called
+
+
+def beat() -> None:
+    """This thread got one piece further. A listener hears the thread that added it, no other: a save in the background
+    must not pass for progress of the training loop."""
+    me = threading.get_ident()
+    _beats[me] = _beats.get(me, 0) + 1
+    for thread, hear in tuple(_listeners):
+        if thread == me:
+            hear()
+
+
+def each(items: Iterable[Item]) -> Iterator[Item]:
+    """The items, with a beat after each."""
+    for item in items:
+        yield item
+        beat()
+
+
+@contextmanager
+def heard_by(hear: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, `hear()` is called at every beat of this thread."""
+    entry = (threading.get_ident(), hear)
+    _listeners.append(entry)
+    try:
+        yield
+    finally:
+        _listeners.remove(entry)
+
+
+def join(thread: threading.Thread, every: float = 0.2) -> None:
+    """Waits for a thread; its progress is that of the thread that waits."""
+    seen = None
+    while thread.is_alive():
+        thread.join(every)
+        now = _beats.get(thread.ident or 0)
+        if now != seen:
+            seen = now
+            beat()
+    thread.join()

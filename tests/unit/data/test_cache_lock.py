@@ -1,0 +1,104 @@
+"""Waiting for a cache that another process makes: it is said for whom, its progress counts, a standstill ends it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from erniekit import heartbeat
+from erniekit.data import cache_lock
+from erniekit.data.cache_lock import only_one
+from erniekit.errors import DataError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from erniekit import heartbeat
+from erniekit.data import cache_lock
+cache_lock.TOUCH_S = 0.05
+with cache_lock.only_one(Path(sys.argv[1])) as alone:
+    print(alone, flush=True)
+    while sys.argv[2] == "works":
+        time.sleep(0.05)
+        heartbeat.beat()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "tokens"
+
+
+@pytest.fixture(params=["works", "stands still"])
+def holder(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, int]]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, folder, request.param], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "True\n"
+    yield request.param, process.pid
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_holder_that_works_is_waited_for_and_one_that_stands_still_is_not(
+    holder: tuple[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    word, pid = holder
+    monkeypatch.setattr(cache_lock, "STALLED_S", 1.5)
+    monkeypatch.setattr(cache_lock, "FIRST_WORD_S", 0.3)
+    beats: list[float] = []
+    outcome: list[object] = []
+
+    def wait() -> None:
+        try:
+            with heartbeat.heard_by(lambda: beats.append(time.monotonic())), only_one(folder) as alone:
+                outcome.append(alone)
+        except DataError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(4)
+    assert f"{folder}.lock is held by pid {pid} on " in capsys.readouterr().err
+    if word == "works":
+        assert not outcome, "its progress is seen"
+        assert len(beats) > 5, "and is that of the one who waits"
+        subprocess.run(["kill", str(pid)], check=True)
+        thread.join(5)
+        assert outcome == [True], "the next in turn"
+    else:
+        (error,) = outcome
+        assert isinstance(error, DataError)
+        assert f"pid {pid}" in error.what
+        assert "no progress" in error.what
+        assert error.where == f"{folder}.lock"
+        assert not beats
+
+
+def test_the_lock_tells_its_holder_and_is_empty_again_behind_it(folder: Path) -> None:
+    lock = folder.with_name("tokens.lock")
+    lock.write_text("pid 1 on a machine that lost its power")
+    for _ in range(2):
+        with only_one(folder) as alone:
+            assert alone
+            assert lock.read_text() == f"pid {os.getpid()} on {socket.gethostname()}"
+        assert lock.read_text() == ""
+
+
+def test_a_file_that_is_not_ours_stays_as_it_is_though_it_is_locked(folder: Path) -> None:
+    lock = folder.with_name("tokens.lock")
+    lock.write_text("my notes")
+    with only_one(folder) as alone:
+        assert alone
+        heartbeat.beat()
+        assert lock.read_text() == "my notes"
+    assert lock.read_text() == "my notes"

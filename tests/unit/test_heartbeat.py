@@ -1,0 +1,40 @@
+"""Beats: heard by the thread that listens, not by others; a thread that is waited for lends its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from erniekit import heartbeat
+
+
+def test_a_listener_hears_its_own_thread_alone_and_only_while_it_listens() -> None:
+    heard: list[int] = []
+    with heartbeat.heard_by(lambda: heard.append(1)):
+        other = threading.Thread(target=heartbeat.beat)
+        other.start()
+        other.join()
+        assert heard == [], "a save in the background is no progress of the loop"
+        assert list(heartbeat.each("ab")) == ["a", "b"]
+        assert heard == [1, 1]
+    heartbeat.beat()
+    assert heard == [1, 1]
+
+
+def test_waiting_for_a_thread_goes_on_as_long_as_it_makes_progress() -> None:
+    heard: list[float] = []
+    still = threading.Event()
+
+    def work() -> None:
+        for _ in range(5):
+            time.sleep(0.05)
+            heartbeat.beat()
+        still.wait(0.5)  # from here on it makes none
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with heartbeat.heard_by(lambda: heard.append(time.monotonic())):
+        heartbeat.join(thread, every=0.02)
+    assert not thread.is_alive()
+    assert len(heard) >= 3
+    assert time.monotonic() - heard[-1] > 0.3, "a thread that stands still lends nothing"
