@@ -23,7 +23,7 @@ def best_of(values: list[float], rule: BestRule, state: TrainState | None = None
     trainer: Any = SimpleNamespace(state=state or TrainState(), stop_reason="", phase=lambda name: None)
     left, kept = iter(values), []
     hook = EvalHook(
-        lambda: {rule.metric: next(left)},
+        lambda go_on: {rule.metric: next(left)},
         Trackers([], RunInfo(Path())),
         1,
         rule,
