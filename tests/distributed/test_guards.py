@@ -121,7 +121,7 @@ def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, A
 def test_one_flipped_bit_is_found_within_the_interval_and_its_rank_named(ranks: Ranks, rank: int, bit: int) -> None:
     for step, code, words, calls in ranks.run(3, train_with_one_flipped_bit, rank, 5, 4, bit):
         assert (step, code) == (8, 3), "flipped at step 5, checked every 4"
-        assert calls == 3, "one a check, one more for the details"
+        assert calls == 4, "one a check, at steps 1, 4 and 8, and one more for the details"
         others = ", ".join(str(r) for r in range(3) if r != rank)
         assert f"rank {rank} differs from ranks {others}" in words
         assert "step 8" in words
@@ -129,10 +129,16 @@ def test_one_flipped_bit_is_found_within_the_interval_and_its_rank_named(ranks: 
 
 
 def test_equal_replicas_are_left_alone_and_two_that_differ_are_both_named(ranks: Ranks) -> None:
-    assert ranks.run(2, train_with_one_flipped_bit, -1, 5, 4, 0) == [(20, 0, "", 5)] * 2
+    assert ranks.run(2, train_with_one_flipped_bit, -1, 5, 4, 0) == [(20, 0, "", 6)] * 2, "steps 1, 4, 8, 12, 16, 20"
     for step, code, words, _ in ranks.run(2, train_with_one_flipped_bit, 1, 5, 5, 7):
         assert (step, code) == (5, 3)
         assert "ranks 0, 1 differ, with no majority" in words
+
+
+def test_ranks_that_differ_from_the_start_are_found_at_the_first_step(ranks: Ranks) -> None:
+    for step, code, words, _ in ranks.run(2, train_with_one_flipped_bit, 1, 1, 100, 7):
+        assert (step, code) == (1, 3)
+        assert "step 1: replicas" in words
 
 
 def test_drift_in_one_set_of_ranks_stops_every_rank_with_the_same_words(ranks: Ranks) -> None:

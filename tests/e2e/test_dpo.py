@@ -15,6 +15,7 @@ import pytest
 
 import erniekit
 from erniekit.config.metrics import metrics_of
+from erniekit.data import sealed
 from erniekit.errors import DataError
 from erniekit.losses.dpo import LOSS_TYPES, DpoSettings, metric_names
 from ranks import Ranks
@@ -101,21 +102,30 @@ def change_weights(model: Path) -> None:
         assert file.stat().st_size == before.st_size
 
 
-def test_kept_references_of_another_model_under_the_same_name_are_refused(
-    prefer: Callable, paddle: Path, tmp_path: Path
+def test_kept_references_of_another_model_under_the_same_name_are_not_used(
+    prefer: Callable, paddle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     model = tiny_folder(paddle, tmp_path / "model", "dense_new")
     keys = dict(model_name_or_path=model, reference_logps="cached", max_steps=1)
     prefer(tmp_path / "first", **keys)
     change_weights(model)
+    capsys.readouterr()
+    prefer(tmp_path / "second", **keys)
+    assert "computed once" in capsys.readouterr().out
+    assert logged(tmp_path / "second")[0] == pytest.approx(LN2, abs=1e-6)
+
+
+def test_kept_references_that_the_model_does_not_give_are_refused(prefer: Callable, tmp_path: Path) -> None:
+    keys = dict(reference_logps="cached", max_steps=1, cache_dir=tmp_path / "cache")
+    prefer(tmp_path / "first", **keys)
+    (kept,) = (tmp_path / "cache" / "reference").iterdir()
+    np.save(kept / "log_probs.npy", np.load(kept / "log_probs.npy") + 1)
+    (kept / sealed.SEAL).unlink()
+    sealed.seal(kept)  # as if another model's had come to the same name
     with pytest.raises(DataError) as caught:
         prefer(tmp_path / "second", **keys)
     assert "reference_logps: cached" in caught.value.where
     assert "delete" in caught.value.fix
-    for file in model.glob("*.safetensors"):
-        os.utime(file)  # as any program that writes it would have left it
-    prefer(tmp_path / "third", **keys)
-    assert logged(tmp_path / "third")[0] == pytest.approx(LN2, abs=1e-6)
 
 
 def test_damaged_kept_references_are_computed_again(
@@ -123,12 +133,12 @@ def test_damaged_kept_references_are_computed_again(
 ) -> None:
     keys = dict(reference_logps="cached", max_steps=1, cache_dir=tmp_path / "cache")
     prefer(tmp_path / "first", **keys)
-    (kept,) = (tmp_path / "cache" / "reference").iterdir()
+    (kept,) = (tmp_path / "cache" / "reference").glob("*/log_probs.npy")
     whole = kept.read_bytes()
-    for damaged in (whole, whole[:-3], b""):
+    for damaged in (whole, whole[:-3], b"", whole[:-8] + bytes(8)):
         kept.write_bytes(damaged)
         capsys.readouterr()
-        prefer(tmp_path / f"with {len(damaged)} bytes", **keys)
+        prefer(tmp_path / f"with {sum(damaged)}", **keys)
         assert ("computed once" in capsys.readouterr().out) is (damaged != whole)
         assert kept.read_bytes() == whole
 

@@ -154,7 +154,7 @@ def test_weights_that_are_not_numbers_are_never_saved(server: RankServer) -> Non
 def test_one_changed_bit_is_found_at_the_next_check_and_nothing_of_it_is_saved(
     server: RankServer, dp: Reference
 ) -> None:
-    with fault("N2", "one bit of a weight changed on one rank of three; of two") as row:
+    with fault("N2", "one bit of a weight changed on one rank of three; of two; found by a save") as row:
         three = server.run("n2-three", 3, [dict(rank=2, step=3, at="weights", do="flip")], drift_check_steps=4)
         assert three.codes == [3, 3, 3], three.story()
         for rank in range(3):
@@ -165,8 +165,12 @@ def test_one_changed_bit_is_found_at_the_next_check_and_nothing_of_it_is_saved(
         two = server.run("n2-two", 2, [dict(rank=1, step=5, at="weights", do="flip")], drift_check_steps=3)
         assert two.codes == [3, 3], two.story()
         assert "step 6: replicas no longer hold the same weights: ranks 0, 1 differ" in two.said(0)
-        row.count, row.hits = 2, len(three.faults()) + len(two.faults())
-        assert row.hits == 2
+        saves = server.run("n2-saves", 2, [dict(rank=1, step=3, at="weights", do="flip")], drift_check_steps=1000)
+        assert saves.codes == [3, 3], saves.story()
+        assert "step 4: replicas no longer hold the same weights" in saves.said(0), "no schedule: the save asks"
+        assert [e["step"] for e in saves.journal(0, "published")] == [2]
+        row.count, row.hits = 3, len(three.faults()) + len(two.faults()) + len(saves.faults())
+        assert row.hits == 3
         judge(row, dp, server.folder / "n2-two", [two], finished=False)
         again = server.run("n2-two", drift_check_steps=3)
         judge(row, dp, server.folder / "n2-two", [two, again], finished=True)

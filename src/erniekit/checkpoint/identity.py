@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from erniekit import heartbeat
 from erniekit.checkpoint.model_folder import read_json, tensor_files
 from erniekit.checkpoint.safe import TensorEntry, check_safetensors
 from erniekit.checkpoint.shards import write_json
@@ -49,6 +50,7 @@ def _add_tensors(digest: Any, files: dict[str, Path]) -> None:
     with ExitStack() as stack:
         opened = {file: stack.enter_context(file.open("rb", buffering=0)).fileno() for file in headers}
         for name, (file, entry) in entries.items():
+            heartbeat.beat()
             digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
             try:
                 _add_content(digest, opened[file], entry, blocks)
@@ -77,16 +79,3 @@ def read_base(folder: Path) -> str | None:
         return None
     told = read_json(folder / FILE).get("identity")
     return told if isinstance(told, str) and told else None
-
-
-def check_base(adapter: Path, base: Path) -> None:
-    """Refuses a base that is not the one the adapter was trained on; an adapter that does not say is let through."""
-    told = read_base(adapter)
-    if told is None or told == (found := model_identity(base)):
-        return
-    trained_on = read_json(adapter / FILE).get("base")
-    raise CheckpointError(
-        f"the adapter was trained on another model than {base}: identity {told}, found {found}",
-        where=str(adapter),
-        fix=f"use the model it was trained on ({trained_on} then), unchanged",
-    )

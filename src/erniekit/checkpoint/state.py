@@ -39,6 +39,7 @@ class TrainState:
     evals_without_gain: int = 0
     evaluated_step: int = -1  # whose evaluation is in the three above; a checkpoint may come before its own
     promise: dict[str, Any] = field(default_factory=dict)  # config values a resume must not change
+    written: dict[str, int] = field(default_factory=dict)  # dates (ns) of data files too large to be compared whole
 
 
 def _pack(value: torch.Tensor) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.mmap_files import TokenFiles
 from erniekit.data.tokens import default_cache_dir
@@ -203,12 +204,12 @@ class DocumentRows:
 
     def _kept_epoch(self, number: int) -> Epoch:
         """From disk, by the hash of what decides it; made by whichever rank comes first."""
-        part = f"{self.files.fingerprint()} {self.part} {self.shuffle}"
+        part = f"{self.files.fingerprint()} {self.part} {self.shuffle} version {cache_versions.ORDER}"
         folder = self.cache_dir / "orders" / self._digest(number, part).hex()
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with only_one(folder):
-                if not folder.exists():
+                if not sealed.is_sealed(folder):
                     self._keep(self._make_epoch(number), folder)
         except OSError as error:
             raise DataError(
@@ -226,9 +227,12 @@ class DocumentRows:
         np.save(beside / "bounds.npy", epoch.bounds)
         if epoch.order is not None:
             np.save(beside / "order.npy", epoch.order)
+        sealed.seal(beside)
+        if folder.exists() and not sealed.is_sealed(folder):  # damaged
+            shutil.rmtree(folder)
         try:
-            beside.rename(folder)
+            sealed.publish(beside, folder)
         except OSError:
-            if not folder.exists():  # not because another machine was first
+            if not sealed.is_sealed(folder):  # not because another machine was first
                 raise
             shutil.rmtree(beside, ignore_errors=True)

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from erniekit import log
-from erniekit.data import mmap_files
+from erniekit.data import cache_versions, mmap_files, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.index_files import (
     BAD,
@@ -32,6 +32,7 @@ from erniekit.data.index_files import (
     STATE,
     TOKENS,
     bad_rows_of,
+    is_intact,
     refuse_foreign,
     remove_work,
 )
@@ -43,7 +44,6 @@ from erniekit.data.types import Problem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import refuse_special
 
-_RULES = 1  # of every plan: raise it when the same text would give other tokens than before
 COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
 COMMIT_SECONDS = 10.0
 _ENOUGH_ROWS = 1000  # none of the first so many usable: the key is wrong, not the rows
@@ -134,7 +134,7 @@ def _plan(files: Sequence[Path], job: TextJob, format: str, identity: Any) -> di
         identity = [[str(file), (told := file.stat()).st_size, told.st_mtime_ns] for file in files]
     return {
         "text": identity,
-        "rules": _RULES,
+        "rules": cache_versions.DOCUMENTS,
         "tokenizer": job.tokenizer.fingerprint,
         "json_key": job.json_key,
         "append_eos": job.append_eos,
@@ -161,6 +161,12 @@ def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]
             f"{pair[1]} exists and was made from other text, or with other settings",
             where=f"--output {output}",
             fix="give another --output, or remove it",
+        )
+    if not is_intact(output, format):
+        raise DataError(
+            f"{pair[0]} is no longer what was written: changed or damaged since",
+            where=f"--output {output}",
+            fix="remove it to index the text again, or give another --output",
         )
     report = DataReport.from_dict(told["report"], _named(files))
     if len(files) > 1:
@@ -349,9 +355,12 @@ class _Run:
             _write(listed, (self.work / BAD).read_bytes())
         else:
             listed.unlink(missing_ok=True)
-        told = {"plan": self.plan, "report": report.to_dict()}
+        files = {tokens.name: sealed.record(tokens), index.name: sealed.record(self.work / INDEX)}
+        told = {"plan": self.plan, "report": report.to_dict(), "files": files}
         _write(Path(f"{index}.json"), json.dumps(told).encode())
+        sealed.sync(index.parent)
         os.replace(self.work / INDEX, index)
+        sealed.sync(index.parent)
         remove_work(self.work)
         return Indexed(str(self.output), report)
 

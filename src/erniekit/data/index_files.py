@@ -1,6 +1,6 @@
 """The files of an index run: its work folder and what is published, and which of them are ours to replace.
 
-Used by index.py.
+Used by index.py and, for the cache, pretrain.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from erniekit.data import mmap_files
+from erniekit.data import mmap_files, sealed
 from erniekit.errors import DataError
 from erniekit.files import NotOurs
 
@@ -24,6 +24,19 @@ _WORK_FILES = (TOKENS, SIZES, SEQUENCES, BAD, INDEX, _PART, STATE)
 
 def bad_rows_of(output: Path) -> Path:
     return output.with_name(f"{output.name}_{BAD}")
+
+
+def is_published(output: Path, format: str = "bin") -> bool:
+    return Path(str(output) + mmap_files.SUFFIXES[format][1]).exists()  # the last to get its name
+
+
+def is_intact(output: Path, format: str = "bin") -> bool:
+    """Whether the files are those that were published; one of a version that kept no record of them is taken as is."""
+    try:
+        told = json.loads(Path(f"{output}{mmap_files.SUFFIXES[format][1]}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return "files" not in told or sealed.intact(output.parent, told["files"])
 
 
 def refuse_foreign(output: Path, work: Path, format: str, plan: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from erniekit.data import sealed
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
 
@@ -26,7 +27,7 @@ _FLOATS = (6, 7)
 SUFFIXES = {"bin": (".bin", ".idx"), "npy": ("_ids.npy", "_idx.npz")}
 NPY_HEAD = 128  # bytes: what numpy itself writes before a list of integers
 _STEP = 1 << 22  # entries looked at together when an index is checked
-_EDGE = 1 << 20  # bytes of tokens at either end that enter the fingerprint
+WHOLE = 1 << 30  # bytes of tokens that are all read for the fingerprint; beyond, evenly spaced blocks of them
 
 
 @dataclass
@@ -42,6 +43,7 @@ class TokenFiles:
     docs: np.ndarray  # int64 [documents + 1]
     name: str = ""  # what a person calls it; the prefix when not given
     num_tokens: int = field(init=False)
+    _fingerprint: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.name = self.name or self.prefix
@@ -78,15 +80,27 @@ class TokenFiles:
         return np.frombuffer(raw, self.dtype).astype(np.int32)
 
     def fingerprint(self) -> str:
-        """Of every length, and of the tokens at both ends."""
+        """Of every length and of the tokens: all of them up to WHOLE bytes, beyond that 64 MiB in blocks from the
+        first to the last (`sampled`), so that a start need not read a terabyte."""
+        if self._fingerprint:
+            return self._fingerprint
         digest = hashlib.blake2b(f"{self.dtype.str} {self.num_tokens}".encode(), digest_size=16)
         for array in (self.sizes, self.docs):
             for at in range(0, len(array), _STEP):
                 digest.update(np.ascontiguousarray(array[at : at + _STEP]).data)
-        edge = min(self.num_tokens, _EDGE // self.dtype.itemsize)
-        for at in (0, self.num_tokens - edge):
-            digest.update(self.tokens(at, edge).data)
-        return digest.hexdigest()
+        sealed.add_content(digest, self._file, self.first_byte, self.num_tokens * self.dtype.itemsize, WHOLE)
+        self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the fingerprint covers blocks of the tokens only; then `written` may tell of a change it missed."""
+        return self.num_tokens * self.dtype.itemsize > WHOLE
+
+    @property
+    def written(self) -> int:
+        """When the token file was last written, in ns since 1970."""
+        return os.fstat(self._file).st_mtime_ns
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):

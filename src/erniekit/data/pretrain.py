@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +19,11 @@ from threading import Lock
 
 import numpy as np
 
+from erniekit.data import cache_versions
+from erniekit.data.cache_lock import only_one
 from erniekit.data.documents import DocumentRows, part_of
 from erniekit.data.index import BAD, index_text
+from erniekit.data.index_files import is_intact, is_published
 from erniekit.data.mmap_files import TokenFiles, find, narrowest, open_files
 from erniekit.data.pack import Members
 from erniekit.data.report import DataReport, short
@@ -29,6 +33,7 @@ from erniekit.data.tokens import cores, default_cache_dir, digest_of
 from erniekit.data.types import Pack
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import OwnedFiles, own
+from erniekit.log import warn
 
 BLOCK = 1024  # positions that are blended together
 _BLOCKS_KEPT = 8
@@ -164,8 +169,16 @@ class PretrainData:
         return Pack(tuple(self.sources[s].sample(i) for s, i in self.stream[number]), number)
 
     def fingerprints(self) -> list[str]:
-        """What a resumed run must find again, besides its seed and keys."""
-        return [f"{source.files.fingerprint()} {source.part}" for source in self.sources]
+        """What a resumed run must find again, besides its seed and keys: each data set's content, place (which seeds
+        its order), documents and share of the rows."""
+        return [
+            f"{source.files.fingerprint()} {source.part} number {source.number} share {share}"
+            for source, share in zip(self.sources, self.shares)
+        ]
+
+    def written(self) -> dict[str, int]:
+        """When the data sets whose fingerprint covers only samples were last written."""
+        return {Path(s.files.path).name: s.files.written for s in self.sources if s.files.sampled}
 
     def lines(self) -> list[str]:
         out = []
@@ -272,9 +285,10 @@ def index_online(
     reports: list[DataReport] = []
     for path in map(Path, paths):
         content = digest_of(path)[0]
-        told = [content, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:])]
+        told = [content, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:]), cache_versions.DOCUMENTS]
         key = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
         prefix = Path(cache_dir or default_cache_dir()) / "documents" / key / "text"
+        _remove_damaged(prefix)
         made = index_text(
             [path],
             prefix,
@@ -291,6 +305,16 @@ def index_online(
         reports.append(made.report)
         corpora.append(replace(open_files(made.prefix), name=str(path)))
     return corpora, reports
+
+
+def _remove_damaged(prefix: Path) -> None:
+    """Token files in the cache that are no longer what was written: they are made again."""
+    if not is_published(prefix) or is_intact(prefix):
+        return
+    with only_one(prefix.parent):
+        if is_published(prefix) and not is_intact(prefix):  # another rank may have been first
+            warn(f"the token files {prefix} are damaged: they are made again")
+            shutil.rmtree(prefix.parent)
 
 
 def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> Path:

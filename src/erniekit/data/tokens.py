@@ -5,7 +5,6 @@ recipes/ open their sources here; the loader asks a TokenSource for samples, the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from erniekit import heartbeat
+from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
 from erniekit.data.preference import PairRules, PairSample
@@ -30,25 +30,8 @@ from erniekit.data.types import Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, refuse_special
 
-_RULES = (
-    "types.py",
-    "vocabulary.py",
-    "tokenizer.py",
-    "template.py",
-    "compiled_template.py",
-    "prefix_renderer.py",
-    "long_rows.py",
-    "thinking.py",
-    "assemble.py",
-    "preference.py",
-    "preference_assemble.py",
-    "chunks.py",
-    "tokenise.py",
-    "formats/*.py",
-)
 REPORT = "report.json"
 _READ = 1 << 20
-_CHECKED = 64 << 20  # bytes: a larger file is checked by its size, a smaller one by its digest as well
 
 
 class TokenSource:
@@ -187,19 +170,9 @@ def digest_of(path: Path) -> tuple[str, int]:
     return digest.hexdigest(), lines
 
 
-@functools.cache
-def _rules() -> str:
-    """Digest of the code that turns rows into tokens: a change of it must never meet tokens made before."""
-    digest = hashlib.blake2b(digest_size=20)
-    for pattern in _RULES:
-        for file in sorted(Path(__file__).parent.glob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def _key(job: Job, content: str) -> str:
     told = {
-        "rules": _rules(),
+        "version": cache_versions.SAMPLES,
         "content": content,
         "format": job.format,
         "tokenizer": job.tokenizer.fingerprint,
@@ -217,11 +190,10 @@ def _opened(folder: Path, job: Job) -> DataReport | None:
     """The report of a whole cache folder; None when there is none, or it is damaged."""
     try:
         told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        for name, (size, digest) in told["files"].items():
-            if (folder / name).stat().st_size != size or (digest and digest_of(folder / name)[0] != digest):
-                return None
+        if not sealed.intact(folder, told["files"]):
+            return None
         report = DataReport.from_dict(told["report"], job.path)
-    except (OSError, ValueError, KeyError, TypeError, DataError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     report.from_cache = True
     return report
@@ -257,27 +229,19 @@ def _write(folder: Path, job: Job, num_proc: int, lines: int, alone: bool) -> Da
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise DataError("dataset changed while it was read", where=job.path, fix="start again once it is whole")
         report.seconds = round(time.monotonic() - began, 2)
-        files = {file.name: _sealed(file) for file in sorted(temporary.iterdir())}
+        files = sealed.records(temporary)
         (temporary / REPORT).write_text(json.dumps({"files": files, "report": report.to_dict()}), encoding="utf-8")
-        _sealed(temporary / REPORT)
+        sealed.sync(temporary / REPORT)
         if folder.exists() and _opened(folder, job) is None:
             shutil.rmtree(folder)
         try:
-            temporary.rename(folder)
+            sealed.publish(temporary, folder)
         except OSError:
             if _opened(folder, job) is None:  # not because another process published the same
                 raise
         return report
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sealed(file: Path) -> tuple[int, str | None]:
-    """On disk for good; its size, and its digest if that is cheap to check."""
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
-    size = file.stat().st_size
-    return size, digest_of(file)[0] if size <= _CHECKED else None
 
 
 def _list_bad_rows(folder: Path, report: DataReport, to: Path, append: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.hub import lasting_name, resolve_model
+from erniekit.checkpoint.identity import model_identity, write_base
 from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, TOKENIZER_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
@@ -61,6 +62,7 @@ class Built:
     tokenizer_folder: Path  # whose files go beside the weights: what trained is what serves
     seed: int
     base_name: str  # stored with adapters: the folder's absolute path, or its hub id
+    base: str = ""  # identity of the model in `folder`; of one from scratch: of its config and seed
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of all this rank holds, each once."""
@@ -102,6 +104,8 @@ class Built:
         if self.lora:
             adapter = adapter_of(self.whole, self.lora, tensors, base=self.base_name)
             write_adapter(target, adapter, self.whole, self.save_format)
+            if self.base and self.folder.files:  # a base from scratch is in no folder
+                write_base(target, self.base, self.base_name)
             return
         write_model(target, self.folder.config, tensors.__getitem__, layout=self.save_format)
 
@@ -132,6 +136,13 @@ def open_model(cfg: RunConfig) -> tuple[ModelFolder, Tokenizer]:
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes_of(cfg, path))
     return folder, load_tokenizer(cfg.model.tokenizer_name or folder.path, folder.config.vocab_size)
+
+
+def base_identity(cfg: RunConfig, folder: ModelFolder) -> str:
+    """Of the weights a run starts from."""
+    if cfg.model.continue_training:
+        return model_identity(folder.path)
+    return f"{model_identity(folder.path, weights=False)} random {cfg.train.seed}"
 
 
 def lora_settings(cfg: RunConfig) -> LoRASettings | None:
@@ -251,7 +262,7 @@ def make_schedule(cfg: RunConfig, max_steps: int) -> Schedule:
         num_cycles=o.num_cycles,
         lr_end=o.lr_end,
         power=o.power,
-        decay_steps=o.decay_steps,
+        decay_steps=o.decay_steps if cfg.given("decay_steps") else None,  # a derived one is max_steps
         steady_steps=_steady_steps(o.lr_scheduler),
         decay_function=o.decay_function,
         compat=cfg.train.compat == "erniekit",

@@ -44,7 +44,15 @@ class TrainData:
     evaluations: int = 0  # so far; ERNIEKit goes through pairs in another order each time
 
     def fingerprints(self) -> list[str]:
+        """Of what is trained: content, and all that turns it into samples."""
         return [source.folder.name for source in self.sources]
+
+    def eval_fingerprints(self) -> list[str]:
+        return [source.folder.name for source in self.evaluation]
+
+    def written(self) -> dict[str, int]:
+        """When files were last written of which a fingerprint covers only samples: none of these."""
+        return {}
 
     def pack(self, number: int) -> Pack:
         return Pack(tuple(self.sources[s].sample(i) for s, i in self.stream[number]), number)

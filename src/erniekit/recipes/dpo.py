@@ -38,6 +38,9 @@ class DPO(Stage):
     chats = False  # the doctor's checks of end tokens and templates read conversations
     perplexity = False
 
+    def needs_base(self, cfg: RunConfig) -> bool:
+        return super().needs_base(cfg) or settings_of(cfg).needs_reference
+
     def tells(self, cfg: RunConfig) -> tuple[str, ...]:
         return metric_names(settings_of(cfg))
 

@@ -19,8 +19,8 @@ from erniekit.data.types import Batch
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import check_model, check_schedule, leave, open_world
-from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume
-from erniekit.recipes.build import Built, build, make_optimizer, make_schedule, open_model, settle
+from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume, same_run
+from erniekit.recipes.build import Built, base_identity, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.recipes.run import take_output
 from erniekit.recipes.stage import Prepare, Stage
@@ -56,6 +56,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
     cfg, device, dtype = settle(cfg)
     world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
     cfg = for_world(cfg, world.layout.data_ranks)
+    same_run.check_settings(cfg, world)
     folder, tokenizer = open_model(cfg)
     if cfg.train.doctor == "on":
         doctor.check_vocabulary(folder, tokenizer)
@@ -76,9 +77,13 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
         data = stage.open_data(cfg, tokenizer, output, world)
         opening.show_data(data)
         opening.show_saves(cfg, data)
-        resume.check_promises(cfg, point, data)
+        base = base_identity(cfg, folder)
+        promise = resume.promises(cfg, data, folder, base if stage.needs_base(cfg) else None)
+        same_run.check_content(cfg, promise, data, base, world)
+        resume.check_promises(cfg, point, promise, data)
 
         built = build(cfg, folder, device, dtype, world, stage)
+        built.base = base
         data.length_multiple = built.engine.length_multiple
         data.ahead = built.further
         optimizer = make_optimizer(cfg, built)
@@ -89,7 +94,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
             doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         saver = saver_for(cfg, manager, built, optimizer, first, disks, launch)
-        state = resume.restore(cfg, saver, point, data)
+        state = resume.restore(cfg, saver, point, data, promise)
         opening.describe(record, cfg, data, coverage, device)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(
@@ -207,7 +212,7 @@ def hooks_for(
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [loads] if loads is not None else []
-    watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, trackers)]
+    watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, saver)]
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes_between_saves(cfg))
     if not data.evaluation:
         return [*watch, log, save, *sweep]
@@ -222,8 +227,9 @@ def hooks_for(
     return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
 
 
-def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:
-    """Where there are several ranks: slow ones are named, and copies of a weight must stay the same bits."""
+def watchers(cfg: RunConfig, built: Built, saver: Saver) -> list[Hook]:
+    """Where there are several ranks: slow ones are named, and copies of a weight must stay the same bits; none is saved
+    before they have shown that they are."""
     if built.world.size == 1:
         return []
     out: list[Hook] = []
@@ -233,7 +239,9 @@ def watchers(cfg: RunConfig, built: Built, trackers: Trackers) -> list[Hook]:
     if cfg.train.drift_check_steps:
         blocks = replicated(built.sharding, built.world.rank)
         held = {name: local(param) for name, param in built.parameters()}
-        out.append(ReplicaDrift(blocks, lambda: held, built.world, cfg.train.drift_check_steps))
+        drift = ReplicaDrift(blocks, lambda: held, built.world, cfg.train.drift_check_steps)
+        saver.before = drift.check
+        out.append(drift)
     return out
 
 

@@ -77,6 +77,13 @@ class TextData(TrainData):
         assert self.rows is not None
         return self.rows.fingerprints()
 
+    def written(self) -> dict[str, int]:
+        assert self.rows is not None
+        return self.rows.written()
+
+    def eval_fingerprints(self) -> list[str]:
+        return self.held_out.fingerprints() if self.held_out is not None else []
+
     def eval_batches(self, cfg: RunConfig) -> Iterator[Batch]:
         assert self.held_out is not None
         return eval_batches(cfg, self.held_out, self.world, self.padding(cfg))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 
 from erniekit import heartbeat
 from erniekit.config import RunConfig
+from erniekit.data import cache_versions, sealed
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from erniekit.recipes.stage import Stage
     from erniekit.train.trainer import Trainer
 
+LOG_PROBS = "log_probs.npy"
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 # A sum of log-probabilities over a thousand bf16 tokens moves so much between two kernels; another model moves it more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2.0}
@@ -145,43 +148,47 @@ def keep(cfg: RunConfig, built: Built, data: TrainData, policy: Reference) -> No
     sources = [source for source in (*data.sources, *data.evaluation) if isinstance(source, PairSource)]
     cache = Path(cfg.data.cache_dir or default_cache_dir()) / "reference"
     for source in sources:
-        file = cache / f"{_key(cfg, built, source)}.npy"
-        found = built.world.broadcast(_read(file) if built.world.is_main else None)
+        folder = cache / _key(cfg, built, source)
+        found = built.world.broadcast(_read(folder) if built.world.is_main else None)
         if found is None or found.shape != (len(source.lengths), 2):
             say(f"reference log-probabilities of {Path(source.path).name}: computed once, kept in {cache}")
             found = _compute(cfg, built, data, source, policy)
             if built.world.is_main:
-                _write(file, found)
+                _write(folder, found)
         source.reference = found
     _compare(built, data, policy)
 
 
-def _read(file: Path) -> np.ndarray | None:
+def _read(folder: Path) -> np.ndarray | None:
+    if not sealed.is_sealed(folder):
+        return None  # none, or damaged: it is made again
     try:
-        found: np.ndarray = np.load(file, allow_pickle=False)
+        found: np.ndarray = np.load(folder / LOG_PROBS, allow_pickle=False)
     except (OSError, ValueError, EOFError):
-        return None  # none, or half of one: it is made again
+        return None
     return found
 
 
-def _write(file: Path, values: np.ndarray) -> None:
-    temporary = file.with_name(f"{file.stem}.{os.getpid()}.tmp.npy")
+def _write(folder: Path, values: np.ndarray) -> None:
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        np.save(temporary, values)
-        temporary.replace(file)
+        temporary.mkdir(parents=True, exist_ok=True)
+        np.save(temporary / LOG_PROBS, values)
+        sealed.seal(temporary)
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of other pairs
+        sealed.publish(temporary, folder)
     except OSError as error:  # this run has them; the next one will have to compute them again
-        warn(f"the reference's log-probabilities could not be kept in {file.parent}: {error.strerror or error}")
+        warn(f"the reference's log-probabilities could not be kept in {folder.parent}: {error.strerror or error}")
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
-    """Of the data's tokens, the model's files and how it computes."""
-    files = sorted(built.folder.path.glob("*.safetensors"))
+    """Of the data's tokens, the model and how it computes."""
     told = {
+        "version": cache_versions.REFERENCE,
         "data": source.folder.name,
-        "model": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+        "model": built.base,
         "config": str(built.folder.config),
-        "scratch": None if cfg.model.continue_training else cfg.train.seed,
         "dtype": str(built.dtype),
         **({"frozen_base": cfg.lora.frozen_base} if cfg.lora.fp8_base else {}),
     }
@@ -224,6 +231,6 @@ def _compare(built: Built, data: TrainData, policy: Reference) -> None:
         raise DataError(
             f"kept reference log-probabilities differ from the model's by {apart:.3g}",
             where="reference_logps: cached",
-            fix="the model changed under the same name: delete the folder `reference` in the cache, or use live",
+            fix="delete the folder `reference` in the cache, or use reference_logps: live",
         )
     say(f"reference kept log-probabilities equal the live ones to {apart:.1e}")

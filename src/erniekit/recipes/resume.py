@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.checkpoint import state as states
+from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.nodes import agree_on_checkpoint, nodes_without, together
 from erniekit.checkpoint.state import TrainState
 from erniekit.config import RunConfig
+from erniekit.data import cache_versions
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.log import say, warn
 from erniekit.parallel.mesh import World
+from erniekit.recipes import extend
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.save import Saver
 
+BASE = "base model"
 DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -88,24 +93,41 @@ def same_everywhere(look: Callable[[], Path | None], world: World, disks: Disks)
     return agree_on_checkpoint(look, disks.output, world.leaders, world.rank, world.control, shared=disks.shared)
 
 
-def promises(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
-    """What decides the next step's numbers: fixed keys, the steps a schedule decays over, the packs of a step and the
-    data itself. How a step's packs are dealt to ranks and micro-batches does not."""
+def promises(cfg: RunConfig, data: TrainData, folder: ModelFolder, base: str | None) -> dict[str, Any]:
+    """What decides the next step's numbers: fixed keys, the steps a schedule decays over, the packs of a step, the data
+    itself, its order, and the model's config. How a step's packs are dealt to ranks and micro-batches does not.
+
+    base: identity of the model below the adapters, or of the reference, where there is one."""
     keys = {key: value for key, value in cfg.resume_keys().items() if key not in DEALT}
-    return {
+    out = {
         **keys,
         "max_steps": data.max_steps,
         "packs a step (batch_size x gradient_accumulation_steps x data ranks)": data.packs_per_step,
-        "train data": data.fingerprints(),
+        "train data (content and shares)": data.fingerprints(),
+        "version of the data's order": cache_versions.ORDER,
+        "model's config.json": model_identity(folder.path, weights=False),
     }
+    return out if base is None else {**out, BASE: base}
 
 
-def check_promises(cfg: RunConfig, point: Path | None, data: TrainData) -> None:
+def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], data: TrainData) -> None:
     if point is None:
         return
     saved, _ = states.load(point)
-    changed = states.changed_promises(saved.promise, promises(cfg, data))
+    old, new = saved.promise, promise
+    if unknown := [key for key in new if key not in old]:
+        say(f"note     {point.name} is of another version, and these could not be compared: {', '.join(unknown)}")
+    then, now = old.get("max_steps", data.max_steps), data.max_steps
+    apart = {"max_steps"}  # compared below: more of them need not change anything
+    if not cfg.given("decay_steps") and old.get("decay_steps") in (None, then):
+        apart.add("decay_steps")  # which is max_steps, then and now
+    changed = states.changed_promises(old, {key: value for key, value in new.items() if key not in apart})
+    if then < now and not changed and not cfg.checkpoint.override_resume:
+        extend.check(cfg, point.name, then, now, saved.step)
+    elif then != now and not extend.same_so_far(cfg, then, now, saved.step):
+        changed.append(f"max_steps: {then} -> {now}")
     if not changed:
+        _tell_rewritten(saved.written, data)
         return
     if cfg.checkpoint.override_resume:
         warn(f"resuming {point.name} with other settings, as override_resume asks: {'; '.join(changed)}")
@@ -117,7 +139,16 @@ def check_promises(cfg: RunConfig, point: Path | None, data: TrainData) -> None:
     )
 
 
-def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData) -> TrainState:
+def _tell_rewritten(saved: dict[str, int], data: TrainData) -> None:
+    for name, when in data.written().items():
+        if saved.get(name, when) != when:
+            warn(
+                f"{name} has another date than when the checkpoint was saved. It is too large to be read at every "
+                "start: its size and 64 MiB in blocks over all of it are unchanged, the rest was not compared"
+            )
+
+
+def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, promise: dict[str, Any]) -> TrainState:
     state = TrainState()
     if point is not None:
         saver.with_optimizer = saver.with_optimizer and not cfg.checkpoint.ignore_load_lr_and_optim
@@ -126,11 +157,11 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData) -
         proof = f"; {verdict.line()}" if verdict else ""
         say(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
         if state.step >= data.max_steps:
-            say("note     this run is finished; to train on, raise max_steps and set override_resume=True")
+            say(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps)}")
         if state.best_step is not None and cfg.checkpoint.load_best_model_at_end:
             protect_best(saver, state)
         saver.last_saved = state.step
-    state.promise = promises(cfg, data)
+    state.promise, state.written = promise, data.written()
     return state
 
 
@@ -155,4 +186,5 @@ def roll_back(saver: Saver, state: TrainState, disks: Disks) -> None:
     saved, _ = saver.restore(point)
     warn(f"going back to {point.name} and skipping the data since")
     for name, value in vars(saved).items():
-        setattr(state, name, value)
+        if name not in ("promise", "written"):  # these are of this run, which may have been extended
+            setattr(state, name, value)

@@ -40,6 +40,10 @@ class Stage:
         """Whether documents that share a row must not see each other."""
         return True
 
+    def needs_base(self, cfg: RunConfig) -> bool:
+        """Whether a step's numbers depend on the model the run began with, and not only on what a checkpoint holds."""
+        return bool(cfg.lora.lora)
+
     def tells(self, cfg: RunConfig) -> tuple[str, ...]:
         """What its loss adds to the ledger."""
         return ()

@@ -71,7 +71,8 @@ def _key(box: Box) -> tuple[tuple[int, int], ...]:
 
 
 class ReplicaDrift(Hook):
-    """Every `every` steps; put it before the hook that saves, so that no damaged copy is written."""
+    """Every `every` steps, after the first step of a process, and before each save (Saver.before), so that no damaged
+    copy is written."""
 
     def __init__(
         self,
@@ -84,15 +85,20 @@ class ReplicaDrift(Hook):
         `check` at the same steps."""
         self.blocks, self.tensors, self.world, self.every = blocks, tensors, world, every
         self.checks = 0
+        self.equal = False  # the copies, as they are now
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self.every and self.world.size > 1 and result.step % self.every == 0:
+        self.equal = False
+        if self.every and self.world.size > 1 and (not self.checks or result.step % self.every == 0):
             self.check(result.step)
 
     def check(self, step: int) -> None:
         """Raises ReplicasDiffer on all ranks of the world, with the same words, when any copies differ anywhere.
 
-        One digest per set of ranks first; block by block only for the sets that differ."""
+        One digest per set of ranks first; block by block only for the sets that differ. A save asks again, and is
+        not answered twice for one step."""
+        if self.equal:
+            return
         self.checks += 1
         mine = self._fingerprints()
         digests = {key: blake2b(repr(prints).encode(), digest_size=8).digest() for key, prints in mine.items()}
@@ -102,6 +108,7 @@ class ReplicaDrift(Hook):
                 seen.setdefault(key, set()).add(digest)
         differing = {key for key, different in seen.items() if len(different) > 1}
         if not differing:
+            self.equal = True
             return
         rows = self.world.gather({key: prints for key, prints in mine.items() if key in differing})
         told = [describe([(r, row[key]) for r, row in enumerate(rows) if key in row]) for key in sorted(differing)]

@@ -80,6 +80,7 @@ class Saver:
         after = copier(manager, copy_to, self.world.rank, group)
         self.saves = CollectiveSaves(manager, self.world, sharding, group, after)
         self.last_saved = -1
+        self.before: Callable[[int], None] | None = None  # called with a step that is to be saved; may raise
 
     @property
     def setting(self) -> str:
@@ -91,6 +92,8 @@ class Saver:
     def save(self, state: TrainState, final: bool = False, timed: bool = False) -> Path | None:
         """All ranks together; the folder, or None when it failed and training goes on, or is being written. timed: it
         is on no schedule, so that rotation need not keep it."""
+        if self.before is not None:
+            self.before(state.step)
         pieces: dict[str, Tensors] = {"weights": self.pieces()}
         if self.with_optimizer:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())

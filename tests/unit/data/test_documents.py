@@ -172,6 +172,20 @@ def test_a_large_order_is_kept_on_disk_once_and_gives_the_same_rows(tmp_path, fi
     assert len(folders) == 2
 
 
+def test_a_kept_order_that_a_power_cut_zeroed_is_made_again(tmp_path, files, monkeypatch):
+    options = {"seed": 4, "cache_dir": tmp_path / "cache"}
+    want = [row[0].ids.tolist() for row in rows_of(DocumentRows(files, range(10), 6, **options))]
+    monkeypatch.setattr(documents, "IN_MEMORY", 3)
+    DocumentRows(files, range(10), 6, **options).sample(0)
+    for name in ("order.npy", "bounds.npy", "order.npy"):
+        (kept,) = (tmp_path / "cache" / "orders").glob(f"*/{name}")
+        raw = kept.read_bytes()
+        kept.write_bytes(raw[:128] + bytes(len(raw) - 128))  # the header came to disk, what it describes did not
+        again = DocumentRows(files, range(10), 6, **options)
+        assert [row[0].ids.tolist() for row in rows_of(again)] == want
+        assert kept.read_bytes() == raw
+
+
 @pytest.mark.full
 def test_a_hundred_million_documents_are_ordered_in_minutes_and_a_row_is_found_in_milliseconds(tmp_path):
     """The index alone, and a token file that is a hole: what is measured is finding a row."""

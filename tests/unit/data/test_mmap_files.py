@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import struct
 
 import numpy as np
 import pytest
 
+from erniekit.data import mmap_files
 from erniekit.data.mmap_files import find, narrowest, npy_head, open_files, write_idx, write_npz
 from erniekit.errors import DataError
 
@@ -187,6 +189,39 @@ def test_the_fingerprint_follows_the_content_not_the_name(tmp_path):
     assert open_files(put(tmp_path, name="b")).fingerprint() == first
     assert open_files(put(tmp_path, name="c", tokens=[8, *TOKENS[1:]])).fingerprint() != first
     assert open_files(put(tmp_path, name="d", idx=idx_bytes(8, 2, docs=[0, 4]))).fingerprint() != first
+
+
+def test_any_token_of_a_file_that_is_read_whole_is_in_its_fingerprint(tmp_path):
+    """4 MiB of tokens, changed in their very middle."""
+    tokens = np.arange(1 << 20, dtype="<i4")
+    with open(tmp_path / "a.idx", "wb") as out:
+        write_idx(out, tokens.dtype, np.array([len(tokens)]), np.array([0, 1]))
+    tokens.tofile(tmp_path / "a.bin")
+    first = open_files(str(tmp_path / "a"))
+    told = first.fingerprint()
+    assert not first.sampled
+    tokens[len(tokens) // 2] += 1
+    tokens.tofile(tmp_path / "a.bin")
+    assert open_files(str(tmp_path / "a")).fingerprint() != told
+
+
+def test_a_file_too_large_to_be_read_whole_is_sampled_all_over_and_has_its_date(tmp_path, monkeypatch):
+    monkeypatch.setattr(mmap_files, "WHOLE", 1 << 20)
+    monkeypatch.setattr(mmap_files.sealed, "SAMPLES", 9)
+    tokens = np.zeros(1 << 20, dtype="<i4")
+    with open(tmp_path / "a.idx", "wb") as out:
+        write_idx(out, tokens.dtype, np.array([len(tokens)]), np.array([0, 1]))
+
+    def opened():
+        tokens.tofile(tmp_path / "a.bin")
+        return open_files(str(tmp_path / "a"))
+
+    first = opened()
+    assert first.sampled
+    os.utime(tmp_path / "a.bin", ns=(1, 10**18))
+    assert first.written == 10**18
+    tokens[len(tokens) * 5 // 8 : len(tokens) * 6 // 8] = 7  # another eighth of it
+    assert opened().fingerprint() != first.fingerprint()
 
 
 def test_two_bytes_a_token_are_taken_where_they_are_enough():

@@ -199,9 +199,12 @@ def test_a_part_without_text_is_refused_by_name(tmp_path, two):
             data(two, weights)
 
 
-def test_the_fingerprints_tell_other_text_and_another_split(tmp_path, two):
+def test_the_fingerprints_tell_other_text_another_split_and_other_weights(tmp_path, two):
     told = data(two).fingerprints()
-    assert data(two, [5, 1], seed=3).fingerprints() == told
+    assert data(two, seed=3).fingerprints() == told
+    assert data(two, [5, 1]).fingerprints() != data(two, [1, 5]).fingerprints() != told
+    assert data(two, [5, 1]).fingerprints() == data(two, [10, 2]).fingerprints()
+    assert set(data(two[::-1], [1, 5]).fingerprints()) != set(data(two, [5, 1]).fingerprints()), "its place is its seed"
     assert data(two, split="9,1").fingerprints() != told
     assert data([corpus(tmp_path, "other", 90, 5), two[1]]).fingerprints()[0] != told[0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from erniekit.data import tokenise, tokens
+from erniekit.data import cache_versions, sealed, tokenise, tokens
 from erniekit.data.assemble import Assembled, assemble
 from erniekit.data.formats import read
 from erniekit.data.tokenizer import load_tokenizer
@@ -118,12 +118,13 @@ def test_whatever_decides_the_tokens_decides_the_cache(tmp_path, opened, change,
     assert len(folders(tmp_path)) == 2
 
 
-def test_a_change_of_the_code_that_makes_tokens_makes_another_cache(tmp_path, opened, monkeypatch):
+def test_a_raised_version_makes_another_cache_and_an_edit_of_the_code_does_not(tmp_path, opened, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [small_row(1)])
     opened(path)
-    for name in tokens._RULES:
-        assert list(Path(tokens.__file__).parent.glob(name)), name
-    monkeypatch.setattr(tokens, "_rules", lambda: "another release")
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"# edited" * (self.suffix == ".py"))
+    assert opened(path).report.from_cache
+    monkeypatch.setattr(cache_versions, "SAMPLES", cache_versions.SAMPLES + 1)
     assert not opened(path).report.from_cache
 
 
@@ -162,6 +163,15 @@ def damage_remove(folder):
 
 def damage_report(folder):
     (folder / "report.json").write_text('{"files": {}}')
+
+
+def test_a_large_cache_file_that_was_zeroed_is_made_anew(tmp_path, opened, monkeypatch):
+    """Large is what is above WHOLE; its size alone says nothing."""
+    monkeypatch.setattr(sealed, "WHOLE", 100)
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
+    ids = opened(path).folder / "ids.bin"
+    ids.write_bytes(bytes(ids.stat().st_size))
+    assert not opened(path).report.from_cache
 
 
 @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove, damage_report])

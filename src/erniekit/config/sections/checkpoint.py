@@ -29,6 +29,11 @@ class CheckpointSection:
     overwrite_output_dir: bool = key(False, "Start anew although output_dir holds a run; False resumes it.")
     resume_from_checkpoint: str | None = key(None, "Resume from this one; the newest whole one when not given.")
     override_resume: bool = key(False, "Resume although keys that decide the result have changed.")
+    extend_run: bool = key(
+        False,
+        "Go on to a larger max_steps or num_train_epochs although the learning rate so far was that of a shorter run. "
+        "Not needed where the rate does not depend on them.",
+    )
     load_best_model_at_end: bool = key(False, "End with the best evaluated weights instead of the last.")
     metric_for_best_model: str | None = key(None, "What best means: loss when not given.")
     greater_is_better: bool | None = key(None, "Whether more of it is better; by the metric when not given.")

@@ -82,7 +82,12 @@ class TrainSection:
         low=-1,
     )
     straggler_factor: float = key(2.0, "Report a rank whose own work takes so many times the median; 0: off.", low=0)
-    drift_check_steps: int = key(100, "Steps between checks that replicas hold the same bits; 0: never.", low=0)
+    drift_check_steps: int = key(
+        100,
+        "Steps between checks that replicas hold the same bits, done after the first step and before each save too; "
+        "0: never.",
+        low=0,
+    )
     train_emb_only: int = key(0, "Train the embedding alone.", fixed=True, later="partial training")
     adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, later="pre-training")
     sft_benchmark: bool = key(False, "Train without evaluation or saves on the way; print tokens/s at the end.")

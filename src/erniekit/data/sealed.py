@@ -1,0 +1,97 @@
+"""Files that outlive a power cut and are checked before use: fsync, size and digest of each, then one rename.
+
+For the caches (tokens.py, documents.py, index.py, recipes/reference.py) and the fingerprints of mmap_files.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from erniekit import heartbeat
+
+SEAL = "seal.json"
+WHOLE = 64 << 20  # bytes; a larger file is known by SAMPLES blocks from its first byte to its last
+SAMPLES, BLOCK = 1024, 64 << 10
+_READ = 1 << 20
+
+Record = list[Any]  # [bytes, digest]
+
+
+def add_content(digest: Any, file: int, start: int, size: int, whole: int) -> None:
+    """Bytes [start, start + size) of an open file into a digest: all, or where they are more than `whole`, samples."""
+    digest.update(f"{size}\n".encode())
+    if size <= max(whole, BLOCK):
+        for at in range(start, start + size, _READ):
+            digest.update(os.pread(file, min(_READ, start + size - at), at))
+            heartbeat.beat()
+        return
+    for k in range(SAMPLES):
+        heartbeat.beat()
+        digest.update(os.pread(file, BLOCK, start + (size - BLOCK) * k // (SAMPLES - 1)))
+
+
+def record(path: Path) -> Record:
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=20)
+    with path.open("rb", buffering=0) as file:
+        add_content(digest, file.fileno(), 0, size, WHOLE)
+    return [size, digest.hexdigest()]
+
+
+def records(folder: Path) -> dict[str, Record]:
+    """Of every file of a folder, which are on disk for good afterwards."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    for path in files:
+        sync(path)
+    return {path.name: record(path) for path in files}
+
+
+def intact(folder: Path, files: Mapping[str, Record]) -> bool:
+    """Whether these files are there as they were recorded: sizes first, then contents."""
+    try:
+        if any((folder / name).stat().st_size != size for name, (size, _) in files.items()):
+            return False
+        return bool(files) and all(record(folder / name) == [*told] for name, told in files.items())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def seal(folder: Path) -> None:
+    """The records of a folder's files go beside them."""
+    files = records(folder)
+    (folder / SEAL).write_text(json.dumps({"files": files}), encoding="utf-8")
+    sync(folder / SEAL)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a folder is as `seal` left it."""
+    try:
+        files = json.loads((folder / SEAL).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return intact(folder, files)
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """A folder whose files are synced gets its name, for good."""
+    sync(temporary)
+    temporary.rename(folder)
+    sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or a folder, whoever wrote it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no fsync for folders
+            raise
+    finally:
+        os.close(file)
