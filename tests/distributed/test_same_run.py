@@ -74,12 +74,11 @@ def pair(paddle: Path, tmp_path: Path) -> Iterator[Pair]:
             kill(launcher)
 
 
-def edit_a_row(disk: Path) -> None:
+def edit(disk: Path) -> None:
+    """One row of the data and one tensor of the model."""
     lines = (disk / "rows.jsonl").read_text().splitlines(keepends=True)
     (disk / "rows.jsonl").write_text("".join([*lines[:-1], lines[0]]))
 
-
-def edit_a_weight(disk: Path) -> None:
     file = next((disk / "model").glob("*.safetensors"))
     tensors = load_file(file)
     name = sorted(tensors)[len(tensors) // 2]
@@ -92,21 +91,20 @@ def nothing(disk: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "edit", "named"),
+    ("keys", "change", "named"),
     [
         (dict(learning_rate=2e-3, seed=7), nothing, ("learning_rate: 0.001 on node 0", "seed: 42 on node 0")),
         (dict(max_steps=6), nothing, ("max_steps: 4 on node 0", "6 on node 1")),
-        ({}, edit_a_row, ("train data",)),
-        ({}, edit_a_weight, ("base model",)),
+        ({}, edit, ("train data", "base model")),
         pytest.param(dict(save_steps=2), nothing, ("save_steps: 500 on node 0",), marks=pytest.mark.full),
         pytest.param(dict(gradient_accumulation_steps=2), nothing, ("gradient_acc",), marks=pytest.mark.full),
     ],
-    ids=["keys", "steps", "data", "base", "saves", "batch"],
+    ids=["keys", "steps", "content", "saves", "batch"],
 )
 def test_nodes_that_were_given_different_runs_stop_before_the_first_step(
-    keys: dict[str, object], edit: Callable[[Path], None], named: tuple[str, ...], pair: Pair
+    keys: dict[str, object], change: Callable[[Path], None], named: tuple[str, ...], pair: Pair
 ) -> None:
-    edit(pair.disk(1))
+    change(pair.disk(1))
     launchers = pair.train({}, keys)
     codes = [launcher.wait(PATIENCE_S) for launcher in launchers]
     assert codes == [2, 2], stories(launchers)

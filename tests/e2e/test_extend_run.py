@@ -16,8 +16,8 @@ OFF = dict(doctor="off")
     "schedule",
     [
         dict(lr_scheduler_type="constant"),
-        dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2),
-        dict(lr_scheduler_type="cosine", decay_steps=8),  # it spans its own steps
+        pytest.param(dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2), marks=pytest.mark.full),
+        pytest.param(dict(lr_scheduler_type="cosine", decay_steps=8), marks=pytest.mark.full),  # it spans its own steps
         dict(lr_scheduler_type="wsd", lr_scheduler="wsd:5"),  # the decay had not begun
     ],
     ids=lambda keys: keys["lr_scheduler_type"],

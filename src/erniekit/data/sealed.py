@@ -58,7 +58,7 @@ def intact(folder: Path, files: Mapping[str, Record]) -> bool:
         if any((folder / name).stat().st_size != size for name, (size, _) in files.items()):
             return False
         return bool(files) and all(record(folder / name) == [*told] for name, told in files.items())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 

@@ -63,21 +63,21 @@ def check_content(cfg: RunConfig, promise: Mapping[str, Any], data: TrainData, b
         return
     more = {
         resume.BASE: base,
-        "adapter in lora_path": _adapter(cfg.lora.lora_path),
+        "adapter in lora_path": _adapters(cfg.lora.lora_path),
         "evaluation data": data.eval_fingerprints(),
         "steps between logs, saves and evaluations": [data.log_every, data.save_every, data.eval_every],
     }
     _compare({**promise, **more}, world)
 
 
-def _adapter(lora_path: str | None) -> str | None:
-    """The adapter a run begins with, by its files' contents."""
-    if not lora_path:
-        return None
-    folder = Path(lora_path).expanduser()
-    files = sorted(p for p in folder.glob("*") if p.name.endswith((".safetensors", "config.json")))
-    told = json.dumps({path.name: sealed.record(path) for path in files})
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+def _adapters(folders: Sequence[str]) -> list[str]:
+    """What a run begins with, by the contents of its adapter files."""
+    out = []
+    for folder in (Path(folder).expanduser() for folder in folders):
+        files = sorted(p for p in folder.glob("*") if p.name.endswith((".safetensors", "config.json")))
+        told = json.dumps({path.name: sealed.record(path) for path in files})
+        out.append(hashlib.blake2b(told.encode(), digest_size=16).hexdigest())
+    return out
 
 
 def _compare(told: Mapping[str, Any], world: World) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from erniekit.data import text_job
+from erniekit.data import cache_versions, text_job
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mmap_files import open_files, write_idx
 from erniekit.data.pretrain import BLOCK, Blend, PretrainData, index_online, open_corpora
@@ -263,6 +264,26 @@ def test_text_is_indexed_into_the_cache_once_and_trained_on_as_if_it_had_been(tm
     pack = trained.pack(3)
     assert tokenizer.eos_id in pack.samples[0].ids
     assert len(pack.samples[0].ids) == 16
+
+
+def test_damaged_token_files_in_the_cache_and_those_of_another_version_are_made_again(tmp_path, paddle, monkeypatch):
+    tokenizer, path = load_tokenizer(paddle / "tokenizer"), tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the quiet harbor {i}"}) + "\n" for i in range(40)))
+    options = {"cache_dir": tmp_path / "cache", "num_proc": 1}
+    (files,), _ = index_online([path], tokenizer, **options)
+    want = files.tokens(0, files.num_tokens).tolist()
+    for suffix in (".bin", ".idx"):
+        damaged = Path(files.prefix + suffix)
+        raw = damaged.read_bytes()
+        damaged.write_bytes(raw[: len(raw) // 2] + bytes(len(raw) - len(raw) // 2))
+        (again,), (report,) = index_online([path], tokenizer, **options)
+        assert not report.from_cache
+        assert again.tokens(0, again.num_tokens).tolist() == want
+        assert index_online([path], tokenizer, **options)[1][0].from_cache
+    monkeypatch.setattr(cache_versions, "DOCUMENTS", cache_versions.DOCUMENTS + 1)
+    (other,), (report,) = index_online([path], tokenizer, **options)
+    assert not report.from_cache
+    assert other.prefix != files.prefix
 
 
 def test_text_without_a_usable_row_is_named_by_its_file(tmp_path, paddle):
