@@ -18,6 +18,7 @@ from erniekit.api_load import find_model
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
+from erniekit.extras import install_command
 from erniekit.log import paint, say
 from erniekit.recipes.build import settle
 from erniekit.recipes.evaluate import tokenizer_for, what_to_evaluate
@@ -204,7 +205,7 @@ def import_harness() -> Any:
         raise ConfigError(
             f"tasks are evaluated with lm-evaluation-harness, which is not installed ({error})",
             where="eval_tasks",
-            fix='pip install "erniekit[tasks]"',
+            fix=install_command("tasks"),
         ) from None
     return lm_eval
 

@@ -147,7 +147,7 @@ def test_results_are_flat_numbers():
 @pytest.mark.skipif(HARNESS, reason="the extra is installed")
 def test_without_the_extra_it_says_what_to_install(tmp_path, capsys):
     assert main(["eval", "--model_name_or_path", str(tmp_path), "--tasks", "hellaswag,arc_easy"]) == 2
-    assert 'pip install "erniekit[tasks]"' in capsys.readouterr().err
+    assert 'pip install "erniekit-torch[tasks]"' in capsys.readouterr().err
 
 
 TASKS = {

@@ -411,7 +411,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(talker, monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     assert main(["chat", str(talker), "--prompt", "x"]) == 2
     said = capsys.readouterr().err
-    assert "erniekit[serve]" in said
+    assert "erniekit-torch[serve]" in said
     assert "where: erniekit chat" in said
 
 
