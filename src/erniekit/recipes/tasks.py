@@ -21,11 +21,10 @@ from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import paint, say
 from erniekit.recipes.build import settle
-from erniekit.recipes.evaluate import tokenizer_for, what_to_evaluate
+from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.experts import ignore_bias
 from erniekit.registry import nearest
 from erniekit.result import RunResult
-from erniekit.track.results import write_results
 
 # Names of the same thing in task files; of several the first counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -135,16 +134,26 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     harness = import_harness()
     manager = harness.tasks.TaskManager()
     names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
-    output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
-    source, base, _ = what_to_evaluate(cfg)
+    source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
-    model, tokenizer = found.build(dtype, device.handle), tokenizer_for(cfg, found)
+    tokenizer = found.tokenizer(cfg.model.tokenizer_name)
+    model = found.build(dtype, device.handle)
     ignore_bias(cfg, model)
     say(f"model    {source}")
     config: Any = model.config
     length = min(cfg.data.max_seq_len, config.max_positions)
     scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size)
+    with results_folder(cfg, source, trained) as output:
+        metrics = measure(cfg, harness, manager, names, scorer)
+        written = write_evaluation(output, source, metrics)
+    for name, value in metrics.items():
+        say(f"task     {name:<40} {value:.4f}")
+    say(f"{paint('done', 'green', 'bold')}     {written}")
+    return RunResult(output, metrics)
+
+
+def measure(cfg: RunConfig, harness: Any, manager: Any, names: list[str], scorer: Scorer) -> dict[str, float]:
     limit = cfg.train.max_evaluate_steps
     try:
         told = harness.simple_evaluate(
@@ -162,13 +171,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
             where="eval_tasks",
             fix="run it once where the hub can be reached; its files are then kept under HF_HOME",
         ) from error
-    metrics = dict(flat(told["results"]))
-    output.mkdir(parents=True, exist_ok=True)
-    write_results(output, evaluation=metrics)
-    for name, value in metrics.items():
-        say(f"task     {name:<40} {value:.4f}")
-    say(f"{paint('done', 'green', 'bold')}     {output / 'eval_results.json'}")
-    return RunResult(output, metrics)
+    return dict(flat(told["results"]))
 
 
 def flat(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
