@@ -57,7 +57,13 @@ class Scorer:
         return [sum(score for score, _ in self._score(self._windows(text))) for text in texts]
 
     def generate(
-        self, context: str, until: Sequence[str], max_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+        self,
+        context: str,
+        until: Sequence[str],
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> str:
         """Up to the first of `until`; greedy at temperature 0."""
         from erniekit.serve.generate import Generator, Sampling
@@ -71,7 +77,9 @@ class Scorer:
         if self._generator is None:
             self._generator = Generator(self.model, self.tokenizer)
         prompt = self._opening + self.tokenizer.encode_text(context)
-        sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, max_model_len=self.max_length)
+        sampling = Sampling(
+            max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, max_model_len=self.max_length
+        )
         stops, text = [stop for stop in until if stop], ""
 
         def hear(piece: str) -> None:
@@ -238,7 +246,7 @@ def generation(settings: dict[str, Any]) -> dict[str, Any]:
     lengths = [int(asked.pop(name)) for name in _LENGTHS if name in asked]
     until = asked.pop("until", [])
     temperature, sampled = float(asked.pop("temperature", 0.0)), asked.pop("do_sample", True)
-    top_p = float(asked.pop("top_p", 1.0))
+    top_p, top_k = float(asked.pop("top_p", 1.0)), int(asked.pop("top_k", 0))
     if asked.get("num_beams") == 1:
         del asked["num_beams"]
     if asked:
@@ -253,4 +261,5 @@ def generation(settings: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": lengths[0] if lengths else _DEFAULT_LENGTH,
         "temperature": temperature if sampled else 0.0,
         "top_p": top_p,
+        "top_k": top_k,
     }

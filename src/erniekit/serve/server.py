@@ -173,6 +173,7 @@ def make_gate(cfg: RunConfig, shelf: Shelf, key: str | None) -> Gate:
         s.min_tokens,
         s.temperature,
         s.top_p,
+        s.top_k,
         s.frequency_penalty,
         s.presence_penalty,
         s.repetition_penalty,
