@@ -16,6 +16,7 @@ from erniekit.config import RunConfig, need
 from erniekit.config.sources import BARE
 from erniekit.errors import ConfigError
 from erniekit.export.plan import adapter_in, starts_training
+from erniekit.files.record import OwnedFiles
 from erniekit.track.results import write_results
 
 DEFAULT = Path("eval")  # holds a folder for each evaluation that names no output_dir
@@ -48,6 +49,7 @@ def results_folder(cfg: RunConfig, source: Path, trained: bool) -> Iterator[Path
     if trained or (cfg.given("output_dir") and cfg.train.output_dir):
         output = source if trained else Path(str(cfg.train.output_dir))
         _refuse_another_models(output, source, cfg.checkpoint.overwrite_output_dir)
+        OwnedFiles(output).refuse((RESULTS, "all_results.json"))
         output.mkdir(parents=True, exist_ok=True)
         yield output
         return

@@ -20,6 +20,7 @@ from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.losses.causal import causal_loss
 from erniekit.recipes.evaluate import in_words
+from erniekit.track.results import write_results
 from jsonl import write_jsonl
 from recorded import tiny_folder
 
@@ -116,13 +117,23 @@ def test_another_models_results_are_replaced_only_when_told(model, tmp_path):
 def test_a_runs_own_results_are_not_replaced_by_those_of_a_model_that_is_typed(model, tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
     run, other = shutil.copytree(model, tmp_path / "run"), shutil.copytree(model, tmp_path / "other")
-    (run / "eval_results.json").write_text('{"eval_loss": 1.5}')  # as a training leaves it
+    write_results(run, train={"train_loss": 2.0}, evaluation={"eval_loss": 1.5})  # as a training does
     keys = dict(KEYS, eval_dataset_path=data, output_dir=run)
     with pytest.raises(ConfigError, match="another model"):
         erniekit.run("eval", other, **keys)
     assert results(run) == {"eval_loss": 1.5}
     erniekit.run("eval", **keys)
     assert results(run)["eval_model"] == str(run)
+
+
+def test_a_users_file_of_the_results_name_is_refused_before_anything_is_evaluated(model, tmp_path, capsys):
+    data, out = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}]), tmp_path / "out"
+    out.mkdir()
+    (out / "all_results.json").write_text("mine")
+    with pytest.raises(ErnieKitError, match="not written by erniekit"):
+        erniekit.run("eval", model_name_or_path=model, eval_dataset_path=data, output_dir=out, **KEYS)
+    assert "eval  " not in capsys.readouterr().out
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("all_results.json", "mine")]
 
 
 def test_the_tokenizer_that_is_named_is_the_one_evaluated_with(model, tmp_path):
