@@ -48,9 +48,7 @@ def load(
     the weights (lora.merge.fold folds them in).
     """
     found = find_model(folder, base, override_base=override_base)
-    tokenizer = (
-        found.tokenizer() if found.has_tokenizer_files() else None
-    )  # broken files are an error, before the weights
+    tokenizer = found.tokenizer() if found.has_tokenizer_files() else None  # broken ones fail before weights are read
     return found.build(_dtype(dtype), device), tokenizer
 
 
