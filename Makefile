@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+OURS := $(VENV)/.made-by-make
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
@@ -33,8 +34,9 @@ types: $(READY)
 
 # torch first and pinned: whatever else is installed then finds it in place and pulls no other build.
 $(RUNS): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(OURS); }
 	$(PIP) $(TORCH)
+	$(BIN)/python -m pip uninstall --quiet --yes erniekit 2>/dev/null  # the name this project had, and another one has
 	$(PIP) -c constraints.txt -e ".[serve]"
 	touch $@
 
@@ -42,5 +44,7 @@ $(READY): $(RUNS)
 	$(PIP) -c constraints.txt -e ".[dev]"
 	touch $@
 
+# Only what make made: environment and caches. Runs, demos and logs are the user's.
 clean:
-	rm -rf $(VENV) output vdl_log erniekit-demo .pytest_cache .mypy_cache .ruff_cache
+	if test -e $(OURS); then rm -rf $(VENV); else rm -f $(RUNS) $(READY); fi
+	rm -rf .pytest_cache .mypy_cache .ruff_cache

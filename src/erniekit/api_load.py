@@ -5,6 +5,7 @@ A folder may be a base model, an adapter, a merged export, a checkpoint-N or the
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
 
+UNREAD_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # other programs' files; load_tokenizer refuses them
 DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -37,15 +39,17 @@ def load(
     *,
     base: str | Path | None = None,
     override_base: bool = False,
-) -> tuple[nn.Module, Tokenizer]:
-    """The model in eval mode, and its tokenizer. `model(input_ids)` gives logits [batch, length, vocab].
+) -> tuple[nn.Module, Tokenizer | None]:
+    """The model in eval mode, and its tokenizer, None where the folder has no file of one. `model(input_ids)` gives
+    logits [batch, length, vocab].
 
     dtype: as stored when not given; bf16 and fp32 work as names. base: the model an adapter sits on, when the place
     its config names is gone; another one than it was trained on is refused without override_base. Adapters stay beside
     the weights (lora.merge.fold folds them in).
     """
     found = find_model(folder, base, override_base=override_base)
-    return found.build(_dtype(dtype), device), found.tokenizer()
+    tokenizer = found.tokenizer() if found.has_tokenizer_files() else None  # broken ones fail before weights are read
+    return found.build(_dtype(dtype), device), tokenizer
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,22 @@ class Found:
         if self.adapter is not None and not self.override_base:
             check_model(self.adapter, self.weights.path, model)
 
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._tokenizer_folder(), self.weights.config.vocab_size)
+    def has_tokenizer_files(self) -> bool:
+        """Whether the folder has any file of one: a link to nowhere and settings without a vocabulary count, too."""
+        folder = self._tokenizer_folder()
+        return any(os.path.lexists(folder / name) for name in (*TOKENIZER_FILES, *UNREAD_VOCABULARIES))
+
+    def tokenizer(self, other: str | Path | None = None) -> Tokenizer:
+        """other: a folder whose tokenizer is to be used instead (the key tokenizer_name)."""
+        folder = self._tokenizer_folder() if other is None else Path(other).expanduser()
+        if other is None and not self.has_tokenizer_files():
+            raise CheckpointError(
+                f"{folder} holds a model without a tokenizer",
+                where=str(folder),
+                fix="copy tokenizer.model or tokenizer.json beside its config.json, or name a folder with one: "
+                "tokenizer_name=DIR",
+            )
+        return load_tokenizer(folder, self.weights.config.vocab_size)
 
     def describe(self) -> str:
         return f"{self.adapter} on {self.weights.path}" if self.adapter else str(self.weights.path)

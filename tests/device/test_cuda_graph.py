@@ -5,6 +5,7 @@ micro-batches, and shorter steps. `python tests/device/test_cuda_graph.py` print
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_replayed_experts_train_and_tell_of_their_routing_as_others_do(tmp_path:
     for layer, counts in usage[False].items():
         assert counts.sum() == usage[True][layer].sum()
         assert (counts - usage[True][layer]).abs().sum() < 0.02 * counts.sum(), "but for choices that are nearly even"
+
+
+def test_recording_and_replaying_prints_no_warning(tmp_path: Path) -> None:
+    """In a process of its own: torch warns of a stream once a process."""
+    here = Path(__file__)
+    code = (
+        f"import sys; sys.path.insert(0, {str(here.parent)!r}); from pathlib import Path; import test_cuda_graph as t\n"
+        f"runner = t.ours(Path({str(tmp_path)!r}), True, t.SMALL, t.Rows(1, t.LENGTH, mean=256))\n"
+        "t.losses(runner, [[t.packs(s, 1 + s % 3)] for s in range(6)])\n"
+        "assert len(runner.built.engine.model.run_layers.recorded) == 2"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
 
 
 def timed(runner: Ours, count: int = 20) -> float:

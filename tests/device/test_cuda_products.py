@@ -12,7 +12,7 @@ from erniekit.kernels.gate_up import gate_up_swiglu, reference, serves
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card"),
-    pytest.mark.skipif(products.library() is None, reason="needs quack-kernels: pip install 'erniekit[flash4]'"),
+    pytest.mark.skipif(products.library() is None, reason="needs quack-kernels: pip install 'erniekit-torch[flash4]'"),
 ]
 DEVICE = torch.device("cuda", 0)
 

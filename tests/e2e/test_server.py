@@ -230,8 +230,52 @@ def test_what_cannot_be_answered_is_refused_in_the_shape_clients_know(live, path
     assert ".py" not in answer.text
 
 
-def test_fields_nobody_knows_are_ignored(live):
-    assert live.chat(wishes={"deep": [1]}, user="me", store=True).status_code == 200
+def test_fields_nobody_knows_are_ignored_and_named_in_the_answer_and_once_in_the_log(live, capfd):
+    for stream in (False, True):
+        answer = live.chat(wishes={"deep": [1]}, user="me", store=True, stream=stream, **{"x\r\nSet-Cookie: a": 1})
+        assert answer.status_code == 200
+        assert answer.headers["X-Ignored-Fields"] == "store, user, wishes"
+        assert "Set-Cookie" not in answer.headers
+    assert capfd.readouterr().err.count("store, user, wishes") == 1
+    assert "X-Ignored-Fields" not in live.chat().headers
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("min_p", 0.1, 0.0),
+        ("guided_json", {"type": "object"}, None),
+        ("functions", [{"name": "f"}], []),
+        ("stop_token_ids", [5], []),
+        ("best_of", 4, 1),
+        ("continue_final_message", True, False),
+    ],
+)
+def test_a_field_that_would_change_the_answer_and_cannot_is_refused_by_name(live, name, value, neutral):
+    refused = live.chat(**{name: value})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == name
+    assert live.post("/v1/completions", {"prompt": "a", name: value}).status_code == 400
+    assert live.chat(**{name: neutral}).status_code == 200
+
+
+def test_top_k_of_a_request_and_of_the_server_is_obeyed(live, paddle, tmp_path):
+    greedy = live.chat().json()["choices"][0]["message"]["content"]
+    hot = {"temperature": 2, "top_p": 1, "n": 4, "seed": 3}
+
+    def said(server: Live, **more: object) -> set[str]:
+        return {choice["message"]["content"] for choice in server.chat(**hot, **more).json()["choices"]}
+
+    assert len(said(live)) > 1
+    assert said(live, top_k=0) == said(live, top_k=-1) == said(live)
+    assert said(live, top_k=1) == {greedy}
+    assert live.chat(top_k=-2).status_code == 422
+    other = Live(tiny_folder(paddle, tmp_path / "tiny"), "max_model_len=256", "top_k=1")
+    try:
+        assert said(other) == {greedy}
+        assert len(said(other, top_k=0)) > 1
+    finally:
+        other.close()
 
 
 def test_a_body_over_eight_megabytes_is_refused_before_it_is_read(live):

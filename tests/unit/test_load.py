@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from erniekit.api_load import load
+from erniekit.api_load import find_model, load
 from erniekit.checkpoint.identity import model_identity, write_base
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
@@ -203,6 +203,37 @@ def test_a_folder_with_nothing_in_it_says_what_was_looked_for(tmp_path):
         load(tmp_path)
 
 
-def test_a_model_without_tokenizer_says_so(paddle):
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        load(paddle / "dense_new")
+def test_a_model_without_tokenizer_files_comes_with_none(paddle):
+    model, tokenizer = load(paddle / "dense_new")
+    assert tokenizer is None
+    assert model(IDS).shape[:2] == IDS.shape
+
+
+@pytest.mark.parametrize("fault", ["cut short", "settings alone", "link to nowhere", "another program's"])
+def test_broken_tokenizer_files_are_an_error_not_none(fault, base, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    vocabulary = folder / "tokenizer.model"
+    content = vocabulary.read_bytes()
+    vocabulary.unlink()
+    if fault != "settings alone":
+        (folder / "tokenizer_config.json").unlink()
+        (folder / "special_tokens_map.json").unlink()
+    if fault == "cut short":
+        vocabulary.write_bytes(content[:100])
+    elif fault == "link to nowhere":
+        vocabulary.symlink_to(tmp_path / "gone")
+    elif fault == "another program's":
+        (folder / "vocab.json").write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    assert str(folder) in error.value.where
+    assert error.value.fix
+
+
+def test_what_needs_a_tokenizer_says_how_to_name_one(paddle):
+    with pytest.raises(CheckpointError) as error:
+        find_model(paddle / "dense_new").tokenizer()
+    assert "without a tokenizer" in error.value.what
+    assert "tokenizer_name=DIR" in error.value.fix
+    assert find_model(paddle / "dense_new").tokenizer(paddle / "tokenizer").vocab_size == 512

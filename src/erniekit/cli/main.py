@@ -10,7 +10,9 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 
+from erniekit.cli.installation import check_installation
 from erniekit.cli.launch_failure import record
 from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
 
@@ -199,6 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 2 the user's mistake, 75 preempted, 1 ours."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
+        if argv is None:
+            check_installation()
         return _dispatch(args)
     except ErnieKitError as e:
         if not record(e, e.exit_code):
@@ -216,6 +220,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except Exception as e:
         return 1 if record(e, 1) else _crash(args, e)
+
+
+class _Callable(ModuleType):
+    """The console script of the other project called erniekit runs `from erniekit.cli import main; main()`. Installed
+    over ours it finds this module, and a person should read what is wrong rather than "not callable"."""
+
+    def __call__(self) -> int:
+        return main()
+
+
+sys.modules[__name__].__class__ = _Callable
 
 
 def _dispatch(args: list[str]) -> int:

@@ -95,13 +95,13 @@ class OwnedFiles:
 
     def claim(self, *names: str) -> None:
         """Record files that are about to be created or rewritten; refused where one exists that is not ours."""
-        self._refuse(names)
+        self.refuse(names)
         known = self.entries()
         self._append([{"name": name} for name in names if name not in known])
 
     def claim_content(self, contents: Mapping[str, Content], use: str) -> None:
         """The same for files whose content is fixed."""
-        self._refuse(list(contents))
+        self.refuse(list(contents))
         known = self.entries()
         lines = [
             {"name": name, "use": use, **content._asdict()}
@@ -125,7 +125,8 @@ class OwnedFiles:
     def forget(self, *names: str) -> None:
         self._append([{"name": name, "removed": True} for name in names])
 
-    def _refuse(self, names: Sequence[str]) -> None:
+    def refuse(self, names: Sequence[str]) -> None:
+        """Raises where one of `names` is in the way: also for a look before the work whose result it would be."""
         if blocked := self.in_the_way(names):
             raise NotOurs(
                 f"{some(blocked)} exists and was not written by erniekit, or was changed since, and would be replaced",

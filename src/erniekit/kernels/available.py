@@ -9,6 +9,9 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+from torch.library import custom_op, triton_op
 
 
 @cache
@@ -24,6 +27,12 @@ def why_no_triton() -> str | None:
 @cache
 def has_triton() -> bool:
     return why_no_triton() is None
+
+
+def kernel_op(name: str) -> Any:
+    """Decorator of an operator whose body launches Triton kernels; compiled layers see into it. Without triton it is
+    only declared, as an opaque one: torch looks for kernels in a triton_op at once and logs a warning for each."""
+    return (custom_op if find_spec("triton") is None else triton_op)(name, mutates_args=())
 
 
 def loaded(name: str, *needed: str) -> ModuleType | None:

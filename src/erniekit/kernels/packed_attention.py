@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from erniekit.extras import install_command
 from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.available import has_triton
 
@@ -89,9 +90,9 @@ def backend_for(device: torch.device, group: int, head_dim: int, packed: bool) -
 def faster_attention(capability: tuple[int, int], flash4_here: bool, cudnn_here: bool) -> str | None:
     """What to install for faster attention on a card; None: nothing."""
     if capability[0] == 9 and not flash4_here:
-        return 'attention is 1.1 to 1.5 times as fast on this card with: pip install "erniekit[flash4]"'
+        return f"attention is 1.1 to 1.5 times as fast on this card with: {install_command('flash4')}"
     if capability[0] > 9 and not cudnn_here:
-        return 'packed documents may be faster on this card with: pip install "erniekit[cudnn]"'
+        return f"packed documents may be faster on this card with: {install_command('cudnn')}"
     return None
 
 

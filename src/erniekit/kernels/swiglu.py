@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import has_triton, kernel_op
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def _on_card(gate_up: torch.Tensor) -> bool:
 HAS_TRITON = has_triton()  # a constant for who compiles this
 
 
-@triton_op("erniekit::swiglu", mutates_args={})
+@kernel_op("erniekit::swiglu")
 def _forward(gate_up: torch.Tensor) -> torch.Tensor:
     from erniekit.kernels.triton import swiglu as kernels
 
@@ -61,7 +61,7 @@ def _forward(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton_op("erniekit::swiglu_backward", mutates_args={})
+@kernel_op("erniekit::swiglu_backward")
 def _backward(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
     from erniekit.kernels.triton import swiglu as kernels
 

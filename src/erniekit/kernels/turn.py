@@ -1,6 +1,6 @@
 """A fused projection to queries, keys and values with their positions, on a CUDA card. Called by models/layers.
 
-rope.py is the reference. Compiled layers take the kernel in as it is (triton_op), so that it costs the host nothing of
+rope.py is the reference. Compiled layers take the kernel in as it is (kernel_op), so that it costs the host nothing of
 its own. B batch, L length, T = B * L tokens, N heads, D head_dim, C = (Nq + 2 Nkv) * D.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
+
+from erniekit.kernels.available import kernel_op
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,7 +22,7 @@ def turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, 
     return _turn(qkv, cos.reshape(-1, half), sin.reshape(-1, half), heads, kv_heads, halves)
 
 
-@triton_op("erniekit::turn", mutates_args={})
+@kernel_op("erniekit::turn")
 def _turn(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int, halves: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,7 +37,7 @@ def _turn(
     return q, k, v
 
 
-@triton_op("erniekit::turn_back", mutates_args={})
+@kernel_op("erniekit::turn_back")
 def _turn_back(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool
 ) -> torch.Tensor:

@@ -75,10 +75,10 @@ class GraphedLayers:
         stack: Any = _Stack(self.model.layers, ctx)
         x = x_BLH.detach().clone().requires_grad_(x_BLH.requires_grad)
         torch.cuda.empty_cache()  # what was launched so far left its memory behind
-        # The rehearsals run on a stream of their own, the steps before did not: right, and no news to a user.
+        # Recording runs on a stream of its own and keeps its AccumulateGrad nodes, so that every replay on the usual
+        # stream would be warned of: as intended here, hence off from now on.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         stack = torch.cuda.make_graphed_callables(stack, (x, *(t.clone() for t in _inputs(ctx))))
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
         torch.cuda.empty_cache()  # and so did the rehearsals: a graph cannot use it
         if self.micro_batches > 1 and not self.recorded:
             for param in stack.parameters():

@@ -255,11 +255,12 @@ def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
     import torch
     from safetensors.torch import load_file
 
-    from erniekit.api_load import load
+    from erniekit.api_load import find_model
     from erniekit.data.template import prompt_ids
     from erniekit.export.verify import FP32_RELATIVE
 
-    model, tokenizer = load(root / "lora")
+    found = find_model(root / "lora")
+    model, tokenizer = found.build(), found.tokenizer()
     prompt = prompt_ids([{"role": "user", "content": QUESTION}], tokenizer)
     ids = prompt + tokenizer.encode_text(wanted(root))
     ends, file = [tokenizer.eos_id, tokenizer.end_id], own(root / "logs" / "logits.safetensors")

@@ -4,18 +4,14 @@ stage DPO preference loss, accuracy and rewards."""
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
-from erniekit.config.sources import BARE
 from erniekit.data.report import total_lines
-from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices.base import Device
-from erniekit.export.plan import adapter_in, starts_training
 from erniekit.log import paint, say
 from erniekit.lora.switch import adapters_off
 from erniekit.parallel.engine import Engine
@@ -24,53 +20,34 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes import stage_of
 from erniekit.recipes.build import settle
 from erniekit.recipes.dpo import settings_of
+from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.experts import ignore_bias
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.stage import Stage
 from erniekit.result import RunResult
-from erniekit.track.results import write_results
-
-
-def what_to_evaluate(cfg: RunConfig) -> tuple[Path, str | None, bool]:
-    """(folder, the base below it where a key names one, whether it is the result of a run)."""
-    output, model = Path(cfg.train.output_dir or "output"), cfg.model.model_name_or_path
-    if cfg.lora.lora_path and not starts_training(cfg):
-        return adapter_in(cfg.lora.lora_path[0], cfg.model.download_hub), model, False
-    named = cfg.origin("model_name_or_path") == BARE or (model and not cfg.given("output_dir"))
-    if not named and has_result(output):
-        return output, model, True
-    need(cfg, "model_name_or_path")
-    return Path(str(model)), None, False
 
 
 def evaluate_run(cfg: RunConfig) -> RunResult:
-    """What is evaluated: lora_path on model_name_or_path, the trained result in output_dir when there is one, else
-    model_name_or_path."""
-    output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
-    tokenizer, stage = tokenizer_for(cfg, found), stage_of(cfg)
+    tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
-    output.mkdir(parents=True, exist_ok=True)
     world = World(device_type=device.type)
-    reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)
-    for line in [line for report in reports for line in report.lines()] + total_lines(reports):
-        say(f"eval     {line}")
-    engine = engine_for(cfg, stage, found, world, device, dtype)
-    prepare = None
-    if cfg.train.stage == "DPO" and settings_of(cfg).needs_reference:
-        prepare = reference_for(cfg, stage, found, engine, device, dtype)
-    metrics = stage.evaluate(cfg, engine, batches, prepare)
-    write_results(output, evaluation=metrics)
+    with results_folder(cfg, source, trained) as output:
+        reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)
+        for line in [line for report in reports for line in report.lines()] + total_lines(reports):
+            say(f"eval     {line}")
+        engine = engine_for(cfg, stage, found, world, device, dtype)
+        prepare = None
+        if cfg.train.stage == "DPO" and settings_of(cfg).needs_reference:
+            prepare = reference_for(cfg, stage, found, engine, device, dtype)
+        metrics = stage.evaluate(cfg, engine, batches, prepare)
+        written = write_evaluation(output, source, metrics)
     say(f"{paint('done', 'green', 'bold')}     {in_words(metrics)} in {metrics['eval_runtime']:.1f} s")
-    say(f"result   {output / 'eval_results.json'}")
+    say(f"result   {written}")
     say(f"next     erniekit chat {source}")
     return RunResult(output, metrics)
-
-
-def tokenizer_for(cfg: RunConfig, found: Found) -> Tokenizer:
-    return load_tokenizer(cfg.model.tokenizer_name) if cfg.model.tokenizer_name else found.tokenizer()
 
 
 def engine_for(cfg: RunConfig, stage: Stage, found: Found, world: World, device: Device, dtype: torch.dtype) -> Engine:
@@ -105,8 +82,3 @@ def in_words(metrics: dict[str, float]) -> str:
         right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
         return f"{loss}, {right:.1%} of {metrics['eval_pairs']:,.0f} pairs preferred right, reward margin {margin:.4g}"
     return f"{loss}, eval_ppl {metrics['eval_ppl']:.4g} on {metrics['eval_tokens']:,.0f} tokens"
-
-
-def has_result(output: Path) -> bool:
-    names = ("model*.safetensors", "adapter_model*.safetensors", "lora_config.json", "checkpoint-*")
-    return output.is_dir() and any(any(output.glob(name)) for name in names)

@@ -18,13 +18,13 @@ from erniekit.api_load import find_model
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
+from erniekit.extras import install_command
 from erniekit.log import paint, say
 from erniekit.recipes.build import settle
-from erniekit.recipes.evaluate import tokenizer_for, what_to_evaluate
+from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.experts import ignore_bias
 from erniekit.registry import nearest
 from erniekit.result import RunResult
-from erniekit.track.results import write_results
 
 # Names of the same thing in task files; of several the first counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -57,7 +57,13 @@ class Scorer:
         return [sum(score for score, _ in self._score(self._windows(text))) for text in texts]
 
     def generate(
-        self, context: str, until: Sequence[str], max_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+        self,
+        context: str,
+        until: Sequence[str],
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> str:
         """Up to the first of `until`; greedy at temperature 0."""
         from erniekit.serve.generate import Generator, Sampling
@@ -71,7 +77,9 @@ class Scorer:
         if self._generator is None:
             self._generator = Generator(self.model, self.tokenizer)
         prompt = self._opening + self.tokenizer.encode_text(context)
-        sampling = Sampling(max_tokens, temperature=temperature, top_p=top_p, max_model_len=self.max_length)
+        sampling = Sampling(
+            max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, max_model_len=self.max_length
+        )
         stops, text = [stop for stop in until if stop], ""
 
         def hear(piece: str) -> None:
@@ -134,16 +142,26 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     harness = import_harness()
     manager = harness.tasks.TaskManager()
     names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
-    output = Path(cfg.train.output_dir or "output")
     cfg, device, dtype = settle(cfg)
-    source, base, _ = what_to_evaluate(cfg)
+    source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
-    model, tokenizer = found.build(dtype, device.handle), tokenizer_for(cfg, found)
+    tokenizer = found.tokenizer(cfg.model.tokenizer_name)
+    model = found.build(dtype, device.handle)
     ignore_bias(cfg, model)
     say(f"model    {source}")
     config: Any = model.config
     length = min(cfg.data.max_seq_len, config.max_positions)
     scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size)
+    with results_folder(cfg, source, trained) as output:
+        metrics = measure(cfg, harness, manager, names, scorer)
+        written = write_evaluation(output, source, metrics)
+    for name, value in metrics.items():
+        say(f"task     {name:<40} {value:.4f}")
+    say(f"{paint('done', 'green', 'bold')}     {written}")
+    return RunResult(output, metrics)
+
+
+def measure(cfg: RunConfig, harness: Any, manager: Any, names: list[str], scorer: Scorer) -> dict[str, float]:
     limit = cfg.train.max_evaluate_steps
     try:
         told = harness.simple_evaluate(
@@ -161,13 +179,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
             where="eval_tasks",
             fix="run it once where the hub can be reached; its files are then kept under HF_HOME",
         ) from error
-    metrics = dict(flat(told["results"]))
-    output.mkdir(parents=True, exist_ok=True)
-    write_results(output, evaluation=metrics)
-    for name, value in metrics.items():
-        say(f"task     {name:<40} {value:.4f}")
-    say(f"{paint('done', 'green', 'bold')}     {output / 'eval_results.json'}")
-    return RunResult(output, metrics)
+    return dict(flat(told["results"]))
 
 
 def flat(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -204,7 +216,7 @@ def import_harness() -> Any:
         raise ConfigError(
             f"tasks are evaluated with lm-evaluation-harness, which is not installed ({error})",
             where="eval_tasks",
-            fix='pip install "erniekit[tasks]"',
+            fix=install_command("tasks"),
         ) from None
     return lm_eval
 
@@ -234,7 +246,7 @@ def generation(settings: dict[str, Any]) -> dict[str, Any]:
     lengths = [int(asked.pop(name)) for name in _LENGTHS if name in asked]
     until = asked.pop("until", [])
     temperature, sampled = float(asked.pop("temperature", 0.0)), asked.pop("do_sample", True)
-    top_p = float(asked.pop("top_p", 1.0))
+    top_p, top_k = float(asked.pop("top_p", 1.0)), int(asked.pop("top_k", 0))
     if asked.get("num_beams") == 1:
         del asked["num_beams"]
     if asked:
@@ -249,4 +261,5 @@ def generation(settings: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": lengths[0] if lengths else _DEFAULT_LENGTH,
         "temperature": temperature if sampled else 0.0,
         "top_p": top_p,
+        "top_k": top_k,
     }

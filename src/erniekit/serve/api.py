@@ -18,7 +18,7 @@ from starlette.responses import Response
 from erniekit import __version__
 from erniekit.log import warn
 from erniekit.serve.answer import Answering, Part
-from erniekit.serve.asked import Asked, Defaults, Served, ask_chat, ask_completion
+from erniekit.serve.asked import Asked, Defaults, Served, ask_chat, ask_completion, ignored_fields
 from erniekit.serve.engines.base import Engine
 from erniekit.serve.gate import Gate, Receive, Scope, Send, read_json, reply
 from erniekit.serve.metrics import TYPE, Metrics
@@ -27,6 +27,8 @@ from erniekit.serve.schema import ChatRequest, CompletionRequest, Wishes
 from erniekit.serve.shapes import Shape
 
 DONE = b"data: [DONE]\n\n"
+IGNORED = "X-Ignored-Fields"
+MOST_LOGGED = 64  # field names; clients can make up any number
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Api:
     def __init__(self, engine: Engine, models: Mapping[str, Served], settings: Settings) -> None:
         self.engine, self.models, self.settings = engine, models, settings
         self.metrics = Metrics()
+        self.ignored: set[str] = set()  # field names the log has named
 
     # --- routes
 
@@ -82,15 +85,25 @@ class Api:
         answering = Answering(asked, self.engine, self.settings.timeout, not wishes.stream)
         shape = Shape(answering, asked.jobs[0].choosing.logprobs is not None)
         self.metrics.prompt_tokens += asked.prompt_tokens
+        headers = self._name_ignored(wishes)
         if wishes.stream:
             usage = wishes.stream_options is not None and wishes.stream_options.include_usage
-            return EventStream(self, answering, self._events(answering, shape, usage))
+            return EventStream(self, answering, self._events(answering, shape, usage), headers)
         parts = await unless_gone(request.receive, _collect(answering))
         self._count(answering)
         if parts is None:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # nobody reads it
-        return _json(shape.whole(parts))
+        return _json(shape.whole(parts), headers=headers)
+
+    def _name_ignored(self, wishes: Wishes) -> dict[str, str]:
+        """Fields that had no effect: in a header of every answer, and the first time each in the server's log."""
+        names = ignored_fields(wishes)
+        new = [name for name in names if name not in self.ignored]
+        if new and len(self.ignored) < MOST_LOGGED:
+            self.ignored.update(new)
+            warn(f"requests hold fields that have no effect here: {', '.join(new)}")
+        return {IGNORED: ", ".join(names)} if names else {}
 
     async def _events(self, answering: Answering, shape: Shape, usage: bool) -> AsyncIterator[bytes]:
         """Ends in [DONE] or in an error, whatever happens."""
@@ -137,10 +150,11 @@ class Api:
 class EventStream(Response):
     """Server-sent events that stop being made as soon as nobody listens, also while the first is waited for."""
 
-    def __init__(self, api: Api, answering: Answering, events: AsyncIterator[bytes]) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+    def __init__(
+        self, api: Api, answering: Answering, events: AsyncIterator[bytes], headers: Mapping[str, str]
+    ) -> None:
+        plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers={**plain, **headers})
         del self.headers["content-length"]
         self.api, self.answering, self.events = api, answering, events
 
@@ -181,8 +195,8 @@ async def _collect(answering: Answering) -> list[Part]:
     return [part async for part in answering.parts()]
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(as_json(value), status, media_type="application/json")
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(as_json(value), status, headers, media_type="application/json")
 
 
 def _event(value: Any) -> bytes:

@@ -14,8 +14,10 @@ from erniekit.data.tokenizer import BEGIN, Tokenizer
 from erniekit.errors import CheckpointError
 from erniekit.serve.engines.base import Choosing, Job
 from erniekit.serve.problem import Problem
-from erniekit.serve.schema import ChatRequest, CompletionRequest, Message, Wishes
+from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, Message, Wishes
 from erniekit.serve.speech import THINK
+
+MOST_NAMED = 16  # ignored fields that a response names
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Defaults:
     min_tokens: int = 0
     temperature: float = 0.95
     top_p: float = 0.7
+    top_k: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -62,7 +65,20 @@ class Asked:
         return sum(len(job.prompt) for job in self.jobs[::each])
 
 
+def refuse_unsupported(request: Wishes) -> None:
+    for name, value in (request.model_extra or {}).items():
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            raise Problem(400, f"{name} is not supported; leave it out", param=name)
+
+
+def ignored_fields(request: Wishes) -> list[str]:
+    """Names of the request that nothing here reads, fit for a header: clients choose them."""
+    names = [name for name in request.model_extra or {} if name not in UNSUPPORTED]
+    return sorted(name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier())[:MOST_NAMED]
+
+
 def ask_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Asked:
+    refuse_unsupported(request)
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
         raise Problem(400, f"response_format {kind!r} is not supported; leave it out", param="response_format")
@@ -90,6 +106,7 @@ def ask_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Asked:
 
 
 def ask_completion(request: CompletionRequest, served: Served, defaults: Defaults) -> Asked:
+    refuse_unsupported(request)
     if request.suffix:
         raise Problem(400, "suffix is not supported; leave it out", param="suffix")
     if request.echo and request.logprobs is not None:
@@ -179,6 +196,7 @@ def _job(
         min_tokens=min(wish("min_tokens"), limit),
         temperature=wish("temperature"),
         top_p=wish("top_p"),
+        top_k=max(0, wish("top_k")),
         repetition_penalty=wish("repetition_penalty"),
         frequency_penalty=wish("frequency_penalty"),
         presence_penalty=wish("presence_penalty"),

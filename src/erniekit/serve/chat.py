@@ -108,6 +108,8 @@ def wishes(cfg: RunConfig) -> dict[str, Any]:
         "repetition_penalty": s.repetition_penalty,
         "stream": s.stream,
     }
+    if cfg.given("top_k"):  # not one of OpenAI's fields; -1 is what every server that has it reads as no limit
+        out["top_k"] = s.top_k or -1
     if cfg.given("seed"):
         out["seed"] = cfg.train.seed
     if cfg.given("enable_thinking"):

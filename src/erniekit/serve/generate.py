@@ -25,6 +25,7 @@ class Sampling:
     min_tokens: int = 0
     temperature: float = 0.95  # 0 always takes the likeliest token
     top_p: float = 0.7
+    top_k: int = 0  # 0: no limit
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -70,7 +71,7 @@ class Generator:
                 fix="start anew with clear, or raise max_model_len (a model's own positions are its end)",
             )
         limit = min(sampling.max_new_tokens, room)
-        chances = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        chances = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=limit,
             min_new_tokens=min(sampling.min_tokens, limit) or None,

@@ -1,6 +1,7 @@
 """What a client may ask: OpenAI's two requests, their numbers bounded. Read by api.py and shown as the OpenAPI schema.
 
-Unknown fields are ignored, as clients of newer versions send them; what we know and cannot do is refused in asked.py.
+Fields that would change the answer and that no engine of ours can do are refused by name (UNSUPPORTED, asked.py).
+Others that are unknown are ignored, since clients send fields of newer interfaces, and named in a response header.
 """
 
 from __future__ import annotations
@@ -18,12 +19,45 @@ class _Object(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
+# Fields of OpenAI's and of other servers' interfaces that change an answer, and the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "prompt_logprobs": (0,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
 class StreamOptions(_Object):
     include_usage: bool = False
 
 
 class Wishes(_Object):
-    """What both requests have in common. None: the server's own key decides."""
+    """What both requests have in common. None: the server's own key decides. Unknown fields are in model_extra."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str = Field("default", max_length=256, description="One of /v1/models, or `default`.")
     n: int = Field(1, ge=1, le=8, description="Answers to give.")
@@ -31,6 +65,7 @@ class Wishes(_Object):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: no limit.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
+from erniekit.extras import install_command
 from erniekit.log import say, warn
 from erniekit.serve.engines import EMBEDDED
 
@@ -72,9 +73,7 @@ def choose_engine(cfg: RunConfig) -> str:
 def need_packages(command: str = "erniekit server") -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"the server needs {' and '.join(missing)}", where=command, fix="pip install 'erniekit[serve]'"
-        )
+        raise ConfigError(f"the server needs {' and '.join(missing)}", where=command, fix=install_command("serve"))
 
 
 def read_key(cfg: RunConfig) -> str | None:
@@ -174,6 +173,7 @@ def make_gate(cfg: RunConfig, shelf: Shelf, key: str | None) -> Gate:
         s.min_tokens,
         s.temperature,
         s.top_p,
+        s.top_k,
         s.frequency_penalty,
         s.presence_penalty,
         s.repetition_penalty,

@@ -16,7 +16,6 @@ from torch import nn
 
 from erniekit.api_load import DTYPES, Found, find_model
 from erniekit.config import RunConfig
-from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import warn
@@ -148,7 +147,7 @@ def _free_bytes(device: torch.device, share: float) -> int:
 def _served(offer: Offer, longest: int, tokenizer_name: str | None, offered: list[Offer]) -> Served:
     found = offer.found
     vocab = found.weights.config.vocab_size
-    tokenizer: Tokenizer = load_tokenizer(tokenizer_name, vocab) if tokenizer_name else found.tokenizer()
+    tokenizer = found.tokenizer(tokenizer_name)
     ends = frozenset({tokenizer.eos_id, tokenizer.end_id, *stop_ids(found)})
     parent = next((o.name for o in offered if o.found.adapter is None), None) if found.adapter else None
     return Served(offer.name, tokenizer, ends, longest, vocab, str(offer.folder), parent)

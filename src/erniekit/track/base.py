@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from erniekit.errors import ConfigError, Preempted
+from erniekit.extras import install_command
 from erniekit.log import warn
 
 Kind = Literal["train", "eval", "end"]
@@ -23,7 +24,7 @@ class MissingPackage(ConfigError):
         super().__init__(
             f"report_to: {name} needs a package that does not import ({why})",
             where="report_to",
-            fix=f"pip install 'erniekit[{name}]', or leave {name} out of report_to",
+            fix=f"{install_command(name)}, or leave {name} out of report_to",
         )
 
 

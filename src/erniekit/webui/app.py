@@ -18,6 +18,7 @@ from typing import Any
 
 from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
+from erniekit.extras import install_command
 from erniekit.log import paint, say
 from erniekit.track.charts import HOVER
 from erniekit.webui.guard import Guard, new_token
@@ -43,7 +44,7 @@ class Settings:
 def webui_command(args: list[str]) -> int:
     settings = settings_from(args)
     if find_spec("gradio") is None or find_spec("uvicorn") is None:
-        raise ConfigError("gradio is not installed", where="erniekit webui", fix='pip install "erniekit[webui]"')
+        raise ConfigError("gradio is not installed", where="erniekit webui", fix=install_command("webui"))
     listening = bind(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
     token = None if is_loopback(settings.host) else os.environ.get(TOKEN_VARIABLE) or new_token()

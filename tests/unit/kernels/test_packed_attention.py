@@ -63,8 +63,8 @@ def test_sizes_round_up_by_a_quarter_at_most_and_never_past_the_pack() -> None:
 
 
 def test_only_a_hopper_card_without_flash4_and_a_newer_one_without_cudnn_are_told_what_to_install() -> None:
-    assert "erniekit[flash4]" in (faster_attention((9, 0), False, True) or "")
-    assert "erniekit[cudnn]" in (faster_attention((10, 0), True, False) or "")
+    assert "erniekit-torch[flash4]" in (faster_attention((9, 0), False, True) or "")
+    assert "erniekit-torch[cudnn]" in (faster_attention((10, 0), True, False) or "")
     for card in (((9, 0), True, False), ((8, 0), False, False), ((10, 0), False, True)):
         assert faster_attention(*card) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 
 import erniekit
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.cli.main import main
 from erniekit.data.collate import collate
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.tokens import open_source
 from erniekit.data.types import Pack
-from erniekit.errors import ConfigError
+from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.losses.causal import causal_loss
 from erniekit.recipes.evaluate import in_words
+from erniekit.track.results import write_results
 from jsonl import write_jsonl
 from recorded import tiny_folder
 
@@ -66,3 +69,78 @@ def test_the_last_line_says_what_the_stage_is_about() -> None:
     assert in_words({"eval_loss": 0.5, "eval_ppl": 1.65, "eval_tokens": 1200.0}).endswith(
         "eval_ppl 1.65 on 1,200 tokens"
     )
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "eval_results.json").read_text())
+
+
+def test_evaluations_without_output_dir_go_to_a_new_folder_each(model, tmp_path, monkeypatch, capsys):
+    """A run in ./output is neither evaluated instead of the model that is named, nor written to."""
+    monkeypatch.chdir(tmp_path)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
+    mine, other = (shutil.copytree(model, tmp_path / name) for name in ("mine", "other/export"))
+    shutil.copytree(model, tmp_path / "output")
+    before = sorted(path.name for path in Path("output").iterdir())
+    for folder in (mine, other, mine):
+        words = [f"model_name_or_path={folder}", f"eval_dataset_path={data}", *(f"{k}={v}" for k, v in KEYS.items())]
+        assert main(["eval", *words]) == 0
+        assert f"model    {folder}\n" in capsys.readouterr().out
+    places = sorted(str(path) for path in Path("eval").iterdir())
+    assert places == ["eval/mine-1", "eval/mine-2", "eval/other-export-1"]
+    assert results(Path("eval/other-export-1"))["eval_model"] == str(other)
+    assert sorted(path.name for path in Path("output").iterdir()) == before
+
+
+def test_an_evaluation_that_fails_leaves_no_folder(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ErnieKitError):
+        erniekit.run("eval", model_name_or_path=model, eval_dataset_path="nope.jsonl", **KEYS)
+    assert list(Path("eval").iterdir()) == []
+
+
+def test_another_models_results_are_replaced_only_when_told(model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
+    other, out = shutil.copytree(model, tmp_path / "other"), tmp_path / "out"
+    keys = dict(KEYS, eval_dataset_path=data, output_dir=out)
+    for _ in range(2):  # the same model again is what output_dir was named for
+        erniekit.run("eval", model_name_or_path=model, **keys)
+    held = (out / "eval_results.json").read_bytes()
+    with pytest.raises(ConfigError, match="another model") as error:
+        erniekit.run("eval", model_name_or_path=other, **keys)
+    assert "overwrite_output_dir" in error.value.fix
+    assert (out / "eval_results.json").read_bytes() == held
+    erniekit.run("eval", model_name_or_path=other, overwrite_output_dir=True, **keys)
+    assert results(out)["eval_model"] == str(other)
+
+
+def test_a_runs_own_results_are_not_replaced_by_those_of_a_model_that_is_typed(model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
+    run, other = shutil.copytree(model, tmp_path / "run"), shutil.copytree(model, tmp_path / "other")
+    write_results(run, train={"train_loss": 2.0}, evaluation={"eval_loss": 1.5})  # as a training does
+    keys = dict(KEYS, eval_dataset_path=data, output_dir=run)
+    with pytest.raises(ConfigError, match="another model"):
+        erniekit.run("eval", other, **keys)
+    assert results(run) == {"eval_loss": 1.5}
+    erniekit.run("eval", **keys)
+    assert results(run)["eval_model"] == str(run)
+
+
+def test_a_users_file_of_the_results_name_is_refused_before_anything_is_evaluated(model, tmp_path, capsys):
+    data, out = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}]), tmp_path / "out"
+    out.mkdir()
+    (out / "all_results.json").write_text("mine")
+    with pytest.raises(ErnieKitError, match="not written by erniekit"):
+        erniekit.run("eval", model_name_or_path=model, eval_dataset_path=data, output_dir=out, **KEYS)
+    assert "eval  " not in capsys.readouterr().out
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("all_results.json", "mine")]
+
+
+def test_the_tokenizer_that_is_named_is_the_one_evaluated_with(model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
+    keys = dict(KEYS, eval_dataset_path=data, output_dir=tmp_path / "out")
+    bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    with pytest.raises(CheckpointError, match="without a tokenizer"):
+        erniekit.run("eval", model_name_or_path=bare, **keys)
+    told = erniekit.run("eval", model_name_or_path=bare, tokenizer_name=model, **keys).metrics
+    assert told["eval_tokens"] > 0

@@ -112,7 +112,7 @@ def test_an_answer_that_leaves_no_room_for_the_question_is_refused(loaded):
 
 
 def test_generation_settings_have_the_names_and_defaults_of_the_harness():
-    want = {"until": [], "max_tokens": 256, "temperature": 0.0, "top_p": 1.0}
+    want = {"until": [], "max_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0}
     assert tasks.generation({}) == want
     assert tasks.generation({"max_new_tokens": 5, "num_beams": 1}) == {**want, "max_tokens": 5}
     assert tasks.generation({"max_tokens": 5, "max_gen_toks": 7, "until": "\n"}) == {
@@ -120,7 +120,7 @@ def test_generation_settings_have_the_names_and_defaults_of_the_harness():
         "max_tokens": 7,
         "until": ["\n"],
     }
-    warm = {"temperature": 0.7, "top_p": 0.9}
+    warm = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
     assert tasks.generation({**warm, "do_sample": True}) == tasks.generation(warm) == {**want, **warm}
     assert tasks.generation({**warm, "do_sample": False})["temperature"] == 0.0
     with pytest.raises(ConfigError, match="num_beams=10"):
@@ -147,7 +147,7 @@ def test_results_are_flat_numbers():
 @pytest.mark.skipif(HARNESS, reason="the extra is installed")
 def test_without_the_extra_it_says_what_to_install(tmp_path, capsys):
     assert main(["eval", "--model_name_or_path", str(tmp_path), "--tasks", "hellaswag,arc_easy"]) == 2
-    assert 'pip install "erniekit[tasks]"' in capsys.readouterr().err
+    assert 'pip install "erniekit-torch[tasks]"' in capsys.readouterr().err
 
 
 TASKS = {

@@ -320,7 +320,7 @@ def test_a_server_and_a_folder_at_once_are_too_much(capsys):
 
 def test_every_sampling_key_is_sent():
     keys = {
-        "max_new_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.1,
+        "max_new_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "frequency_penalty": 0.1,
         "presence_penalty": 0.2, "repetition_penalty": 1.2, "seed": 5, "enable_thinking": True,
     }  # fmt: skip
     sent = wishes(load_config([f"{name}={value}" for name, value in keys.items()], "chat"))
@@ -329,6 +329,8 @@ def test_every_sampling_key_is_sent():
     assert sent.pop("stream") is True
     assert sent == keys
     assert wishes(load_config(["stream=False"], "chat"))["stream"] is False
+    assert wishes(load_config(["top_k=0"], "chat"))["top_k"] == -1
+    assert "top_k" not in wishes(load_config([], "chat"))
 
 
 def test_a_recipe_opens_its_folder_when_nobody_answers_and_talks_to_who_does(talker, live, tmp_path):
@@ -411,7 +413,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(talker, monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     assert main(["chat", str(talker), "--prompt", "x"]) == 2
     said = capsys.readouterr().err
-    assert "erniekit[serve]" in said
+    assert "erniekit-torch[serve]" in said
     assert "where: erniekit chat" in said
 
 

@@ -88,7 +88,7 @@ def test_without_the_extra_the_server_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         need_packages()
-    assert "erniekit[serve]" in error.value.fix
+    assert "erniekit-torch[serve]" in error.value.fix
 
 
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path, capsys):

@@ -94,7 +94,7 @@ def test_a_missing_package_names_the_extra_to_install(name, tmp_path, monkeypatc
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ConfigError) as error:
         make_trackers([name], tmp_path)
-    assert f"erniekit[{name}]" in error.value.fix
+    assert f"erniekit-torch[{name}]" in error.value.fix
     assert error.value.where == "report_to"
     assert make_trackers([name], tmp_path, explicit=False).names == ["jsonl", "console"]
 

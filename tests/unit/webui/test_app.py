@@ -53,7 +53,7 @@ def test_the_address_holds_the_token_and_a_name_others_can_use() -> None:
 
 
 def test_the_page_is_put_together_in_the_language_asked_for(tmp_path: Path) -> None:
-    pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit[webui]"')
+    pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit-torch[webui]"')
     page = app.build(Settings(roots=(str(tmp_path),), lang="zh"))
     named = {block.elem_id: block for block in page.blocks.values() if getattr(block, "elem_id", None)}
     assert named["train-learning_rate"].label == "学习率"

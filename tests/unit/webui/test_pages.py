@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit[webui]"')
+pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit-torch[webui]"')
 
 import gradio as gr
 

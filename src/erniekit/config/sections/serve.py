@@ -15,6 +15,7 @@ class ServeSection:
     min_tokens: int = key(0, "Shortest answer.", low=0)
     temperature: float = key(0.95, "Randomness; 0 always takes the likeliest token.", low=0, high=2, basic=True)
     top_p: float = key(0.7, "Sample from the likeliest tokens that make up this share.", low=0, high=1, basic=True)
+    top_k: int = key(0, "Sample from so many of the likeliest tokens; 0: no limit.", low=0)
     frequency_penalty: float = key(0.0, "Against words already said often.", low=-2, high=2)
     presence_penalty: float = key(0.0, "Against words already said.", low=-2, high=2)
     repetition_penalty: float = key(1.0, "Divides the score of words already said.", low=0)

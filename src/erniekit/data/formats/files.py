@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from erniekit.data.types import Problem
 from erniekit.errors import DataError
+from erniekit.extras import install_command
 from erniekit.files import refuse_special
 
 Raw = bytes | dict[str, Any] | list[Any] | Problem
@@ -99,9 +100,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Raw]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise DataError(
-            "reading .parquet needs pyarrow", where=str(path), fix='pip install "erniekit[parquet]"'
-        ) from error
+        raise DataError("reading .parquet needs pyarrow", where=str(path), fix=install_command("parquet")) from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:

@@ -19,6 +19,7 @@ class Choosing:
     min_tokens: int = 0
     temperature: float = 1.0  # 0 always takes the likeliest token
     top_p: float = 1.0
+    top_k: int = 0  # so many of the likeliest tokens; 0: no limit
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0

@@ -68,14 +68,19 @@ def _adjust(scores: torch.Tensor, row: Row) -> None:
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """The likeliest tokens that make up top_p, one of them by each row's own number in [0, 1)."""
+    """Of the top_k likeliest tokens those that make up top_p of their share, one of them by each row's own number in
+    [0, 1)."""
     device = scores.device
     heat = torch.tensor([row.choosing.temperature for row in rows], device=device)[:, None]
     share = torch.tensor([row.choosing.top_p for row in rows], device=device)[:, None]
     luck = torch.tensor([row.luck.random() for row in rows], dtype=torch.float64, device=device)[:, None]
     chances, order = (scores / heat.clamp(min=1e-5)).softmax(-1).sort(dim=-1, descending=True, stable=True)
     sums = chances.double().cumsum(-1)
-    kept = (sums - chances) < share  # the token that crosses the share is the last to be kept
+    size = scores.shape[-1]
+    most = torch.tensor([row.choosing.top_k or size for row in rows], device=device)[:, None]
+    inside = torch.arange(size, device=device) < most
+    mass = torch.where(most < size, (chances * inside).double().sum(-1, keepdim=True), 1.0)
+    kept = inside & ((sums - chances) < share * mass)  # the token that crosses the share is the last to be kept
     total = (chances * kept).double().sum(-1, keepdim=True)
     place = torch.searchsorted(sums, luck * total, right=True)
     place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)

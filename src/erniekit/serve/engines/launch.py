@@ -40,7 +40,7 @@ class Target:
 
     def sampling(self) -> dict[str, Any]:
         """What a request that does not say should get, of the keys that were given."""
-        names = ("temperature", "top_p", "repetition_penalty")
+        names = ("temperature", "top_p", "top_k", "repetition_penalty")
         out = {name: self.keys[name] for name in names if self.given(name)}
         return out | ({"max_new_tokens": self.keys["max_new_tokens"]} if self.given("max_new_tokens") else {})
 

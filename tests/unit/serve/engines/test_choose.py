@@ -70,6 +70,26 @@ def test_top_p_keeps_the_fewest_tokens_that_make_up_the_share():
     assert drawn == {1, 5}
 
 
+def drawn_with(**wishes) -> set[int]:
+    rows = [row(temperature=1.0, seed=k, **wishes) for k in range(500)]
+    return {token.id for token in choose(SCORES.repeat(500, 1), rows)}
+
+
+def test_top_k_keeps_so_many_and_top_p_is_a_share_of_those():
+    assert drawn_with(top_k=1) == {1}
+    assert drawn_with(top_k=3) == {1, 5, 2}
+    assert drawn_with(top_k=50) == drawn_with()
+    assert drawn_with(top_k=2, top_p=0.5) == {1}, "of the two alone, the first makes up more than a half"
+    assert drawn_with(top_k=2, top_p=0.6) == {1, 5}
+
+
+def test_a_neighbour_with_top_k_changes_no_others_draw():
+    alone = [choose(SCORES, [row(temperature=1.0, top_p=0.9, seed=k)])[0].id for k in range(40)]
+    for k in range(40):
+        rows = [row(temperature=1.0, top_p=0.9, seed=k), row(temperature=1.0, top_k=1, seed=k)]
+        assert [token.id for token in choose(SCORES.repeat(2, 1), rows)] == [alone[k], 1]
+
+
 def test_logprobs_are_the_models_own_before_any_wish():
     told = SCORES[0].log_softmax(0)
     (token,) = choose(SCORES, [row(bias=((3, 10.0),), logprobs=2)])

@@ -1,0 +1,27 @@
+"""`make clean` removes what make made and nothing of a user's."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+KEPT = ("output/model.safetensors", "vdl_log/events", "erniekit-demo/mine.txt", "erniekit-webui/jobs/1/log")
+
+
+@pytest.mark.parametrize("made_by_make", [True, False])
+def test_make_clean_removes_the_environment_it_made_and_no_run(tmp_path: Path, root: Path, made_by_make: bool):
+    for name in ("Makefile", "constraints.txt"):
+        shutil.copy(root / name, tmp_path)
+    for name in (*KEPT, ".venv/bin/python", ".venv/.ready", ".ruff_cache/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    if made_by_make:
+        (tmp_path / ".venv" / ".made-by-make").touch()
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert [name for name in KEPT if not (tmp_path / name).is_file()] == []
+    assert (tmp_path / ".venv" / "bin" / "python").exists() is not made_by_make
+    assert not (tmp_path / ".venv" / ".ready").exists()
+    assert not (tmp_path / ".ruff_cache").exists()
