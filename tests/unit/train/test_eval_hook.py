@@ -62,7 +62,9 @@ def test_evaluations_that_are_not_numbers_count_towards_an_early_stop() -> None:
 
 def test_a_metric_the_evaluation_does_not_tell_stops_at_the_first_one() -> None:
     trainer: Any = SimpleNamespace(state=TrainState(step=1), stop_reason="", phase=lambda name: None)
-    hook = EvalHook(lambda go_on: {"eval_loss": 1.0}, Trackers([], RunInfo(Path())), 1, BestRule("eval_los", patience=3))
+    hook = EvalHook(
+        lambda go_on: {"eval_loss": 1.0}, Trackers([], RunInfo(Path())), 1, BestRule("eval_los", patience=3)
+    )
     with pytest.raises(ConfigError, match="eval_los; the evaluation told eval_loss") as caught:
         hook.on_end(trainer)
     assert caught.value.fix == "did you mean eval_loss?"
