@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from erniekit.files import RECORD
 from faults.results import fault
 from ranks import Ranks
 from recorded import tiny_folder, whole_rows
@@ -136,7 +137,8 @@ def test_the_curve_goes_on_when_the_layout_changes(
 ) -> None:
     mine = place / f"on-{source}-{target}"
     shutil.copytree(started(source) / "checkpoint-3", mine / "checkpoint-3")
-    shutil.copyfile(started(source) / "metrics.jsonl", mine / "metrics.jsonl")
+    for name in ("metrics.jsonl", RECORD):
+        shutil.copyfile(started(source) / name, mine / name)
     with fault("R2", "a run that goes on under another layout: its losses") as row:
         row.count = 1
         go(ranks, place, target, mine.name)

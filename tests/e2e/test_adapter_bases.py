@@ -146,7 +146,7 @@ def test_eval_takes_the_adapter_of_lora_path_and_a_typed_folder_over_an_old_resu
     run, base = project / "run", project / "models" / "tiny"
 
     def loss(*words: str) -> float:
-        assert evaluated(rows, *words) == 0
+        assert evaluated(rows, *words, "overwrite_output_dir=True") == 0
         return float(json.loads((Path.cwd() / "result" / "eval_results.json").read_text())["eval_loss"])
 
     plain, adapted = loss(str(base), "output_dir=result"), loss(str(run), "output_dir=result")

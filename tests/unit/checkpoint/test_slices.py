@@ -148,6 +148,9 @@ def test_exactly_the_bytes_of_the_piece_are_read(tmp_path, turned, monkeypatch):
 def read_quarters(path: str) -> None:
     """In a process of its own, as torch's allocator keeps what it had: prints the peak after each reading."""
     slices.CHUNK = 4 << 20
+    small = Path(path).with_name("small.safetensors")
+    save_file({"a": torch.zeros(64, 64)}, small)  # what the first reading of all loads is no part of a piece
+    fill_boxes(TensorFiles({"a": small}), verbatim("w", "a"), quarter_of_columns(64, 64), torch.empty(64, 16))
     files, seen, kept = {"a": Path(path)}, [memory() / 2**20], []
     for turned in (False, True):
         entry = of_runs("w", ("a",), verbatim("w", "a").runs, turned)

@@ -17,10 +17,13 @@ def test_equals_transformers_with_the_gate_half_first(dtype):
     gate, up = (torch.randn(3, 5, 16).to(dtype).requires_grad_() for _ in range(2))
     fused = torch.cat([gate, up], dim=-1).detach().requires_grad_()
     theirs, ours = act(gate) * up, swiglu(fused)
-    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    # A half of a row is a strided view: its remainder goes through exp one number at a time, which in fp32 may differ
+    # from the vectorised one in the last bit; in 16 bit that is rounded away.
+    last_bit = 2.4e-7 if dtype == torch.float32 else 0.0
+    torch.testing.assert_close(ours, theirs, atol=last_bit, rtol=last_bit)
     upstream = torch.randn(3, 5, 16).to(dtype)
     theirs.backward(upstream), ours.backward(upstream)
-    torch.testing.assert_close(fused.grad, torch.cat([gate.grad, up.grad], dim=-1), atol=0, rtol=0)
+    torch.testing.assert_close(fused.grad, torch.cat([gate.grad, up.grad], dim=-1), atol=4 * last_bit, rtol=last_bit)
 
 
 def test_the_gradient_written_by_hand_is_the_one_torch_finds():
