@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import TextIO
 
@@ -33,6 +34,11 @@ def paint(text: str, *styles: str, on: bool | None = None) -> str:
 def say(text: str = "") -> None:
     if is_main_rank():
         print(text, file=stream(), flush=True)
+
+
+def typed(*words: object) -> str:
+    """A command as a person types it into a shell: `typed("chat", folder)`."""
+    return shlex.join(["erniekit", *map(str, words)])
 
 
 def warn(text: str) -> None:

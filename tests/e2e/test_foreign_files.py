@@ -6,6 +6,7 @@ A command may refuse (exit code 2) or do its work (0); what it may never do is c
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -336,3 +337,15 @@ def test_every_planted_name_was_really_there(ground: Ground) -> None:
     with pytest.raises(AssertionError):
         ground.check()
     assert RECORD not in FILES
+
+
+def test_the_commands_to_type_next_work_with_blanks_in_the_paths(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "my runs" / "it's one"
+    assert main(["train", *words, f"output_dir={out}", "fine_tuning=Full", "max_steps=1"]) == 0
+    told = capsys.readouterr().out
+    split = shlex.split(next(line for line in told.splitlines() if "erniekit split" in line))
+    assert main(split[1:]) == 0
+    assert (out / "split_export" / "config.json").is_file()

@@ -16,7 +16,7 @@ from erniekit.data.text_job import TextJob
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.tokens import cores
 from erniekit.errors import ConfigError
-from erniekit.log import paint, say, warn
+from erniekit.log import paint, say, typed, warn
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 assert len(_DTYPES) == len(CODES)
@@ -53,7 +53,8 @@ def _tell(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) 
     if report.bad:
         warn(f"{report.bad_rows:,} of {report.rows:,} rows are left out; {made.prefix}_bad_rows.jsonl names each")
     model = given.model_name_or_path
-    say(f"next: erniekit train --stage PT --model_name_or_path {model} --input_dir {made.prefix} --output_dir out")
+    words = ("--stage", "PT", "--model_name_or_path", model, "--input_dir", made.prefix, "--output_dir", "out")
+    say(f"next: {typed('train', *words)}")
 
 
 def _parser() -> argparse.ArgumentParser:

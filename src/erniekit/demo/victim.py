@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+from erniekit.log import typed
 from erniekit.track import jsonl
 
 POLL_S = 0.01  # a step of the tiny model takes several of these
@@ -26,7 +27,7 @@ class Victim:
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("a", encoding="utf-8") as log:
-            print(f"$ erniekit {' '.join(self.words)}", file=log, flush=True)
+            print(f"$ {typed(*self.words)}", file=log, flush=True)
             command = [sys.executable, "-m", "erniekit", *self.words]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)

@@ -23,7 +23,7 @@ from erniekit.export.plan import Plan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
-from erniekit.log import paint, say, warn
+from erniekit.log import paint, say, typed, warn
 from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
@@ -64,7 +64,7 @@ def _probe_of(plan: Plan, override_base: bool) -> Probe | None:
 
 
 def result_of(folder: Path) -> RunResult:
-    commands = [f"erniekit chat {folder}"]
+    commands = [typed("chat", folder)]
     say(paint(f"next     {commands[0]}", "bold"))
     return RunResult(folder, next_commands=commands)
 

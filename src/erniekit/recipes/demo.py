@@ -19,7 +19,7 @@ from erniekit.demo.other_stack import OtherStack
 from erniekit.demo.victim import Victim
 from erniekit.errors import ConfigError
 from erniekit.files import own
-from erniekit.log import paint, say
+from erniekit.log import paint, say, typed
 
 ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seconds
 STEPS, SAVE_STEPS, KILL_AFTER = 40, 10, 14
@@ -161,7 +161,7 @@ def export(output: Path, log: Path) -> None:
 @contextmanager
 def logged(command: str, words: Sequence[str], log: Path) -> Iterator[None]:
     with own(log).open("w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
-        print(f"$ erniekit {command} {' '.join(words)}", flush=True)
+        print(f"$ {typed(command, *words)}", flush=True)
         yield
 
 
@@ -288,10 +288,11 @@ def wanted(root: Path) -> str:
 
 
 def next_lines(root: Path) -> list[str]:
-    own = f"erniekit train --model_name_or_path {root / 'sft'} --data my.jsonl --output_dir my-run --compute_type fp32"
+    words = ("--data", "my.jsonl", "--output_dir", "my-run", "--compute_type", "fp32")
+    own = typed("train", "--model_name_or_path", root / "sft", *words)
     return [
         f"next     {own}",
         f"           my.jsonl: one JSON object a line, as in {root / 'data' / 'sft.jsonl'}",
-        f"         erniekit chat {root / 'lora' / 'export'}",
+        f"         {typed('chat', root / 'lora' / 'export')}",
         f"look     {root / 'sft' / 'report.html'}",
     ]

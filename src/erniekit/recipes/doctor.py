@@ -24,7 +24,7 @@ from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Batch, Conversation
 from erniekit.errors import ErnieKitError
-from erniekit.log import colour_on, paint, say
+from erniekit.log import colour_on, paint, say, typed
 from erniekit.lora.inject import is_lora
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
@@ -325,5 +325,5 @@ def doctor_command(args: list[str]) -> int:
     data.length_multiple = built.engine.length_multiple
     prepare = stage.before_step(cfg, built, data)
     before_training(stage, cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch(), prepare)
-    say(f"next     erniekit train {' '.join(args)}")
+    say(f"next     {typed('train', *args)}")
     return 0

@@ -12,7 +12,7 @@ from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
 from erniekit.data.report import total_lines
 from erniekit.devices.base import Device
-from erniekit.log import paint, say
+from erniekit.log import paint, say, typed
 from erniekit.lora.switch import adapters_off
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.ledger import Ledger
@@ -46,7 +46,7 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
         written = write_evaluation(output, source, metrics)
     say(f"{paint('done', 'green', 'bold')}     {in_words(metrics)} in {metrics['eval_runtime']:.1f} s")
     say(f"result   {written}")
-    say(f"next     erniekit chat {source}")
+    say(f"next     {typed('chat', source)}")
     return RunResult(output, metrics)
 
 

@@ -10,7 +10,7 @@ from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.nodes import nodes_without
 from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
-from erniekit.log import paint, say, warn
+from erniekit.log import paint, say, typed, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
 from erniekit.recipes.final_choice import choose, verify_model
@@ -88,9 +88,9 @@ def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
 
 def next_commands(output: Path, built: Built) -> list[str]:
     if built.lora:
-        export = f"erniekit export model_name_or_path={built.folder.path} output_dir={output} lora=True"
-        return [f"erniekit chat {output}", export, f"erniekit chat {output / 'export'}"]
-    return [f"erniekit chat {output}", f"erniekit split output_dir={output} max_shard_size=5"]
+        export = typed("export", f"model_name_or_path={built.folder.path}", f"output_dir={output}", "lora=True")
+        return [typed("chat", output), export, typed("chat", output / "export")]
+    return [typed("chat", output), typed("split", f"output_dir={output}", "max_shard_size=5")]
 
 
 def say_goodbye(output: Path, result: RunResult, trainer: Trainer) -> None:
