@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from erniekit.checkpoint.writer import publish
 from erniekit.cli.main import main
-from erniekit.files import RECORD
+from erniekit.export.target import check_target
+from erniekit.files import RECORD, NotOurs
 from snapshot import changed, snapshot
 
 # Names a run, an export or an index writes or deletes, planted as a user's files.
@@ -38,10 +40,10 @@ class Ground:
     def __init__(self, root: Path) -> None:
         self.root, self.folder, self.elsewhere = root, root / "work", root / "elsewhere"
         self.planted: dict[str, str] = {}
-        for name in ("checkpoint-2", "model", "empty"):
+        for name in ("model", "empty"):
             (self.elsewhere / name).mkdir(parents=True)
-        (self.elsewhere / "checkpoint-2" / "model.safetensors").write_bytes(b"another run's weights")
-        (self.elsewhere / "checkpoint-2" / "MANIFEST.json").write_text("{}")
+        weights = b"another run's weights"
+        publish(self.elsewhere, "checkpoint-2", lambda tmp: (tmp / "model.safetensors").write_bytes(weights) and None)
         (self.elsewhere / "model" / "config.json").write_text('{"mine": true}')
         self.folder.mkdir()
 
@@ -102,10 +104,13 @@ def test_training_on_in_a_run_that_holds_somebody_s_files(ground: Ground, words:
     command = ["train", *words, f"output_dir={ground.folder}", f"fine_tuning={tuning}"]
     assert main([*command, "max_steps=1"]) == 0
     ours = set(snapshot(ground.root))
-    ground.plant("notes.txt", "other.safetensors", ".hidden", *LINKS)
+    older = [name for name in LINKS if name not in ("checkpoint-2", "checkpoint-3", ".old-checkpoint-9-77-0123abcd")]
+    ground.plant("notes.txt", "other.safetensors", ".hidden", *older)
+    (ground.folder / "checkpoint-0").symlink_to(ground.elsewhere / "checkpoint-2")
     ground.remember(*ours)
     assert main([*command, "override_resume=True"]) == 0
     ground.check(links_may_go=True)
+    assert not (ground.folder / "checkpoint-0").is_symlink(), "rotated: the link is gone"
     assert (ground.folder / "other.safetensors").is_file()
     assert (ground.elsewhere / "checkpoint-2" / "model.safetensors").read_bytes() == b"another run's weights"
 
@@ -349,3 +354,90 @@ def test_the_commands_to_type_next_work_with_blanks_in_the_paths(
     split = shlex.split(next(line for line in told.splitlines() if "erniekit split" in line))
     assert main(split[1:]) == 0
     assert (out / "split_export" / "config.json").is_file()
+
+
+def test_rotation_keeps_a_checkpoint_that_somebody_put_files_into(ground: Ground, words: list[str]) -> None:
+    command = ["train", *words, f"output_dir={ground.folder}", "fine_tuning=Full"]
+    assert main([*command, "max_steps=2"]) == 0
+    (ground.folder / "checkpoint-1" / "notes.txt").write_text("mine")
+    other = ground.folder / "checkpoint-0"
+    other.mkdir()
+    (other / "MANIFEST.json").write_text('{"other": "tool"}')
+    (other / "weights.bin").write_text("another program's")
+    ground.remember(*(name for name in snapshot(ground.root) if "checkpoint-2" in name or "/checkpoint-" not in name))
+    assert main([*command, "override_resume=True", "max_steps=6"]) == 0
+    ground.check()
+    assert not (ground.folder / "checkpoint-2").exists(), "those that are whole and ours are rotated"
+
+
+def test_an_export_never_replaces_a_checkpoint(ground: Ground, adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    base = f"model_name_or_path={tiny_model}"
+    shutil.copytree(adapter, full)
+    ground.remember()
+    before = snapshot(full)
+    main(["export", base, f"lora_path={adapter}", f"output_dir={full / 'checkpoint-1'}"])
+    assert changed(before, snapshot(full)) == []
+    shutil.rmtree(full / "checkpoint-1" / "export", ignore_errors=True)
+    with pytest.raises(NotOurs, match="is a checkpoint"):
+        check_target(full / "checkpoint-1", [])
+    ground.check()
+
+
+def test_a_folder_s_old_model_is_not_taken_for_that_of_the_run_that_replaces_it(
+    ground: Ground, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ground.folder / "run"
+    command = ["train", *words, f"output_dir={out}", "fine_tuning=Full"]
+    assert main(command) == 0
+    old = (out / "model.safetensors").read_bytes()
+    assert main([*command, "overwrite_output_dir=True", "learning_rate=0.01"]) == 0
+    new = (out / "model.safetensors").read_bytes()
+    assert new != old
+    story = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**story, "status": "running"}))  # as a kill before the end leaves it
+    (out / "model.safetensors").write_bytes(old)
+    assert main(["split", f"output_dir={out}"]) == 0
+    assert "the newest checkpoint is taken" in capsys.readouterr().err
+    assert (out / "split_export" / "model.safetensors").read_bytes() == new
+
+
+def test_results_that_a_user_edited_are_not_replaced(ground: Ground, words: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "rows.jsonl"
+    rows = next(w for w in words if w.startswith("train_dataset_path=")).partition("=")[2]
+    broken.write_text(Path(rows).read_text() + "no json\n")
+    command = [*words, f"train_dataset_path={broken}", "max_bad_fraction=0.9", "max_steps=1"]
+    assert main(["train", *command, f"output_dir={ground.folder}"]) == 0
+    (ground.folder / "bad_rows.jsonl").write_text("corrected by hand")
+    (ground.folder / "report.html").write_text("with my notes")
+    ground.remember()
+    assert main(["train", *command, f"output_dir={ground.folder}"]) == 2
+    ground.check()
+
+
+def test_a_tilde_in_the_output_is_the_home_folder(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words, "doctor=on", "output_dir=~/my run", "max_steps=1"]) == 0
+    assert (tmp_path / "home" / "my run" / "run.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_missing_model_leaves_no_folder_behind(words: list[str], tmp_path: Path) -> None:
+    command = [*words, f"model_name_or_path={tmp_path / 'none'}", f"output_dir={tmp_path / 'out'}"]
+    for word in ("train", "doctor"):
+        assert main([word, *command]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_is_not_given_records_of_settings_it_was_not_trained_with(
+    ground: Ground, words: list[str]
+) -> None:
+    command = ["train", *words, f"output_dir={ground.folder}", "max_steps=1"]
+    assert main(command) == 0
+    ground.remember()
+    assert main([*command, "learning_rate=0.007", "override_resume=True"]) == 2
+    ground.check()

@@ -33,12 +33,14 @@ def publish_model(checkpoint: Path, output: Path, progress: Callable[[], None] =
         if blocked := owned.in_the_way(list(wanted)):
             raise NotOurs(f"{', '.join(blocked[:3])} is in the way, and was not written by this run or changed since")
         writer.require_space(output, "the final model", sum(record.size for record in wanted.values()))
+        contents = {}
         for name, record in wanted.items():
-            waiting = output / f".new-{name}"
-            _copy(checkpoint / name, waiting, progress)
-            content = Content(record.size, record.sha256, waiting.stat().st_mtime_ns)
-            owned.claim_content({name: content}, USE)
-            writer.ops.rename(waiting, output / name)
+            _copy(checkpoint / name, output / f".new-{name}", progress)
+            mtime = (output / f".new-{name}").stat().st_mtime_ns
+            contents[name] = Content(record.size, record.sha256, mtime)
+        owned.claim_content(contents, USE)
+        for name in wanted:  # all at once, as far as a disk can: a kill in between leaves run.json unfinished
+            writer.ops.rename(output / f".new-{name}", output / name)
     except (OSError, NotOurs, CheckpointError) as error:
         what = error.strerror or str(error) if isinstance(error, OSError) else error.what
         raise CheckpointError(

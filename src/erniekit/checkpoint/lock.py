@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -104,6 +105,12 @@ class RunLock:
         """True: held; False: the file was replaced under us, try again; raises when someone holds it."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
+            if _is_foreign(fd):
+                raise CheckpointError(
+                    f"{self.path.name} is not a lock that erniekit wrote",
+                    where=str(self.path),
+                    fix="move it away, or choose another folder",
+                )
             locked, holder = _flock(fd), _read(fd)
             if locked:  # the OS says free; a live holder then means a disk whose flock does nothing
                 stale = holder is None or holder.is_dead() or not holder.is_visible()
@@ -185,6 +192,13 @@ def _is_file_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _is_foreign(fd: int) -> bool:
+    """A file with another name as well, or with content that no holder wrote, whole or in part."""
+    head = os.pread(fd, 8, 0)
+    found = os.fstat(fd)
+    return found.st_nlink > 1 or not stat.S_ISREG(found.st_mode) or not b'{"pid": '.startswith(head)
 
 
 def _read(fd: int) -> Holder | None:

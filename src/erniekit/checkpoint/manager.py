@@ -244,10 +244,7 @@ class CheckpointManager:
             step = step_of(path)
             if step in self._best or (self.keep_every and step is not None and step % self.keep_every == 0):
                 continue
-            try:
-                writer.discard(path)
-            except OSError as error:
-                warn(f"could not delete the old {path.name}: {error.strerror or error}")
+            discard_unchanged(path)
 
     def _keep_aside(self, path: Path, why: str) -> None:
         kept = self._set_aside(path, "aside")
@@ -289,6 +286,20 @@ class CheckpointManager:
         except CheckpointError as error:
             return f"and {error.what}"
         return f"the newest one on disk is {newest.name}" if newest else "there is none on disk yet"
+
+
+def discard_unchanged(path: Path) -> None:
+    """Delete an old checkpoint, unless somebody put files of their own into it; a link is removed and not followed."""
+    try:
+        added = [] if path.is_symlink() else manifest.unlisted(path)
+        if added:
+            warn_once(f"{path} is kept: it holds {added[0]}, which erniekit did not write")
+            return
+        writer.discard(path)
+    except CheckpointError as error:
+        warn(f"the old {path.name} is kept: {error.what}")
+    except OSError as error:
+        warn(f"could not delete the old {path.name}: {error.strerror or error}")
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -116,7 +116,29 @@ def is_folder(path: Path) -> bool:
 
 
 def has_manifest(folder: Path) -> bool:
-    return kind_of(folder / MANIFEST) is not None
+    """Whether it has a manifest of ours, sound or damaged; another program's file of that name is none."""
+    try:
+        load(folder)
+    except NoManifest:
+        return False
+    except Damaged:
+        return True
+    return True
+
+
+def unlisted(folder: Path) -> list[str]:
+    """Files and links in a published folder that its manifest does not list: somebody put them there."""
+    listed = {MANIFEST, *load(folder).files}
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted({path.relative_to(folder).as_posix() for path in found} - listed)
+
+
+def _is_another_programs(raw: bytes) -> bool:
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return not (isinstance(data, dict) and data.keys() & {"files", "format", "sha256"})
 
 
 def load(folder: Path) -> Manifest:
@@ -142,6 +164,12 @@ def load(folder: Path) -> Manifest:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
+        if _is_another_programs(raw):
+            raise NoManifest(
+                f"{folder.name} has a {MANIFEST} of another program",
+                where=str(folder),
+                fix="name a checkpoint that erniekit saved",
+            ) from None
         raise Damaged(f"{MANIFEST} {error}", where=str(path)) from None
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.gather import TIMEOUT, Wire
-from erniekit.checkpoint.manager import CheckpointManager, step_of
+from erniekit.checkpoint.manager import CheckpointManager, discard_unchanged, step_of
 from erniekit.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -330,7 +330,7 @@ def _rotate_like(path: Path, keep: Sequence[str] | None) -> None:
             continue
         try:
             if has_manifest(old):
-                _set_aside(old) if other > step else writer.discard(old)
+                _set_aside(old) if other > step else discard_unchanged(old)
         except CheckpointError as error:
             warn(error.what)
         except OSError as error:

@@ -139,10 +139,15 @@ def sweep(parent: Path, names: str) -> None:
         left = _HIDDEN.fullmatch(path.name)
         if left is None or not fnmatch.fnmatch(left["name"], names):
             continue
-        if left["kind"] == "old" and not os.path.lexists(parent / left["name"]):
+        if left["kind"] == "old" and _is_free(parent / left["name"]):
             ops.rename(path, parent / left["name"])  # killed between the two renames of _swap_in
         else:
             _remove_quietly(path)
+
+
+def _is_free(path: Path) -> bool:
+    """Nothing is there, or a folder with nothing in it, which a rename replaces."""
+    return not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir()))
 
 
 def hidden(parent: Path, kind: str, name: str) -> Path:

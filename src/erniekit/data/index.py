@@ -201,6 +201,12 @@ class _Run:
             self._keep()  # before any other file: it says whose folder this is
             return self.state
         if told.pop("plan", None) != self.plan:
+            if told.get("finished"):  # refused for its bad rows, and the text was mended since
+                remove_work(self.work)
+                self.work.mkdir(exist_ok=True)
+                self.state = State()
+                self._keep()
+                return self.state
             raise DataError(
                 "an unfinished run is here, of other text or with other settings",
                 where=str(self.work),
@@ -347,6 +353,7 @@ class _Run:
     def publish(self, report: DataReport, max_bad_fraction: float) -> Indexed:
         """Give the files their names, the index last: a data set is whole or not there."""
         report.check(max_bad_fraction, self.work / BAD)
+        refuse_foreign(self.output, self.work, self.format, self.plan)  # what came while it was read
         tokens, index = (Path(str(self.output) + suffix) for suffix in mmap_files.SUFFIXES[self.format])
         if (self.work / TOKENS).exists():  # else a kill came between two of the steps below
             os.replace(self.work / TOKENS, tokens)

@@ -24,7 +24,7 @@ from erniekit.data.cache_lock import only_one
 from erniekit.data.documents import DocumentRows, part_of
 from erniekit.data.index import BAD, index_text
 from erniekit.data.index_files import is_intact, is_published
-from erniekit.data.mmap_files import TokenFiles, find, narrowest, open_files
+from erniekit.data.mmap_files import SUFFIXES, TokenFiles, find, narrowest, open_files
 from erniekit.data.pack import Members
 from erniekit.data.report import DataReport, short
 from erniekit.data.text_job import TextJob
@@ -32,7 +32,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.tokens import cores, default_cache_dir, digest_of
 from erniekit.data.types import Pack
 from erniekit.errors import ConfigError, DataError
-from erniekit.files import OwnedFiles, own
+from erniekit.files import OwnedFiles, own, settle
 from erniekit.log import warn
 
 BLOCK = 1024  # positions that are blended together
@@ -239,6 +239,9 @@ def open_corpora(
 
 def _words(input_dir: str) -> tuple[list[str], list[float] | None]:
     words = input_dir.split()
+    whole = Path(input_dir).expanduser()
+    if whole.is_dir() or any(Path(f"{whole}{end}").is_file() for pair in SUFFIXES.values() for end in pair):
+        return [input_dir], None  # one path, with or without blanks in it
     if len(words) < 2:
         return words, None
     if len(words) % 2 or not all(_is_number(word) for word in words[::2]):
@@ -326,4 +329,5 @@ def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> Path:
         with open(stored, encoding="utf-8") as rows, open(to, "a", encoding="utf-8") as out:
             for row in rows:
                 out.write(json.dumps(json.loads(row) | {"file": path}, ensure_ascii=False) + "\n")
+        settle(to)
     return to

@@ -28,7 +28,7 @@ from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_P
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
-from erniekit.files import OwnedFiles, own, refuse_special
+from erniekit.files import OwnedFiles, own, refuse_special, settle
 
 REPORT = "report.json"
 _READ = 1 << 20
@@ -250,6 +250,9 @@ def _list_bad_rows(folder: Path, report: DataReport, to: Path, append: bool) -> 
             OwnedFiles(to.parent).remove(to.name)
         return
     own(to)
-    with open(folder / BAD_ROWS, encoding="utf-8") as stored, open(to, "a" if append else "w", encoding="utf-8") as out:
+    if not append:
+        to.unlink(missing_ok=True)
+    with open(folder / BAD_ROWS, encoding="utf-8") as stored, open(to, "a", encoding="utf-8") as out:
         for line in stored:
             out.write(json.dumps({"file": report.file, **json.loads(line)}, ensure_ascii=False) + "\n")
+    settle(to)

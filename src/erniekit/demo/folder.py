@@ -16,6 +16,7 @@ from erniekit.errors import ConfigError
 from erniekit.files import NotOurs, OwnedFiles
 from erniekit.files.record import some
 from erniekit.files.walk import foreign_files
+from erniekit.track.atomic import write_text
 
 MARK = ".made-by-erniekit-demo"
 FOLDERS = ("data", "logs", "model", "sft", "killed", "lora")
@@ -24,7 +25,7 @@ MODEL = ("config.json", "model.safetensors", "tokenizer.model", "special_tokens_
 
 def take_folder(root: Path) -> Path:
     """An empty folder, or that of an older demo, whose own folders are replaced."""
-    if os.path.lexists(root) and not (root / MARK).is_file() and (not root.is_dir() or any(root.iterdir())):
+    if os.path.lexists(root) and not _is_mark(root / MARK) and (not root.is_dir() or any(root.iterdir())):
         raise ConfigError(f"{root} is in use and not by a demo", where="--dir", fix="name another folder: --dir DIR")
     if foreign := [path.relative_to(root).as_posix() for path in _not_the_demos(root)]:
         raise NotOurs(
@@ -33,20 +34,25 @@ def take_folder(root: Path) -> Path:
             fix="move it away, or name another folder: --dir DIR",
         )
     root.mkdir(parents=True, exist_ok=True)
-    (root / MARK).write_text("", encoding="utf-8")  # from here on, until `seal`, a demo is under way
+    write_text(root / MARK, "")  # from here on, until `seal`, a demo is under way
     for name in FOLDERS:
         if os.path.lexists(root / name):
             remove_tree(root / name)
     for name in ("data", "logs", "model"):
         (root / name).mkdir()
-    OwnedFiles(root / "model").adopt(MODEL)
+    OwnedFiles(root / "model").announce(MODEL)
     return root
+
+
+def _is_mark(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def seal(root: Path) -> None:
     """The demo is over: what it wrote, as it is now."""
-    found = {path.relative_to(root).as_posix(): _state(path) for path in _files(root)}
-    (root / MARK).write_text(json.dumps(found, indent=0), encoding="utf-8")
+    foreign = {path for name in FOLDERS if (root / name).is_dir() for path in foreign_files(root / name)}
+    found = {path.relative_to(root).as_posix(): _state(path) for path in _files(root) if path not in foreign}
+    write_text(root / MARK, json.dumps(found, indent=0))
 
 
 def _not_the_demos(root: Path) -> Iterator[Path]:

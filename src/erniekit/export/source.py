@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,11 @@ def find_source(output_dir: Path) -> Source | None:
     """None when nothing was trained there. A damaged checkpoint is passed over with a warning; one that cannot be read
     now stops: an older one must not take its place unnoticed."""
     own = _weights_in(output_dir)
-    if own is not None:
-        return own
     steps = [(step, path) for path in output_dir.glob("checkpoint-*") if (step := step_of(path)) is not None]
+    if own is not None and not (steps and is_unfinished(output_dir)):
+        return own
+    if own is not None:
+        warn(f"the model in {output_dir} is of an earlier end: its run goes on, the newest checkpoint is taken")
     damaged = []
     for _, path in sorted(steps, reverse=True):
         try:
@@ -45,6 +48,15 @@ def find_source(output_dir: Path) -> Source | None:
             fix="train again, or restore one of them from a copy",
         )
     return None
+
+
+def is_unfinished(output_dir: Path) -> bool:
+    """Whether a run began there that has not come to its end: then the folder's own model is not that run's."""
+    try:
+        story = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(story, dict) and story.get("status") in ("running", "stopped", "failed")
 
 
 def _weights_in(folder: Path) -> Source | None:

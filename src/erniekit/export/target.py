@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.lock import RunLock
-from erniekit.checkpoint.manifest import MANIFEST, Damaged
+from erniekit.checkpoint.manifest import MANIFEST, Damaged, NoManifest
 from erniekit.errors import CheckpointError
 from erniekit.files.record import NotOurs, some
 
@@ -45,7 +46,7 @@ def one_export(target: Path) -> Iterator[None]:
     renames comes back, half-written folders go."""
     with RunLock(target.parent, f".erniekit-{target.name}.lock", "another export is writing to this folder"):
         try:
-            writer.sweep(target.parent, target.name)
+            writer.sweep(target.parent, glob.escape(target.name))
         except OSError as error:
             raise CheckpointError(
                 f"cannot clear what a killed export left: {error.strerror or error}",
@@ -69,8 +70,13 @@ def _foreign(target: Path) -> str:
     if MANIFEST not in found:
         return f"holds {some(sorted(found))}, not written by an export"
     try:
-        listed = manifest.check(target, "sample").files
+        written = manifest.check(target, "sample")
     except Damaged as error:
         return f"was changed since it was written: {error.what}"
+    except NoManifest:
+        return f"holds {some(sorted(found))}, not written by an export"
+    if "step" in written.info or "state.json" in written.files:
+        return "is a checkpoint"
+    listed = written.files
     unlisted = sorted(found - {MANIFEST, *listed})
     return f"holds {some(unlisted)}, not written by the export" if unlisted else ""

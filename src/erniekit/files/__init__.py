@@ -3,7 +3,7 @@
 Every room that writes outside a checkpoint asks here first; checkpoints and exports carry a MANIFEST.json instead.
 """
 
-from erniekit.files.record import RECORD, NotOurs, OwnedFiles, own
+from erniekit.files.record import RECORD, NotOurs, OwnedFiles, own, settle
 from erniekit.files.special import refuse_special
 
-__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own", "refuse_special"]
+__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own", "refuse_special", "settle"]

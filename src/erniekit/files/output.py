@@ -77,8 +77,7 @@ def open_output(output: str | Path, folders: Mapping[str, str], files: Mapping[s
     owned = OwnedFiles(output)
     try:
         if not owned.exists and is_unrecorded_run(output):
-            adopted = _adoptable(output)
-            owned.open(RUN).adopt(sorted(adopted))
+            owned.open(RUN).settle(*sorted(_adoptable(output)))
         return owned.open(RUN)
     except OSError as error:
         raise ConfigError(
@@ -102,8 +101,9 @@ def _adoptable(output: Path) -> dict[str, Entry]:
     found = {name: Entry() for name in plain if name in RUN_FILES}
     saved: dict[str, set[str]] = {}
     for folder in output.glob("checkpoint-*"):
-        for name, record in _json(folder / MANIFEST).get("files", {}).items():
-            saved.setdefault(name, set()).add(str(record.get("sha256")))
+        listed = _json(folder / MANIFEST).get("files")
+        for name, record in (listed if isinstance(listed, dict) else {}).items():
+            saved.setdefault(name, set()).add(str(record.get("sha256") if isinstance(record, dict) else ""))
     found |= {name: Entry() for name in plain if name in saved and content_of(output / name).sha256 in saved[name]}
     return found
 

@@ -6,6 +6,7 @@ replaced or deleted; a symbolic link is never ours.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -67,6 +68,8 @@ class OwnedFiles:
                 found.pop(name, None)
                 continue
             entry = found.setdefault(name, Entry(str(line.get("use", ""))))
+            if line.get("open"):
+                entry.digests.clear()
             if "sha256" in line:  # without a size nothing matches it
                 size, time = line.get("size"), line.get("mtime_ns")
                 known = Content(size if isinstance(size, int) else -1, str(line["sha256"]))
@@ -97,7 +100,11 @@ class OwnedFiles:
         """Record files that are about to be created or rewritten; refused where one exists that is not ours."""
         self.refuse(names)
         known = self.entries()
-        self._append([{"name": name} for name in names if name not in known])
+        self._append([{"name": name, "open": True} for name in names if name not in known or known[name].digests])
+
+    def settle(self, *names: str) -> None:
+        """They are written: from here on a file of that name with other content is somebody's."""
+        self._append([{"name": name, **content_of(self.folder / name)._asdict()} for name in names])
 
     def claim_content(self, contents: Mapping[str, Content], use: str) -> None:
         """The same for files whose content is fixed."""
@@ -110,9 +117,9 @@ class OwnedFiles:
         ]
         self._append(lines)
 
-    def adopt(self, names: Sequence[str]) -> None:
-        """Record files that exist, written by a version that kept no record."""
-        self._append([{"name": name} for name in names])
+    def announce(self, names: Sequence[str]) -> None:
+        """Record files that will be created in a folder that was just made."""
+        self._append([{"name": name, "open": True} for name in names])
 
     def remove(self, name: str) -> bool:
         """Delete a file of ours; False where it is not, and it stays."""
@@ -156,9 +163,14 @@ class OwnedFiles:
         if not lines:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o644)
         try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, f"{RECORD} is not a plain file")
+            if found.st_nlink > 1:  # of a backup made of hard links: that one stays as it is
+                fd = self._apart(fd, flags)
             # The first newline ends a line that a kill cut short.
             text = "\n" + "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             os.write(fd, text.encode("utf-8", errors="surrogateescape"))
@@ -166,10 +178,24 @@ class OwnedFiles:
         finally:
             os.close(fd)
 
+    def _apart(self, fd: int, flags: int) -> int:
+        """The record as a file of its own, opened; the one that was shared is closed."""
+        part = self.path.with_name(f"{RECORD}.{os.getpid()}.part")
+        part.write_bytes(os.pread(fd, _MAX_BYTES, 0))
+        os.replace(part, self.path)
+        os.close(fd)
+        return os.open(self.path, flags)
+
 
 def own(path: Path) -> Path:
     """`path`, once its folder's record lists it: call it before creating or rewriting a file."""
     OwnedFiles(path.parent).claim(path.name)
+    return path
+
+
+def settle(path: Path) -> Path:
+    """`path`, once its folder's record has its content: call it when the file will not be written any more."""
+    OwnedFiles(path.parent).settle(path.name)
     return path
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from erniekit.files.record import RECORD, OwnedFiles
+from erniekit.files.output import MODEL_FILES, RUN_FILES
+from erniekit.files.record import RECORD, OwnedFiles, content_of
 
 MANIFEST = "MANIFEST.json"
 # Files of ours without a line in a record: locks, what a kill leaves behind, hang reports, and what loggers write.
-UNLISTED = (
-    ".erniekit*.lock", ".*.part", ".new-*", ".seen-*", ".tmp-*", ".del-*", ".old-*", "rank-*-step-*.txt",
-    "events.out.tfevents.*", "vdlrecords.*.log",
-)  # fmt: skip
-LOGGER_FOLDERS = ("wandb",)  # written by a logger alone
+_UNLISTED = re.compile(
+    r"\.erniekit[a-z_.-]*\.lock|\.(tmp|del|old)-.+-\d+-[0-9a-f]{8}|\.seen-[0-9a-f]{16}|rank-\d+-step-\d+\.txt"
+    r"|events\.out\.tfevents\..+|vdlrecords\..+\.log"
+)
+_PARTS = ("recipe.yaml", "command.txt", "job.json", *RUN_FILES)  # written beside their place, then renamed
 
 
 def foreign_files(folder: Path, also_ours: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -35,22 +37,28 @@ def _walk(folder: Path, listed: frozenset[Path]) -> Iterator[Path]:
         if item.is_symlink():
             yield path
         elif item.is_dir():
-            if not _unlisted(item.name) and item.name not in LOGGER_FOLDERS:
+            if not _UNLISTED.fullmatch(item.name) and not (item.name == "wandb" and "wandb_run_id" in entries):
                 yield from _walk(path, listed)
-        elif path not in listed and item.name != RECORD and not _unlisted(item.name):
+        elif path not in listed and item.name != RECORD and not _is_left_over(item.name):
             yield path
 
 
 def _in_manifest(folder: Path) -> frozenset[Path]:
-    """The files of a checkpoint or an export, as long as they have the size they were written with."""
+    """The files of a checkpoint or an export that are as they were written."""
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        sizes = {folder / name: int(record["size"]) for name, record in files.items()}
+        wanted = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return frozenset()
-    return frozenset(file for file, size in sizes.items() if file.is_file() and file.stat().st_size == size) | {path}
+    return frozenset(file for file, content in wanted.items() if file.is_file() and content_of(file)[:2] == content) | {
+        path
+    }
 
 
-def _unlisted(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in UNLISTED)
+def _is_left_over(name: str) -> bool:
+    if _UNLISTED.fullmatch(name):
+        return True
+    if name.startswith(".new-"):
+        return any(fnmatch.fnmatchcase(name.removeprefix(".new-"), pattern) for pattern in MODEL_FILES)
+    return any(name.startswith(f".{part}.") and name.endswith(".part") for part in _PARTS)

@@ -277,7 +277,8 @@ def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
     one = weights + (0 if cfg.checkpoint.ignore_save_lr_and_optim else states)
     kept = cfg.checkpoint.save_total_limit or 2
     need = int(one * (kept + 1) * 1.1)
-    free = shutil.disk_usage(Path(cfg.train.output_dir or ".").resolve()).free
+    output = Path(cfg.train.output_dir or ".").expanduser().resolve()
+    free = shutil.disk_usage(next(place for place in (output, *output.parents) if place.exists())).free
     return Check(
         "disk",
         free > one * 1.1,
@@ -310,7 +311,7 @@ def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
 def doctor_command(args: list[str]) -> int:
     cfg = load(args, "train")
     refuse_later(cfg)
-    output = take_output(cfg)
+    output = take_output(cfg, create=False)
     cfg, device, dtype = settle(cfg)
     folder, tokenizer = open_model(cfg)
     check_vocabulary(folder, tokenizer)

@@ -77,7 +77,7 @@ class DPO(Stage):
         every = cfg.dpo.ref_model_update_steps
         out: list[Hook] = []
         if every > 0 and isinstance(prepare, Reference) and prepare.own is not None:
-            out.append(RefreshReference(prepare.own, built, every, Path(cfg.train.output_dir or "output")))
+            out.append(RefreshReference(prepare.own, built, every, Path(cfg.train.output_dir or "output").expanduser()))
         return [*out, TokensASecond(built.world)] if cfg.dpo.dpo_benchmark else out
 
     def evaluate(

@@ -28,7 +28,7 @@ _GENERAL = re.compile(r"(checkpoint-\d+|export|output|model)$")  # names that sa
 def what_to_evaluate(cfg: RunConfig) -> tuple[Path, str | None, bool]:
     """(folder, the base below it where a key names one, whether it is the result of a run): lora_path on
     model_name_or_path, the trained result in output_dir when there is one, else model_name_or_path."""
-    output, model = Path(cfg.train.output_dir or "output"), cfg.model.model_name_or_path
+    output, model = Path(cfg.train.output_dir or "output").expanduser(), cfg.model.model_name_or_path
     if cfg.lora.lora_path and not starts_training(cfg):
         return adapter_in(cfg.lora.lora_path[0], cfg.model.download_hub), model, False
     named = cfg.origin("model_name_or_path") == BARE or (model and not cfg.given("output_dir"))
@@ -47,7 +47,7 @@ def has_result(output: Path) -> bool:
 def results_folder(cfg: RunConfig, source: Path, trained: bool) -> Iterator[Path]:
     """output_dir as given; the run's own folder; or a new folder under eval/, removed again if nothing was written."""
     if trained or (cfg.given("output_dir") and cfg.train.output_dir):
-        output = source if trained else Path(str(cfg.train.output_dir))
+        output = source if trained else Path(str(cfg.train.output_dir)).expanduser()
         _refuse_another_models(output, source, cfg.checkpoint.overwrite_output_dir)
         OwnedFiles(output).refuse((RESULTS, "all_results.json"))
         output.mkdir(parents=True, exist_ok=True)

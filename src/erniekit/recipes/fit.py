@@ -52,7 +52,7 @@ def train(stage: Stage, cfg: RunConfig, command: Sequence[str] = (), launch: str
 
 def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
     started = time.perf_counter()
-    output = take_output(cfg)
+    output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
     cfg, device, dtype = settle(cfg)
     world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
     cfg = for_world(cfg, world.layout.data_ranks)
@@ -66,6 +66,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
     cfg = pace.for_device(adapters.settle(cfg, folder), device, world, shape)
     opening.show_plan(cfg, folder, device, world)
     record = RunRecord(output, command=list(command), version=opening.version())
+    take_output(cfg)
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)

@@ -129,6 +129,12 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     if not changed:
         _tell_rewritten(saved.written, data)
         return
+    if saved.step >= now and point.parent.resolve() == Path(cfg.train.output_dir or "output").expanduser().resolve():
+        raise ConfigError(
+            "this run is finished: with other settings nothing would be trained, and its records would be false",
+            where="; ".join(changed),
+            fix="put them back, raise max_steps to train on, or choose another output_dir",
+        )
     if cfg.checkpoint.override_resume:
         warn(f"resuming {point.name} with other settings, as override_resume asks: {'; '.join(changed)}")
         return

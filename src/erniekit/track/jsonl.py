@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from erniekit.files import own
+from erniekit.files import own, settle
 from erniekit.track.atomic import plain, replacing
 from erniekit.track.base import Kind, RunInfo, Tracker
 
@@ -51,6 +51,7 @@ class JsonlTracker(Tracker):
     def close(self) -> None:
         if self._out is not None:
             self._out.close()
+            settle(Path(self._out.name))
             self._out = None
 
 

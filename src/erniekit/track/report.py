@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from erniekit.files import own
+from erniekit.files import own, settle
 from erniekit.track import jsonl, runfile
 from erniekit.track.atomic import write_text
 from erniekit.track.charts import Series, line_chart
@@ -46,7 +46,7 @@ def write_report(output_dir: str | Path) -> Path:
     parts = [_header(folder, story), _tiles(story, curves), _charts(curves), *_sections(story)]
     path = own(folder / FILE)
     write_text(path, document(title, "\n".join(part for part in parts if part)))
-    return path
+    return settle(path)
 
 
 def _header(folder: Path, story: Mapping[str, Any]) -> str:

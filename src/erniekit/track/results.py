@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from erniekit.files import own
+from erniekit.files import own, settle
 from erniekit.track import jsonl
 from erniekit.track.atomic import plain, write_json
 
@@ -29,10 +29,12 @@ def write_results(
         if metrics is not None:
             path = folder / f"{name}_results.json"
             write_json(own(path), dict(sorted(metrics.items())))
+            settle(path)
             everything.update(plain(metrics))
             written.append(path)
     if written:
         write_json(own(folder / "all_results.json"), dict(sorted(everything.items())))
+        settle(folder / "all_results.json")
         written.append(folder / "all_results.json")
     return written
 
@@ -75,7 +77,7 @@ def write_trainer_state(
     }
     path = Path(folder) / "trainer_state.json"
     write_json(own(path), state)
-    return path
+    return settle(path)
 
 
 def _entry(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from erniekit.files import own
+from erniekit.files import own, settle
 from erniekit.log import is_main_rank
 from erniekit.track.atomic import plain, write_json
 from erniekit.track.base import Kind, RunInfo, Tracker
@@ -32,7 +32,7 @@ class RunRecord(Tracker):
         self.path = Path(output_dir) / FILE
         before = read(output_dir)  # kept on a resume, dropped by start() on a fresh run
         self._inherited = len(before.get("events", []))
-        self._begun = False
+        self._begun = self._ended = False
         self._story: dict[str, Any] = {
             "format": FORMAT,
             "command": command if isinstance(command, str) else shlex.join(command),
@@ -115,6 +115,7 @@ class RunRecord(Tracker):
         self._story["metrics"].update(plain(metrics or {}))
         if next_commands is not None:
             self._story["next_commands"] = list(next_commands)
+        self._ended = True
         self._write()
 
     def close(self) -> None:
@@ -130,6 +131,8 @@ class RunRecord(Tracker):
         if self._begun and is_main_rank():
             self._story["updated"] = _now()
             write_json(self.path, self._story)
+            if self._ended:
+                settle(self.path)
 
 
 def read(output_dir: str | Path) -> dict[str, Any]:

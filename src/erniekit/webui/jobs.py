@@ -175,6 +175,9 @@ class Jobs:
             folder = self.folder / job.id
             if folder.is_symlink() or Path(os.path.realpath(folder)).parent != self.folder:
                 raise JobError("this is no folder of a job", where=id, fix="remove it by hand")
+            for other in self.list():
+                if other.is_running and Path(os.path.realpath(other.output_dir or os.sep)).is_relative_to(folder):
+                    raise JobError(f"job {other.id} is writing into this one's folder", where=id, fix="stop it first")
             foreign = [str(path.relative_to(folder)) for path in foreign_files(folder, frozenset(JOB_FILES))]
             if foreign:
                 raise JobError(

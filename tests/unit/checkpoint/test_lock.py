@@ -76,7 +76,7 @@ def test_a_lock_whose_holder_is_gone_is_taken_over(tmp_path, changes):
         assert held.held
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"pid": 1', "[]", '{"pid": 1, "colour": "red"}'])
+@pytest.mark.parametrize("text", ["", "{", '{"pid": 1', '{"pid": 1, "colour": "red"}'])
 def test_half_a_record_is_no_holder(tmp_path, text):
     (tmp_path / lock.LOCK).write_text(text)
     with RunLock(tmp_path) as held:
@@ -158,3 +158,22 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot lock the output folder"):
         RunLock(tmp_path / "file" / "out").acquire()
+
+
+@pytest.mark.parametrize("content", ["a thesis", '{"pid": 1}'])
+def test_a_file_that_is_no_lock_of_ours_is_left_alone(tmp_path: Path, content: str) -> None:
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text(content)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    os.link(thesis, folder / ".erniekit.lock")
+    with pytest.raises(CheckpointError, match="not a lock that erniekit wrote"):
+        RunLock(folder).acquire()
+    assert thesis.read_text() == content
+
+
+def test_a_user_s_file_under_the_lock_s_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / lock.LOCK).write_text("[]")
+    with pytest.raises(CheckpointError, match="not a lock that erniekit wrote"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / lock.LOCK).read_text() == "[]"

@@ -123,3 +123,12 @@ def test_the_sweep_of_leftovers_does_not_follow_links(tmp_path: Path, kind: str)
     writer.sweep(run, "checkpoint-*")
     assert snapshot(other) == before
     assert sorted(p.name for p in run.iterdir()) == ["checkpoint-8"]
+
+
+def test_a_hidden_export_comes_back_over_an_empty_folder_and_by_its_very_name(tmp_path: Path) -> None:
+    (tmp_path / "m[1]").mkdir()
+    an_export(tmp_path / ".old-m[1]-7-0123abcd")
+    an_export(tmp_path / ".tmp-m1-7-0123abcd")
+    with one_export(tmp_path / "m[1]"):
+        assert (tmp_path / "m[1]" / "model.safetensors").is_file()
+    assert (tmp_path / ".tmp-m1-7-0123abcd").is_dir(), "another export's"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.files import RECORD, NotOurs, OwnedFiles, own
+from erniekit.files import RECORD, NotOurs, OwnedFiles, own, settle
 from erniekit.files.record import Content, content_of
 
 
@@ -97,3 +97,30 @@ def test_a_record_of_nonsense_owns_nothing_and_does_not_crash(tmp_path: Path, te
     (tmp_path / RECORD).write_text(text)
     (tmp_path / "x").write_text("mine")
     assert not OwnedFiles(tmp_path).remove("x")
+
+
+def test_a_file_written_to_its_end_is_ours_only_as_long_as_it_is_the_same(tmp_path: Path) -> None:
+    path = own(tmp_path / "report.html")
+    path.write_text("ours")
+    path.write_text("ours, rewritten while the run goes on")
+    settle(own(path))
+    assert OwnedFiles(tmp_path).is_ours(path.name)
+    path.write_text("with a user's notes")
+    with pytest.raises(NotOurs):
+        own(path)
+    assert not OwnedFiles(tmp_path).remove(path.name)
+
+
+def test_a_record_shared_by_a_hard_linked_backup_stays_as_it_was_there(tmp_path: Path) -> None:
+    OwnedFiles(tmp_path / "run").claim("a")
+    os.link(tmp_path / "run" / RECORD, tmp_path / "backup")
+    before = (tmp_path / "backup").read_bytes()
+    OwnedFiles(tmp_path / "run").claim("b")
+    assert (tmp_path / "backup").read_bytes() == before
+    assert set(OwnedFiles(tmp_path / "run").entries()) == {"a", "b"}
+
+
+def test_a_pipe_in_the_place_of_the_record_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / RECORD)
+    with pytest.raises(OSError, match="not a plain file"):
+        OwnedFiles(tmp_path).claim("a")

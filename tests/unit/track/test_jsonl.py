@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+from erniekit.files import own
 from erniekit.track import make_trackers
 from erniekit.track.jsonl import read
 
@@ -48,7 +49,7 @@ def test_a_resume_drops_what_was_logged_after_its_checkpoint(tmp_path):
     trackers = run(tmp_path, 0, 5)
     trackers.log(5, {"eval_loss": 0.5}, "eval")
     trackers.close()
-    with (tmp_path / "metrics.jsonl").open("a") as torn:
+    with own(tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"global_step": 6, "lo')  # killed while writing
     trackers = run(tmp_path, 3, 6)
     trackers.close()
