@@ -237,7 +237,7 @@ class CheckpointManager:
             return
         there = {step_of(path) for path in ours}
         on_disk = [k for k, step in enumerate(self._best) if step in there]
-        self._best = self._best[on_disk[-1] if on_disk else 0 :]  # one whose save failed takes nobody's place
+        self._best = self._best[on_disk[-1] if on_disk else 0 :]  # a best whose save failed replaces none
         for path in ours[: -(self.keep_last or 2)]:
             if self.keep_last is None and not _is_timed(path):
                 continue
@@ -289,7 +289,7 @@ class CheckpointManager:
 
 
 def discard_unchanged(path: Path) -> None:
-    """Delete an old checkpoint, unless somebody put files of their own into it; a link is removed and not followed."""
+    """Delete an old checkpoint unless it holds files its manifest does not list; a link is removed, not followed."""
     try:
         added = [] if path.is_symlink() else manifest.unlisted(path)
         if added:

@@ -127,7 +127,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Files and links in a published folder that its manifest does not list: somebody put them there."""
+    """Files and links in a published folder that its manifest does not list: added after it was written."""
     listed = {MANIFEST, *load(folder).files}
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted({path.relative_to(folder).as_posix() for path in found} - listed)

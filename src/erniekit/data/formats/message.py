@@ -55,7 +55,7 @@ class MessageReader:
         if not content.strip() and not calls and role in ("user", "assistant"):
             raise BadRow("empty_text", f"`{field}.content` is empty")
         if len(item) > 2:
-            # Nobody but an assistant is ever trained: that a user's message says so too loses nothing.
+            # Only assistant messages are trained: the same flag on a user's message changes nothing.
             extra = {name: value for name, value in item.items() if name not in _TRAINED or value not in (0, False)}
             self._note(extra if role != "assistant" else item, known, f"{field}.")
         return Message(role, content, trained, calls, thought)
