@@ -20,7 +20,10 @@ from erniekit.track.atomic import write_text
 
 MARK = ".made-by-erniekit-demo"
 FOLDERS = ("data", "logs", "model", "sft", "killed", "lora")
-MODEL = ("config.json", "model.safetensors", "tokenizer.model", "special_tokens_map.json", "tokenizer_config.json")
+MODEL = (
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "special_tokens_map.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 
 
 def take_folder(root: Path) -> Path:

@@ -140,6 +140,14 @@ def test_an_older_demo_is_replaced_and_a_folder_beside_it_stays(tmp_path):
     assert (root / "my-run").is_dir()
 
 
+def test_a_second_demo_replaces_the_first(demo, tmp_path):
+    root = tmp_path / "demo"
+    shutil.copytree(demo.folder, root, ignore=shutil.ignore_patterns("cache"))
+    seal(root)
+    assert recipe.take_folder(root) == root
+    assert not (root / "sft").exists()
+
+
 def test_a_run_that_a_user_continued_inside_the_demo_is_not_replaced(demo, tmp_path):
     root = tmp_path / "demo"
     shutil.copytree(demo.folder, root, ignore=shutil.ignore_patterns("cache"))
