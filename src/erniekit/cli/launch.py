@@ -80,7 +80,7 @@ def inside(env: Mapping[str, str] | None = None) -> bool:
 def launch_name(env: Mapping[str, str] | None = None) -> str:
     """Of the launcher that started this rank and starts it again after a crash; "" where nothing restarts it.
 
-    A command typed or requeued anew has another name: only restarts by the launcher itself belong to one launch.
+    A command that is typed or requeued again gets another name: only the launcher's own restarts share one.
     """
     env = os.environ if env is None else env
     if LAUNCH_NAME in env:

@@ -139,7 +139,7 @@ def _refuse_own_file(output: Path, key: str, path: Path, entries: Mapping[str, E
 
 
 def _is_incidental(path: Path) -> bool:
-    """What does not make a folder somebody's work: INCIDENTAL, and checkpoints of ours, copied here to go on from."""
+    """Entries that leave a folder free for a run: INCIDENTAL, and checkpoints of ours copied here to resume from."""
     copied = fnmatch.fnmatchcase(path.name, "checkpoint-*") and (path / MANIFEST).is_file()
     return copied or _matches(path.name, INCIDENTAL)
 

@@ -103,7 +103,7 @@ class OwnedFiles:
         self._append([{"name": name, "open": True} for name in names if name not in known or known[name].digests])
 
     def settle(self, *names: str) -> None:
-        """They are written: from here on a file of that name with other content is somebody's."""
+        """Record the final content: from here on a file of that name with other content is not ours."""
         self._append([{"name": name, **content_of(self.folder / name)._asdict()} for name in names])
 
     def claim_content(self, contents: Mapping[str, Content], use: str) -> None:
