@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -143,14 +144,15 @@ def test_a_process_killed_with_kill_9_goes_on_where_its_last_checkpoint_was(
 def test_resuming_with_another_setting_is_refused_by_name(
     key: str, value: object, train: Callable, tmp_path: Path
 ) -> None:
-    train(tmp_path, max_steps=2, doctor="off")
+    train(tmp_path, max_steps=2, save_steps=1, doctor="off")
+    rmtree(tmp_path / "checkpoint-2")  # as if it had been stopped after the first step
     with fault("R3", "resumed with another learning rate, seed, batch or an edited data file") as row:
         row.count, row.note = 1, "refused, the key named"
         with pytest.raises(ConfigError) as caught:
-            train(tmp_path, max_steps=2, doctor="off", **{key: value})
+            train(tmp_path, max_steps=2, save_steps=1, doctor="off", **{key: value})
         assert key in caught.value.where
         row.hits = 1
-        train(tmp_path, max_steps=2, doctor="off", override_resume=True, **{key: value})
+        train(tmp_path, max_steps=2, save_steps=1, doctor="off", override_resume=True, **{key: value})
 
 
 def test_resuming_with_an_edited_data_file_is_refused(train: Callable, rows: Path, tmp_path: Path) -> None:

@@ -240,6 +240,8 @@ def open_corpora(
 def _words(input_dir: str) -> tuple[list[str], list[float] | None]:
     words = input_dir.split()
     whole = Path(input_dir).expanduser()
+    if not words:
+        return [], None
     if whole.is_dir() or any(Path(f"{whole}{end}").is_file() for pair in SUFFIXES.values() for end in pair):
         return [input_dir], None  # one path, with or without blanks in it
     if len(words) < 2:

@@ -266,9 +266,14 @@ def test_where_files_cannot_be_locked_each_run_has_its_own_folder(tmp_path, job,
 
 
 def test_an_unfinished_run_of_other_text_is_not_gone_on_with(tmp_path, job, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [{"text": "river"}, "broken"])
-    with pytest.raises(DataError):
-        index_text([path], tmp_path / "a", job)
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    path = write(tmp_path / "a.jsonl", [{"text": "river"}])
+    with monkeypatch.context() as patch:
+        patch.setattr(index._Run, "_close_index", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            index_text([path], tmp_path / "a", job)
     write(path, [{"text": "another"}, {"text": "text"}])
     with pytest.raises(DataError, match="unfinished run") as caught:
         index_text([path], tmp_path / "a", job)
