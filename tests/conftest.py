@@ -16,6 +16,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports triton: its kernels then run on the CPU
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores: a pool of threads in each would wait for one another in every small product.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from ranks import Ranks  # noqa: E402
 
 # A shell ignores Ctrl-C for what it runs in the background, and children inherit that; tests press it for real.
