@@ -164,6 +164,10 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         self.first, self.since = None, time.monotonic()
 
+    def resume_writing(self) -> None:
+        self.read_at = time.monotonic()  # between two checks the buffer may have been emptied and filled again
+        super().resume_writing()
+
     @property
     def active(self) -> bool:
         """A request is being read or answered."""

@@ -38,12 +38,12 @@ class Hosts:
         name = host_name(host.lower())
         if ANY in self.names or name in self.names or name.removesuffix(".") in self.names:
             return True
-        return is_loopback(name) or (is_address(name) and (self.addresses or addresses))
+        return is_address(name) and (self.addresses or addresses or is_loopback(name))
 
 
 def host_name(host: str) -> str:
     """`[::1]:7860`, `localhost:7860` -> the name."""
-    if host.startswith("["):
+    if host.startswith("[") and "]" in host:
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
 
