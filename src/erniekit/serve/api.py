@@ -258,7 +258,7 @@ def _name_schemas(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         page = plain()
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatRequest, CompletionRequest):
+        for kind in (ChatRequest, CompletionRequest) if ChatRequest.__name__ not in schemas else ():
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema
