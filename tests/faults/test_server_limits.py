@@ -132,28 +132,30 @@ def test_small_requests_are_answered_while_one_client_has_asked_for_everything(l
     too_many = live.post("/v1/completions", {**greedy, "n": 8})
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (422, "prompt")
     with fault("S10", f"128 sequences of 200 tokens of one client, 4 places, {clients} other clients") as row:
-        with from_address("127.0.0.99") as http:
-            with http.stream("POST", live.url + "/v1/completions", json={**greedy, "n": 4}) as answer:
-                assert answer.status_code == 200, answer.read()
-                lines = answer.iter_lines()  # held: its end would close the response
-                next(lines)
-                before = live.engine.load().preempted
+        with (
+            from_address("127.0.0.99") as http,
+            http.stream("POST", live.url + "/v1/completions", json={**greedy, "n": 4}) as answer,
+        ):
+            assert answer.status_code == 200, answer.read()
+            lines = answer.iter_lines()  # held: its end would close the response
+            next(lines)
+            before = live.engine.load().preempted
 
-                def turn(k: int) -> tuple[float, object]:
-                    # Every fourth has the large request's own address, as behind a proxy.
-                    with from_address("127.0.0.99" if k % 4 == 0 else f"127.0.1.{k + 1}") as other:
-                        began = time.monotonic()
-                        answer = other.post(live.url + "/v1/completions", json=ask)
-                        return time.monotonic() - began, (answer.status_code, answer.json()["choices"])
+            def turn(k: int) -> tuple[float, object]:
+                # Every fourth has the large request's own address, as behind a proxy.
+                with from_address("127.0.0.99" if k % 4 == 0 else f"127.0.1.{k + 1}") as other:
+                    began = time.monotonic()
+                    answer = other.post(live.url + "/v1/completions", json=ask)
+                    return time.monotonic() - began, (answer.status_code, answer.json()["choices"])
 
-                with ThreadPoolExecutor(8) as pool:
-                    turns = list(pool.map(turn, range(clients)))
-                load = live.engine.load()
-                row.count = row.hits = clients
-                assert load.waiting > 60, "the large request was over before they were"
-                assert [said for _, said in turns] == [(200, right)] * clients
-                assert load.preempted > before
-                row.note = f"answered within {max(took for took, _ in turns):.1f} s, {load.waiting} still waiting"
+            with ThreadPoolExecutor(8) as pool:
+                turns = list(pool.map(turn, range(clients)))
+            load = live.engine.load()
+            row.count = row.hits = clients
+            assert load.waiting > 60, "the large request was over before they were"
+            assert [said for _, said in turns] == [(200, right)] * clients
+            assert load.preempted > before
+            row.note = f"answered within {max(took for took, _ in turns):.1f} s, {load.waiting} still waiting"
         assert live.idle()
 
 

@@ -92,7 +92,6 @@ class Gate:
         if self.draining and scope["method"] == "POST":
             raise Problem(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
 
-
     def _check_site(self, scope: Scope, hosts: Hosts) -> None:
         """A browser can be made to send requests here by any page it shows; without a key nothing else tells them
         from those of a program of this machine."""

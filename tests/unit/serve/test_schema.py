@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic import ValidationError
 
 from erniekit.config.flat import KEYS
@@ -15,12 +15,9 @@ ASK = [{"role": "user", "content": "hi"}]
 
 
 def bounds(name: str) -> tuple[float, float]:
-    low = high = None
-    for rule in Wishes.model_fields[name].metadata:
-        low = {Ge: lambda: rule.ge, Gt: lambda: rule.gt}.get(type(rule), lambda: low)()
-        high = {Le: lambda: rule.le, Lt: lambda: rule.lt - 1}.get(type(rule), lambda: high)()
-    assert low is not None
-    assert high is not None
+    rules = Wishes.model_fields[name].metadata
+    (low,) = [rule.ge for rule in rules if isinstance(rule, Ge)]
+    (high,) = [rule.le if isinstance(rule, Le) else rule.lt - 1 for rule in rules if isinstance(rule, (Le, Lt))]
     return low, high
 
 

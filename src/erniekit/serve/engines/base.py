@@ -18,6 +18,7 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")
 COLD = 1e-5  # temperatures below choose the likeliest token: scores divided by less may overflow float32
 NARROW = 2.0**-23  # shares below hold one token: float32 cannot tell them from none
 
+
 @dataclass(frozen=True)
 class Choosing:
     """How the next token is chosen."""

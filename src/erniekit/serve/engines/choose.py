@@ -16,6 +16,7 @@ from erniekit.serve.engines.base import COLD, Choosing, Token
 LARGEST = torch.finfo(torch.float32).max
 LEAST_LOGPROB = -9999.0  # as OpenAI's; JSON has no minus infinity
 
+
 @dataclass(frozen=True)
 class Row:
     """What choosing needs to know of a sequence."""
@@ -93,9 +94,7 @@ def _draw(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     return order.gather(1, place)[:, 0]
 
 
-def _logprobs(
-    logits: torch.Tensor, rows: Sequence[Row], ids: Sequence[int], sound: Sequence[bool]
-) -> dict[int, Token]:
+def _logprobs(logits: torch.Tensor, rows: Sequence[Row], ids: Sequence[int], sound: Sequence[bool]) -> dict[int, Token]:
     """Of the rows that ask: the model's own chances, before temperature and penalties."""
     out = {}
     for k, row in enumerate(rows):

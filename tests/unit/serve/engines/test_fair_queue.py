@@ -197,7 +197,7 @@ def test_many_clients_each_get_their_turn_behind_a_large_request(engine: Embedde
         ended.append(client)
 
     async def go() -> None:
-        large = asyncio.ensure_future(ask("greedy", *(job(luck, 12) for _ in range(32))))
+        large = asyncio.create_task(ask("greedy", *(job(luck, 12) for _ in range(32))))
         while engine.load().running < 4:
             await asyncio.sleep(0.001)
         await asyncio.gather(*(ask(f"client {k}", job(luck, 3)) for k in range(20)))
@@ -233,10 +233,13 @@ def test_a_queue_full_of_one_client_has_room_for_another(engine: EmbeddedEngine)
 
     async def go() -> None:
         CLIENT.set("greedy")
-        streams = []
-        with pytest.raises(QueueFull):
-            for _ in range(40):
+        streams: list[Stream] = []
+        try:
+            while len(streams) < 40:
                 streams.append(engine.submit(job(luck, 60)))
+        except QueueFull:
+            pass
+        assert len(streams) < 40
         await listen(engine, "other", job(luck, 2))
         for stream in streams:
             engine.cancel(stream)
