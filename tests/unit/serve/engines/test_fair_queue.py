@@ -196,12 +196,13 @@ def test_many_clients_each_get_their_turn_behind_a_large_request(engine: Embedde
         await listen(engine, client, *jobs)
         ended.append(client)
 
-    async def go() -> None:
-        large = asyncio.create_task(ask("greedy", *(job(luck, 12) for _ in range(32))))
+    async def others() -> None:
         while engine.load().running < 4:
             await asyncio.sleep(0.001)
         await asyncio.gather(*(ask(f"client {k}", job(luck, 3)) for k in range(20)))
-        await large
+
+    async def go() -> None:
+        await asyncio.gather(ask("greedy", *(job(luck, 12) for _ in range(32))), others())
 
     asyncio.run(asyncio.wait_for(go(), 60))
     assert ended[-1] == "greedy"
