@@ -217,8 +217,10 @@ def test_a_foreign_name_or_page_gets_nothing_of_a_server_without_a_key(live: Liv
     with fault("S12", "foreign Host, Origin and fetch headers, each to four routes") as row:
         steps = live.engine.load().steps
         for headers in FOREIGN:
-            answers = [httpx.get(live.url + path, headers=headers) for path in ("/v1/models", "/metrics", "/nothing")]
-            answers.append(httpx.post(live.url + "/v1/completions", json=ask, headers=headers))
+            answers = [
+                live.http.get(live.url + path, headers=headers) for path in ("/v1/models", "/metrics", "/nothing")
+            ]
+            answers.append(live.http.post(live.url + "/v1/completions", json=ask, headers=headers))
             for answer in answers:
                 row.count += 1
                 assert answer.status_code == 403, headers
@@ -231,9 +233,11 @@ def test_a_foreign_name_or_page_gets_nothing_of_a_server_without_a_key(live: Liv
         assert live.post("/v1/completions", ask, headers={"Host": host}).status_code == 200, host
     own = {"Host": "localhost:7", "Origin": "http://localhost:7"}
     assert live.post("/v1/completions", ask, headers=own).status_code == 200
-    assert httpx.get(live.url + "/health", headers={"Host": "10.0.0.5"}).status_code == 200, "a load balancer's check"
-    assert httpx.get(live.url + "/health", headers={"Host": "evil.example"}).status_code == 403
-    assert httpx.options(live.url + "/v1/completions").status_code == 405, "there is no CORS"
+    assert live.http.get(live.url + "/health", headers={"Host": "10.0.0.5"}).status_code == 200, (
+        "a load balancer's check"
+    )
+    assert live.http.get(live.url + "/health", headers={"Host": "evil.example"}).status_code == 403
+    assert live.http.options(live.url + "/v1/completions").status_code == 405, "there is no CORS"
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as link:
         link.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert b" 200 OK" in link.recv(4096), "HTTP/1.0 has no Host"
