@@ -45,9 +45,7 @@ class ServeSection:
         None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same."
     )
     allow_unauthenticated: bool = key(False, "Listen to other machines without a key.")
-    server_names: tuple[str, ...] = key(
-        (), "Further names that clients reach a server without a key by; * for any.", commas=True
-    )
+    server_names: tuple[str, ...] = key((), "Further names of a server without a key; *: any name.", commas=True)
     max_queue: int = key(64, "Answers that may wait; more are told to come back.", low=0)
     request_timeout: float = key(600.0, "Seconds an answer may take, waiting included.", low=0.1)
     drain_timeout: float = key(25.0, "Seconds running answers may go on after SIGTERM.", low=0)
