@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import openai
 import uvicorn
 
 from erniekit.config import load
+from erniekit.net.connections import ConnectionLimits, limited
 from erniekit.serve.server import bind, make_gate
 from erniekit.serve.shelf import fill, offers
 from recorded import tiny_folder as tiny_folder  # for those that serve it
@@ -24,14 +26,16 @@ from recorded import tiny_folder as tiny_folder  # for those that serve it
 class Live:
     """Words are those of the command line; requests go to `.url`."""
 
-    def __init__(self, folder: Path | str, *words: str, key: str | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, *words: str, key: str | None = None, limits: ConnectionLimits | None = None
+    ) -> None:
         cfg = load([str(folder), "device=cpu", *words], "server")
         self.shelf = fill(cfg, offers(cfg))
         self.gate = make_gate(cfg, self.shelf, key)
         self._socket = bind("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.gate, lifespan="off", log_level="error", access_log=False)
+        config, self._socket = limited(self.gate, self._socket, limits, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
@@ -81,13 +85,20 @@ def until(done: Any, seconds: float, fails: bool = True) -> bool:
 class Program:
     """`erniekit server` as a process of its own."""
 
-    def __init__(self, folder: Path | str, *words: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, *words: str, env: dict[str, str] | None = None, descriptors: int | None = None
+    ) -> None:
+        def restrict() -> None:
+            if descriptors is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
         command = [sys.executable, "-m", "erniekit", "server", str(folder), "device=cpu", *words]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            preexec_fn=restrict,
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

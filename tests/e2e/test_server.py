@@ -286,7 +286,8 @@ def test_a_body_over_eight_megabytes_is_refused_before_it_is_read(live):
     assert live.chat().status_code == 200
 
 
-def test_the_servers_own_schema_fuzzed_gives_no_server_error(live):
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(8 * EXAMPLES, marks=pytest.mark.full)])
+def test_the_servers_own_schema_fuzzed_gives_no_server_error(live, examples):
     import schemathesis
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis import GenerationMode
@@ -303,7 +304,7 @@ def test_the_servers_own_schema_fuzzed_gives_no_server_error(live):
         case.call_and_validate(base_url=live.url, checks=[not_a_server_error], timeout=60)
 
     quick = settings(
-        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     for result in schema.get_all_operations():
@@ -311,7 +312,7 @@ def test_the_servers_own_schema_fuzzed_gives_no_server_error(live):
         quick(given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))(fuzz))()
         if operation.method.upper() == "POST":
             quick(given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))(fuzz))()
-    assert min(called.count("/v1/chat/completions"), called.count("/v1/completions")) >= EXAMPLES
+    assert min(called.count("/v1/chat/completions"), called.count("/v1/completions")) >= examples
     assert httpx.get(live.url + "/health").status_code == 200
 
 

@@ -89,7 +89,7 @@ def raw(port: int, text: bytes) -> bytes:
     return said
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BROKEN = [
     b"\x00\xff\x00\xff\r\n\r\n",
     b"GET\r\n\r\n",

@@ -12,6 +12,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "erniekit"
 ALLOWED = {
     "config": set(),
     "files": set(),
+    "net": {"config"},
     "kernels": set(),
     "devices": set(),
     "parallel": {"devices", "kernels"},
@@ -24,13 +25,13 @@ ALLOWED = {
     "track": set(),
     "train": {"losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models"},
     "export": {"checkpoint", "models", "lora", "data", "config", "result"},
-    "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load"},
+    "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net"},
     "recipes": {
         "train", "losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models", "lora", "config",
         "export", "serve", "demo", "api_load", "kernels", "result",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
-    "webui": {"config", "track"},
+    "webui": {"config", "net", "track"},
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
     "cli": {"config", "recipes", "export", "serve", "data"},
 }  # fmt: skip

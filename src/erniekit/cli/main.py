@@ -174,6 +174,7 @@ COMMANDS: dict[str, Command] = {
             "request_timeout",
             "api_key_file",
             "allow_unauthenticated",
+            "server_names",
         ),
     ),
     "webui": Command(

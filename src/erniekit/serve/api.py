@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from erniekit import __version__
 from erniekit.log import warn
+from erniekit.net.hosts import Hosts
 from erniekit.serve.answer import Answering, Part
 from erniekit.serve.asked import Asked, Defaults, Served, ask_chat, ask_completion, ignored_fields
 from erniekit.serve.engines.base import Engine
@@ -37,6 +38,7 @@ class Settings:
     timeout: float = 600.0  # seconds an answer may take, its time in the queue included
     key: str | None = None
     created: int = 0
+    hosts: Hosts | None = None  # the names it is reached by; None: any
 
 
 class Api:
@@ -223,7 +225,7 @@ def make_app(engine: Engine, models: Mapping[str, Served], settings: Settings) -
     app.add_exception_handler(Exception, _on_fault)
     _name_schemas(app)
     paths = frozenset(route.path for route in app.routes if "{" not in route.path)  # type: ignore[attr-defined]
-    return Gate(app, settings.key, api.metrics, paths)
+    return Gate(app, settings.key, api.metrics, paths, settings.hosts)
 
 
 async def _on_problem(request: Request, problem: Exception) -> Response:
@@ -256,7 +258,7 @@ def _name_schemas(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         page = plain()
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatRequest, CompletionRequest):
+        for kind in (ChatRequest, CompletionRequest) if ChatRequest.__name__ not in schemas else ():
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema

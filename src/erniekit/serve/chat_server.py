@@ -38,6 +38,7 @@ def embedded(cfg: RunConfig) -> Iterator[tuple[Client, str]]:
     need_packages("erniekit chat")
     import uvicorn
 
+    from erniekit.net.connections import limited
     from erniekit.serve.shelf import fill, offers
 
     cfg = cfg.replace(max_num_seqs=1)  # one person: the cache holds one conversation
@@ -46,9 +47,7 @@ def embedded(cfg: RunConfig) -> Iterator[tuple[Client, str]]:
     key = secrets.token_urlsafe(24)  # other users of this machine can reach the port
     try:
         sock = bind("127.0.0.1", 0)
-        config = uvicorn.Config(
-            make_gate(cfg, shelf, key), lifespan="off", log_level="error", access_log=False, server_header=False
-        )
+        config, sock = limited(make_gate(cfg, shelf, key), sock, lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="chat server", daemon=True)
         thread.start()

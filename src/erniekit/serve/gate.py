@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the key, the size, the JSON; and what no client may ever see.
+"""What every request passes before a route sees it: Host, key, size, JSON; and what no client may ever see.
 
 Used by api.py. Pure ASGI, so that streams pass through unbuffered.
 """
@@ -16,6 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from erniekit.log import warn
+from erniekit.net.hosts import Hosts, client_group, from_another_site
+from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.metrics import Metrics
 from erniekit.serve.problem import Problem, as_json
 
@@ -31,10 +33,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Gate:
-    """Outermost: checks the key, counts answers, and turns whatever escapes into an error without a trace."""
+    """Outermost: checks Host and key, counts answers, and turns whatever escapes into an error without a trace.
 
-    def __init__(self, app: Any, key: str | None, metrics: Metrics, paths: frozenset[str]) -> None:
-        self.app, self.key, self.metrics, self.paths = app, key, metrics, paths
+    hosts None: any Host will do, and any Origin.
+    """
+
+    def __init__(
+        self, app: Any, key: str | None, metrics: Metrics, paths: frozenset[str], hosts: Hosts | None = None
+    ) -> None:
+        self.app, self.key, self.metrics, self.paths, self.hosts = app, key, metrics, paths, hosts
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +56,7 @@ class Gate:
                 started = message["status"]
             await send(message)
 
+        CLIENT.set(client_group(scope["client"][0]) if scope.get("client") else "")
         try:
             self._check(scope)
             await self.app(scope, receive, counting)
@@ -66,6 +74,8 @@ class Gate:
             self.metrics.requests[path, started or 499] += 1
 
     def _check(self, scope: Scope) -> None:
+        if self.hosts is not None:
+            self._check_site(scope, self.hosts)
         if self.key is not None and scope["path"] not in OPEN:
             given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
             scheme, _, token = given.partition(b" ")
@@ -81,6 +91,21 @@ class Gate:
                 )
         if self.draining and scope["method"] == "POST":
             raise Problem(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
+
+    def _check_site(self, scope: Scope, hosts: Hosts) -> None:
+        """A browser can be made to send requests here by any page it shows; without a key nothing else tells them
+        from those of a program of this machine."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        host = headers.get(b"host")  # browsers always send it; a health check over HTTP/1.0 may not
+        if host is not None and not hosts.knows(host.decode("latin-1"), scope["path"] in OPEN):
+            raise Problem(
+                403,
+                "this server does not go by the name in the Host header: use its address, name it in server_names, "
+                "or give the server a key",
+                code="foreign_host",
+            )
+        if from_another_site(headers):
+            raise Problem(403, "a page of another site asked for this: give the server a key", code="foreign_origin")
 
 
 def reply(problem: Problem) -> Response:

@@ -16,6 +16,7 @@ from erniekit.checkpoint.transformers_bridge import to_transformers
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import DataError
 from erniekit.lora.merge import fold
+from erniekit.serve.engines.base import COLD, NARROW
 from erniekit.serve.spelling import Spelling
 
 
@@ -33,7 +34,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_p == 0
+        return self.temperature < COLD or self.top_p < NARROW
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Metrics:
             ("disconnects_total", "counter", "Clients gone before their answer ended.", self.disconnects),
             ("engine_steps_total", "counter", "Steps of the engine.", load.steps),
             ("evictions_total", "counter", "Sequences put back for want of cache.", load.evicted),
+            ("preemptions_total", "counter", "Sequences put back for other clients or requests.", load.preempted),
             ("requests_running", "gauge", "Sequences being computed.", load.running),
             ("requests_waiting", "gauge", "Sequences in the queue.", load.waiting),
             ("cache_used_ratio", "gauge", "Share of the cache's blocks in use.", round(load.cache_used, 6)),

@@ -9,6 +9,7 @@ from typing import Any
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+MOST_ANSWERS = 128  # of one request: prompts times n
 Word = Annotated[str, Field(max_length=64)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
@@ -68,7 +69,7 @@ class Wishes(_Object):
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: no limit.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=300
     )
@@ -109,7 +110,18 @@ class ChatRequest(Wishes):
 
 
 class CompletionRequest(Wishes):
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32)]
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32)] = Field(
+        description=f"Prompts times n are {MOST_ANSWERS} at most."
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _few_enough(cls, prompt: Any, info: ValidationInfo) -> Any:
+        count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+        answers = count * info.data.get("n", 1)
+        if answers > MOST_ANSWERS:
+            raise ValueError(f"{answers} answers are asked for (prompts times n); {MOST_ANSWERS} are the most")
+        return prompt

@@ -20,6 +20,7 @@ from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import say, warn
+from erniekit.net.hosts import Hosts
 from erniekit.serve.engines import EMBEDDED
 
 if TYPE_CHECKING:
@@ -179,12 +180,17 @@ def make_gate(cfg: RunConfig, shelf: Shelf, key: str | None) -> Gate:
         s.repetition_penalty,
         s.enable_thinking if cfg.given("enable_thinking") else None,
     )
-    return make_app(shelf.engine, shelf.models, Settings(defaults, s.request_timeout, key, int(time.time())))
+    # With a key, no site that a browser shows can ask anything: it does not have the key.
+    hosts = Hosts.of(s.host, s.server_names)
+    settings = Settings(defaults, s.request_timeout, key, int(time.time()), hosts if key is None else None)
+    return make_app(shelf.engine, shelf.models, settings)
 
 
 def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> int:
     """Listens until SIGTERM or Ctrl-C; then running answers get drain_timeout to end."""
     import uvicorn
+
+    from erniekit.net.connections import limited
 
     s, gate = cfg.serve, make_gate(cfg, shelf, key)
     host, port = sock.getsockname()[:2]
@@ -213,15 +219,7 @@ def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> i
     # uvicorn raises the signal once more when it is done; the answer is the exit code, not a death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    config = uvicorn.Config(
-        gate,
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(s.drain_timeout) + 5,
-    )
+    config, sock = limited(gate, sock, lifespan="off", timeout_graceful_shutdown=int(s.drain_timeout) + 5)
     server = Server(config)
     server.run(sockets=[sock])
     say("stopped")

@@ -8,17 +8,19 @@ from typing import Any
 
 from erniekit.config.field import key
 
+WHOLE = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class ServeSection:
-    max_new_tokens: int = key(1024, "Longest answer.", low=1, basic=True)
-    min_tokens: int = key(0, "Shortest answer.", low=0)
+    max_new_tokens: int = key(1024, "Longest answer.", low=1, high=WHOLE, basic=True)
+    min_tokens: int = key(0, "Shortest answer.", low=0, high=WHOLE)
     temperature: float = key(0.95, "Randomness; 0 always takes the likeliest token.", low=0, high=2, basic=True)
     top_p: float = key(0.7, "Sample from the likeliest tokens that make up this share.", low=0, high=1, basic=True)
-    top_k: int = key(0, "Sample from so many of the likeliest tokens; 0: no limit.", low=0)
+    top_k: int = key(0, "Sample from so many of the likeliest tokens; 0: no limit.", low=0, high=WHOLE)
     frequency_penalty: float = key(0.0, "Against words already said often.", low=-2, high=2)
     presence_penalty: float = key(0.0, "Against words already said.", low=-2, high=2)
-    repetition_penalty: float = key(1.0, "Divides the score of words already said.", low=0)
+    repetition_penalty: float = key(1.0, "Divides the score of words already said.", low=0.01, high=10)
     stream: bool = key(True, "Show the answer as it comes.")
     enable_thinking: bool = key(False, "Let a thinking model think first.")
     max_model_len: int = key(2048, "Longest prompt and answer together.", low=1, basic=True)
@@ -43,7 +45,8 @@ class ServeSection:
         None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same."
     )
     allow_unauthenticated: bool = key(False, "Listen to other machines without a key.")
-    max_queue: int = key(64, "Requests that may wait; more are told to come back.", low=0)
+    server_names: tuple[str, ...] = key((), "Further names of a server without a key; *: any name.", commas=True)
+    max_queue: int = key(64, "Answers that may wait; more are told to come back.", low=0)
     request_timeout: float = key(600.0, "Seconds an answer may take, waiting included.", low=0.1)
     drain_timeout: float = key(25.0, "Seconds running answers may go on after SIGTERM.", low=0)
     metrics_port: int = key(8001, "Port of the metrics (fastdeploy); else they are at /metrics.", low=0, high=65535)

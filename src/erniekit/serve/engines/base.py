@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
+
+# Whose request the current task answers: set by serve/gate.py, read by `submit`. A client is an address: the server
+# has one key, and without a key whatever else a request says of itself could be made up for a larger share.
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+
+COLD = 1e-5  # temperatures below choose the likeliest token: scores divided by less may overflow float32
+NARROW = 2.0**-23  # shares below hold one token: float32 cannot tell them from none
 
 
 @dataclass(frozen=True)
@@ -17,8 +25,8 @@ class Choosing:
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = 1.0  # 0 always takes the likeliest token
-    top_p: float = 1.0
+    temperature: float = 1.0  # below COLD always takes the likeliest token
+    top_p: float = 1.0  # below NARROW as well
     top_k: int = 0  # so many of the likeliest tokens; 0: no limit
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -30,7 +38,7 @@ class Choosing:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_p == 0
+        return self.temperature < COLD or self.top_p < NARROW
 
     @property
     def plain(self) -> bool:
@@ -70,7 +78,7 @@ Event = Token | Done
 
 
 class QueueFull(Exception):
-    """Too many requests wait; later there will be room."""
+    """Too many sequences wait; later there will be room."""
 
 
 class Stream:
@@ -79,8 +87,8 @@ class Stream:
     Made in the event loop, and filled by the engine through it.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = tuple(jobs)
+    def __init__(self, jobs: Sequence[Job], client: str = "") -> None:
+        self.jobs, self.client = tuple(jobs), client
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
@@ -100,13 +108,14 @@ class Load:
     cache_used: float = 0.0  # share of the blocks
     steps: int = 0
     evicted: int = 0  # sequences put back for want of blocks
+    preempted: int = 0  # sequences put back in favour of other clients or requests
     healthy: bool = True
     reason: str = ""
 
 
 class Engine(Protocol):
     def submit(self, *jobs: Job) -> Stream:
-        """In the event loop. The jobs take one place in the queue together. Raises QueueFull."""
+        """In the event loop, in the task of the request. Raises QueueFull."""
 
     def cancel(self, stream: Stream, number: int | None = None) -> None:
         """Stop one job or all before the next step and free their places; no more events come. Harmless when done."""

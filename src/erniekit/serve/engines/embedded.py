@@ -7,11 +7,9 @@ that share a base (it and its adapters) share the cache, and a step runs once fo
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +17,14 @@ from torch import nn
 
 from erniekit.log import warn
 from erniekit.models.layers.router import Router
-from erniekit.serve.engines.base import Done, Event, Job, Load, QueueFull, Stream, Token
-from erniekit.serve.engines.choose import Row, choose
+from erniekit.serve.engines.base import CLIENT, Choosing, Done, Event, Job, Load, QueueFull, Stream, Token
+from erniekit.serve.engines.choose import choose
+from erniekit.serve.engines.fair_queue import FairQueue, in_turn, over_share, youngest_of_largest
 from erniekit.serve.engines.paged import PagedAttention, PagedCache, Piece, Step, install
+from erniekit.serve.engines.sequence import Running, sequences_of
 
-FAULTS = 3  # steps in a row without one that worked, after which the engine calls itself ill
+FAULTS = 3  # probes in a row that failed, after which the engine calls itself unhealthy
+PROBE_S = 2.0  # between the probes of an engine that is unhealthy
 
 
 @dataclass(frozen=True)
@@ -31,29 +32,7 @@ class Limits:
     sequences: int = 8  # at once
     tokens: int = 384  # of prompts, in one step
     length: int = 2048  # prompt and answer
-    queue: int = 64  # requests that may wait
-
-
-@dataclass(eq=False)
-class Running:
-    """A sequence and how far it is."""
-
-    stream: Stream
-    number: int  # of its job in the stream
-    loop: asyncio.AbstractEventLoop
-    ids: list[int]
-    luck: random.Random
-    table: list[int] = field(default_factory=list)
-    cached: int = 0  # positions whose keys and values are in the cache
-    gone: bool = False  # cancelled, or done
-
-    @property
-    def job(self) -> Job:
-        return self.stream.jobs[self.number]
-
-    @property
-    def said(self) -> list[int]:
-        return self.ids[len(self.job.prompt) :]
+    queue: int = 64  # sequences that may wait
 
 
 class EmbeddedEngine:
@@ -68,12 +47,12 @@ class EmbeddedEngine:
             _take_every_token(model.eval().requires_grad_(False))
             self._attention[name] = install(model, cache)
         self.device = next(next(iter(self.models.values())).parameters()).device
-        self._waiting: deque[Running] = deque()
+        self._waiting = FairQueue(limits.queue)
         self._running: list[Running] = []
         self._streams: dict[Stream, list[Running]] = {}
         self._lock = threading.Condition()
         self._stopping: str | None = None
-        self._steps = self._evicted = self._faults = 0
+        self._steps = self._evicted = self._preempted = self._faults = 0
         self._fault = ""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -82,18 +61,15 @@ class EmbeddedEngine:
 
     def submit(self, *jobs: Job) -> Stream:
         assert all(job.model in self.models and 0 < len(job.prompt) < self.limits.length for job in jobs)
-        stream, loop = Stream(jobs), asyncio.get_running_loop()
-        runs = [
-            Running(stream, k, loop, list(job.prompt), random.Random(job.choosing.seed)) for k, job in enumerate(jobs)
-        ]
+        stream = Stream(jobs, CLIENT.get())
+        runs = sequences_of(stream, asyncio.get_running_loop())
         with self._lock:
             if self._stopping is not None:
                 _put([(stream, k, Done("error", self._stopping)) for k in range(len(jobs))])
                 return stream
-            free = self.limits.sequences - len(self._running)
-            if len(self._waiting) >= self.limits.queue + max(0, free):
+            if not self._waiting.accepts(stream, self._running, self.limits.sequences):
                 raise QueueFull
-            self._waiting.extend(runs)
+            self._waiting.add(runs)
             self._streams[stream] = runs
             self._lock.notify()
         return stream
@@ -117,6 +93,7 @@ class EmbeddedEngine:
                 cache_used=self.cache.used,
                 steps=self._steps,
                 evicted=self._evicted,
+                preempted=self._preempted,
                 healthy=self._thread.is_alive() and self._faults < FAULTS and self._stopping is None,
                 reason=self._stopping or self._fault,
             )
@@ -154,45 +131,49 @@ class EmbeddedEngine:
             while self._stopping is None:
                 for run in [run for run in self._running if run.gone]:
                     self._leave(run)
-                if any(run.gone for run in self._waiting):
-                    self._waiting = deque(run for run in self._waiting if not run.gone)
-                if self._running or self._waiting:
+                self._waiting.drop_gone()
+                if self._running or len(self._waiting):
                     return True
-                self._lock.wait()
+                # A load balancer sends nothing to an unhealthy engine: it probes itself, by a step without work.
+                if not self._lock.wait(PROBE_S if self._faults >= FAULTS else None):
+                    return True
             return False
 
     def _step(self) -> None:
         with self._lock:
             plan = self._plan()
         events: list[tuple[Running, Event]] = []
-        worked = False
+        worked, failed = False, ""
         for name in dict.fromkeys(run.job.model for run, _ in plan):
             group = [(run, piece) for run, piece in plan if run.job.model == name]
             for part, outcome in self._guarded(name, group):
-                worked = worked or not isinstance(outcome, Exception)
+                if isinstance(outcome, Exception):
+                    failed = name
+                else:
+                    worked = True
                 events += self._settle(part, outcome)
         with self._lock:
-            self._steps += 1
-            self._faults = 0 if worked or not plan else self._faults + 1
+            self._steps += bool(plan)
             told = [(run, event) for run, event in events if not run.gone]
             for run, event in told:
                 if isinstance(event, Done):
                     run.gone = True
                     self._leave(run)
                     self._forget(run.stream)
+        if not worked:
+            # What a client asked for may be why it failed: the engine is sound if a plain token works.
+            worked = self._probe(*([failed] if failed else self.models))
+        self._faults = 0 if worked else self._faults + 1
         self._deliver(told)
 
     def _plan(self) -> list[tuple[Running, Piece]]:
-        """What this step computes. Sequences that speak go first, then prompts in pieces, as many tokens as allowed."""
-        while self._waiting and len(self._running) < self.limits.sequences:
-            run = self._waiting[0]
-            # A block to spare for each that runs: who is let in just to be put out again computes for nothing.
-            if self._running and self.cache.blocks_for(len(run.ids)) + len(self._running) > len(self.cache.free):
-                break
-            self._running.append(self._waiting.popleft())
+        """What this step computes: sequences that speak first, then prompts in pieces, as many tokens as allowed."""
+        while (new := self._waiting.next(self._running)) is not None and self._admit(new):
+            self._waiting.take(new)
+            self._running.append(new)
         budget = self.limits.tokens
         ends: dict[Running, int] = {}
-        for run in sorted(self._running, key=lambda run: len(run.ids) - run.cached > 1):
+        for run in sorted(in_turn(self._running), key=lambda run: len(run.ids) - run.cached > 1):
             todo = len(run.ids) - run.cached
             count = todo if todo == 1 else min(todo, budget)
             if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
@@ -200,18 +181,38 @@ class EmbeddedEngine:
                 budget -= count
         return [(run, Piece(run.ids, run.cached, end, run.table)) for run, end in ends.items()]
 
+    def _admit(self, new: Running) -> bool:
+        """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
+        left, free, blocks = list(self._running), len(self.cache.free), self.cache.blocks_for(len(new.ids))
+        # One block is reserved for each that runs: a sequence evicted right after its prompt computed for nothing.
+        while left and (len(left) >= self.limits.sequences or blocks + len(left) > free):
+            victim = over_share(new, left)
+            if victim is None:
+                return False
+            left.remove(victim)
+            free += len(victim.table)
+        for victim in [run for run in self._running if run not in left]:
+            victim.preempted = True
+            self._preempted += 1
+            self._put_back(victim)
+        return True
+
     def _room(self, run: Running, length: int, planned: dict[Running, int]) -> bool:
-        """Blocks for a sequence; the youngest others wait again if there are none, and compute their past anew."""
+        """Blocks for a sequence; others wait again if there are none."""
         while not self.cache.grow(run.table, length):
-            victim = self._running[-1]
+            victim = youngest_of_largest(self._running)
             planned.pop(victim, None)
-            self._leave(victim)
             self._evicted += 1
-            victim.cached = 0
-            self._waiting.appendleft(victim)
+            self._put_back(victim)
             if victim is run:
                 return False
         return True
+
+    def _put_back(self, run: Running) -> None:
+        """It waits again, and computes its past anew; what it said and its random numbers stay."""
+        self._leave(run)
+        run.cached = 0
+        self._waiting.put_back(run)
 
     def _leave(self, run: Running) -> None:
         if run in self._running:
@@ -229,6 +230,23 @@ class EmbeddedEngine:
                 return [(group, error)]
             return [result for one in group for result in self._guarded(name, [one])]
 
+    def _probe(self, *names: str) -> bool:
+        """Whether a single plain token works, with each of these models."""
+        table: list[int] = []
+        if not self.cache.grow(table, 1):
+            return False
+        job = Job((0,), "", Choosing(1, temperature=0), frozenset(), 1)
+        try:
+            for name in names:
+                probe = sequences_of(Stream((job,)))[0]
+                self._forward(name, [(probe, Piece(probe.ids, 0, 1, table))])
+            return True
+        except Exception as error:
+            self._fault = f"{type(error).__name__}: {error}"
+            return False
+        finally:
+            self.cache.release(table)
+
     def _forward(self, name: str, group: Sequence[tuple[Running, Piece]]) -> list[Token | None]:
         model: Any = self.models[name]
         step = Step.of([piece for _, piece in group], self.cache.size, self.device)
@@ -240,7 +258,7 @@ class EmbeddedEngine:
             return []
         last = model.norm(hidden[0, step.last[speaking]])
         logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())
-        return choose(logits, [_row(group[k][0]) for k in speaking])
+        return choose(logits, [group[k][0].row() for k in speaking])
 
     def _settle(self, group: list[tuple[Running, Piece]], outcome: Any) -> list[tuple[Running, Event]]:
         """The sequences after the step, and what their clients are told."""
@@ -269,6 +287,7 @@ class EmbeddedEngine:
         """One call into each event loop for a whole step."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, int, Event]]] = {}
         for run, event in events:
+            assert run.loop is not None
             by_loop.setdefault(run.loop, []).append((run.stream, run.number, event))
         for loop, batch in by_loop.items():
             try:
@@ -280,11 +299,6 @@ class EmbeddedEngine:
 def _put(batch: Sequence[tuple[Stream, int, Event]]) -> None:
     for stream, number, event in batch:
         stream.events.put_nowait((number, event))
-
-
-def _row(run: Running) -> Row:
-    job = run.job
-    return Row(job.prompt, run.said, job.choosing, job.stop_ids, job.vocab, run.luck)
 
 
 def _take_every_token(model: nn.Module) -> None:

@@ -48,6 +48,8 @@ def serve_started(cfg: RunConfig, name: str, key: str | None) -> int:
             fix=f"{launch.install}; or engine_python: the Python that has it; or engine: transformers, which is here",
         )
     target = make_target(cfg, launch, key)
+    if key is None:
+        warn(f"{name} looks at no Host: without a key any page that a browser here shows may ask it")
     with tempfile.TemporaryDirectory(prefix="erniekit-engine-") as folder:
         command = [cfg.serve.engine_python or sys.executable, "-m", launch.module]
         command += [*launch.arguments(target, Path(folder)), *cfg.serve.engine_args]

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from erniekit.serve.engines.base import Choosing
 from erniekit.serve.engines.choose import Row, choose
@@ -104,3 +106,75 @@ def test_scores_that_are_no_numbers_choose_nothing_and_harm_no_other_row():
     scores = torch.cat([SCORES, SCORES * float("nan"), SCORES])
     tokens = choose(scores, [row(), row(temperature=1.0), row(temperature=1.0, top_p=0.1)])
     assert [token and token.id for token in tokens] == [1, None, 1]
+
+
+TINY, EPS, HUGE = 2.0**-1074, 2.0**-23, torch.finfo(torch.float32).max  # TINY: the least a float64 holds
+EDGES = [0.0, TINY, 1e-300, 1e-45, 1e-38, 1e-10, EPS, 1e-5]
+
+
+def bounded(low: float, high: float) -> st.SearchStrategy[float]:
+    edges = [v for v in (*EDGES, *(-v for v in EDGES), low, high, 1.0, 1 - EPS, 1 + EPS) if low <= v <= high]
+    return st.sampled_from(edges) | st.floats(low, high)
+
+
+WISHES = st.fixed_dictionaries(
+    {
+        "temperature": bounded(0, 2),
+        "top_p": bounded(0, 1),
+        "top_k": st.sampled_from([0, 1, 2, 2**31 - 1]) | st.integers(0, 2**31 - 1),
+        "repetition_penalty": bounded(0.01, 10),
+        "frequency_penalty": bounded(-2, 2),
+        "presence_penalty": bounded(-2, 2),
+        "min_tokens": st.sampled_from([0, 1, 2**31 - 1]),
+        "bias": st.lists(st.tuples(st.integers(0, 6), bounded(-100, 100)), max_size=3).map(tuple),
+        "logprobs": st.sampled_from([None, 0, 3, 20]),
+        "seed": st.sampled_from([None, 0, 2**63 - 1, 2**63 + 7, -(2**63)]),
+    }
+)
+LOGITS = st.lists(
+    st.sampled_from([0.0, 1.0, -1.0, 1e4, -1e4, 1e-38, 3e38, -3e38, HUGE, -HUGE]) | st.floats(-1e4, 1e4, width=32),
+    min_size=7, max_size=7,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(LOGITS, WISHES), min_size=1, max_size=4), st.sampled_from([5, 7]), st.floats(0, 1 - 2.0**-53))
+@example([([1.0] * 7, {"temperature": 1.0, "top_p": 1e-300})], 7, 0.5)
+@example([([1.0] * 7, {"temperature": 1e-300, "top_p": 1.0})], 7, 0.5)
+@example([([HUGE] * 6 + [-HUGE], {"temperature": 1e-5, "top_p": 1.0, "repetition_penalty": 0.01})], 7, 0.9)
+def test_every_allowed_value_gives_a_token_for_any_finite_scores(batch, vocab, number):
+    class Luck(random.Random):
+        def random(self) -> float:
+            return number
+
+    rows = []
+    for _, wishes in batch:
+        wish = Choosing(**{"max_tokens": 2**31 - 1, **wishes})
+        rows.append(Row((0, 6, 1), (2, 2, 3, 0), wish, frozenset({1, 4, 99}), vocab, Luck(wish.seed)))
+    scores = torch.tensor([logits for logits, _ in batch])
+    tokens = choose(scores, rows)
+    for k, (token, row) in enumerate(zip(tokens, rows)):
+        assert token is not None
+        assert 0 <= token.id < vocab
+        assert choose(scores[k : k + 1], [row]) == [token], "alone as in company"
+        if token.logprob is not None:
+            assert -9999 <= token.logprob <= 0
+            assert all(-9999 <= value <= 0 for _, value in token.top)
+
+
+def test_a_cold_or_narrow_choice_is_the_likeliest_token():
+    for wishes in ({"temperature": 1e-300}, {"temperature": 9e-6}, {"temperature": 1.0, "top_p": 1e-300}):
+        assert {pick(seed=seed, **wishes) for seed in range(20)} == {1}
+
+
+def test_stop_tokens_that_are_all_there_is_or_beyond_the_vocabulary_harm_nothing():
+    assert pick(vocab=1, stop=[0], min_tokens=3) == 0
+    assert pick(stop=[1, 4096], min_tokens=3) == 5
+    assert pick(stop=[], min_tokens=3) == 1
+
+
+def test_a_row_without_numbers_may_ask_for_logprobs():
+    scores = torch.cat([SCORES * float("nan"), SCORES])
+    tokens = choose(scores, [row(vocab=3, logprobs=2), row(vocab=3, logprobs=2)])
+    assert tokens[0] is None
+    assert tokens[1].id == 1

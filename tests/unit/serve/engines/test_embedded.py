@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,6 +240,57 @@ def test_an_engine_that_fails_at_everything_calls_itself_ill_and_recovers(small:
         broken.remove()
         assert asyncio.run(ends()) == ["length"]
         assert engine.load().healthy
+    finally:
+        engine.stop()
+
+
+def test_requests_that_fail_for_themselves_never_make_the_engine_unhealthy(small: Found, capsys):
+    model = small.build()
+    calls: list[int] = []
+
+    def poison(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        calls.append(int(args[0].max()))
+        if (args[0] == 666).any():
+            raise RuntimeError("poisoned")
+
+    model.embed.register_forward_pre_hook(poison)
+    engine = engine_of({"m": model})
+    try:
+
+        async def go(*jobs: Job) -> list[str]:
+            return [event.reason async for _, event in engine.submit(*jobs) if isinstance(event, Done)]
+
+        for _ in range(5):
+            assert asyncio.run(go(job([5, 666]))) == ["error"]
+        assert asyncio.run(go(*[job([5, 666])] * 16)) == ["error"] * 16
+        assert calls.count(666) >= 6, "they did fail"
+        assert engine.load().healthy
+        assert engine.load().cache_used == 0
+    finally:
+        engine.stop()
+
+
+def test_an_unhealthy_engine_finds_out_by_itself_that_it_works_again(small: Found, monkeypatch):
+    monkeypatch.setattr("erniekit.serve.engines.embedded.PROBE_S", 0.02)
+    model = small.build()
+    broken = model.embed.register_forward_pre_hook(lambda *_: 1 / 0)
+    engine = engine_of({"m": model})
+    try:
+
+        async def ends() -> list[str]:
+            return [event.reason async for _, event in engine.submit(job([3])) if isinstance(event, Done)]
+
+        for _ in range(3):
+            assert asyncio.run(ends()) == ["error"]
+        time.sleep(0.2)
+        assert not engine.load().healthy
+        assert "ZeroDivisionError" in engine.load().reason
+        broken.remove()
+        end = time.monotonic() + 10
+        while not engine.load().healthy and time.monotonic() < end:
+            time.sleep(0.01)
+        assert engine.load().healthy
+        assert (engine.load().running, engine.load().cache_used) == (0, 0)
     finally:
         engine.stop()
 
