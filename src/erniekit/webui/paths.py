@@ -185,9 +185,7 @@ class Roots:
 
     def _leads_out(self, key: str, what: str, first: str = "") -> PathError:
         inside = " or ".join(map(str, self.folders))
-        return PathError(
-            what, where=key, fix=f"{first}use a path inside {inside}, or start the page with root=DIR,DIR"
-        )
+        return PathError(what, where=key, fix=f"{first}use a path inside {inside}, or start the page with root=DIR,DIR")
 
 
 def _check_text(text: str, key: str) -> None:

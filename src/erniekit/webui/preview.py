@@ -113,7 +113,10 @@ def preview(
         return Preview(error=f"{which}_dataset_path must be given")
     if problems:
         return Preview(error="\n".join(map(str, problems)))
-    recipe = forms.to_yaml(roots.settle(kept), page)
+    try:
+        recipe = forms.to_yaml(roots.settle(kept), page)
+    except ConfigError as error:
+        return Preview(error=str(error))
     words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
     done = run(["data", "preview"], recipe, timeout, words, roots.folders[0])
     if done.timed_out:
