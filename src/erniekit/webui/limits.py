@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ MAX_UPLOADS = 4  # at once
 KEPT_BYTES, KEPT_FILES = 32 * 2**20, 200  # of uploads; the oldest go first
 UPLOAD = "/gradio_api/upload"
 POSTS = (UPLOAD, "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")  # all that the page sends
-CLOSED = ("/gradio_api/deep_link", "/gradio_api/proxy=")  # parts of gradio that the page has no use for
+CLOSED = (
+    "/gradio_api/deep_link",
+    "/gradio_api/proxy=",
+    "/gradio_api/vibe-code",
+)  # parts of gradio that the page has no use for
 
 
 class Refused(Exception):
@@ -147,7 +152,10 @@ def trim(folder: Path) -> None:
     for _, size, path in sorted(files):
         if total <= KEPT_BYTES - MAX_FILE and count < KEPT_FILES:
             return
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
+            if path.parent != folder:  # each upload has a folder of its own
+                path.parent.rmdir()
         total, count = total - size, count - 1
 
 
