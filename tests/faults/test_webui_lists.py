@@ -103,11 +103,6 @@ def harmless(room: Path) -> list[dict[str, object]]:
         {"input_dir": "0.3 tokens/a 0.7 tokens/b"},
         {"input_dir": "tokens/a"},
         {"model_name_or_path": "adapter-inside"},
-        {
-            "model_name_or_path": "model",
-            "lora_path": ["adapter-absolute"],
-            "fine_tuning": "LoRA",
-        },  # its own base is not asked for then
     ]
 
 
