@@ -83,7 +83,7 @@ def test_only_uploaded_files_may_be_named_at_any_depth(tmp_path: Path) -> None:
     (uploads / "inner").symlink_to(uploads / "a.yaml")
     assert is_uploaded(str(uploads / "a.yaml"), [uploads])
     wrong = [str(tmp_path / "b.yaml"), str(uploads / "link"), str(uploads / "inner"), str(uploads), "a.yaml", "",
-             None, 1, f"{uploads}/../b.yaml", "http://127.0.0.1/x", "\x00", {"path": 1}, str(uploads / "none")]  # fmt: skip
+             None, 1, f"{uploads}/../b.yaml", "http://127.0.0.1/x", "\x00", str(uploads / "none")]  # fmt: skip
     for path in wrong:
         assert not is_uploaded(path, [uploads]), path
         with pytest.raises(Refused):
