@@ -87,7 +87,7 @@ def test_a_run_is_stopped_resumed_evaluated_merged_and_asked(jobs: Jobs, tmp_pat
     request = urllib.request.Request(
         jobs.server_url(server.id) + "/chat/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": f"Bearer {jobs.server_key(server.id)}"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["choices"][0]["message"]["content"]

@@ -51,6 +51,9 @@ ROWS = {  # reliability rows and what a passing one promises
     "S12": "foreign Host and Origin at the server",
     "W1": "commands, flags and foreign paths typed into the web page",
     "W2": "requests to the web page from elsewhere",
+    "W3": "files of others named to the web page: paths, links and URLs",
+    "W4": "bodies beyond the web page's limits, slow ones, many at once",
+    "W5": "lists, weights and links that lead out of the web page's folders",
     "P1": "files made to run a program or to eat memory",
 }
 # The workers of one run under xdist share its name; a run without xdist makes one for itself.

@@ -28,6 +28,7 @@ class Page:
     port: int
     token: str
     room: Path
+    kind: str
 
     def ask(
         self, path: str = "/", method: str = "GET", body: str = "", **headers: str
@@ -50,8 +51,8 @@ class Page:
             connection.close()
 
 
-def start(room: Path, host: str) -> tuple[subprocess.Popen[str], Page]:
-    words = [sys.executable, "-m", "erniekit", "webui", f"host={host}", "port=0", f"root={room}"]
+def start(room: Path, host: str, *more: str) -> tuple[subprocess.Popen[str], Page]:
+    words = [sys.executable, "-m", "erniekit", "webui", f"host={host}", "port=0", f"root={room}", *more]
     child = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=room, start_new_session=True,
         env={**os.environ, "NO_COLOR": "1"},
@@ -61,7 +62,8 @@ def start(room: Path, host: str) -> tuple[subprocess.Popen[str], Page]:
     while time.monotonic() < end and (line := child.stdout.readline()):
         said += line
         if found := re.search(r"ready: http://\S+?:(\d+)/(?:\?token=(\S+))?", line):
-            return child, Page(int(found[1]), found[2] or "", room)
+            kind = "a loopback address" if host == "127.0.0.1" else "an open address"
+            return child, Page(int(found[1]), found[2] or "", room, kind)
     child.kill()
     raise AssertionError(f"the page did not start: {said}")
 
@@ -75,6 +77,10 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (room / "secret.txt").write_text("the secret of the room")
     child, page = start(room, request.param)
     yield page
+    end(child)
+
+
+def end(child: subprocess.Popen[str]) -> None:
     os.killpg(child.pid, signal.SIGTERM)
     try:
         child.wait(20)
@@ -84,9 +90,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def cookie(page: Page) -> str:
-    """Of somebody who opened the printed address; none is needed on a loopback address."""
-    if not page.token:
-        return ""
+    """Of somebody who opened the printed address."""
     status, _, headers = page.ask(f"/?token={page.token}")
     assert status == 303
     return headers["set-cookie"].partition(";")[0]
@@ -135,8 +139,7 @@ def strangers(page: Page) -> list[tuple[str, str, dict[str, str]]]:
 
 
 def test_requests_from_elsewhere_get_403_and_nothing_else(page: Page) -> None:
-    kind = "an open address" if page.token else "a loopback address"
-    with fault("W2", f"foreign Host and Origin, and paths of files, at {kind}") as entry:
+    with fault("W2", f"foreign Host and Origin, and paths of files, at {page.kind}") as entry:
         for method, path, headers in foreign(page):
             status, text, got = page.ask(path, method, "{}" if method == "POST" else "", **headers)
             assert status == 403, f"{method} {path} {headers}: {status}"
@@ -149,11 +152,8 @@ def test_requests_from_elsewhere_get_403_and_nothing_else(page: Page) -> None:
         entry.note = "403 each time"
 
 
-def test_without_the_token_an_open_page_is_closed(page: Page) -> None:
-    if not page.token:
-        assert page.ask()[0] == 200, "this machine's own user needs none"
-        return
-    with fault("W2", "no token, or a wrong one, at an open address") as entry:
+def test_without_the_token_the_page_is_closed(page: Page) -> None:
+    with fault("W2", f"no token, or a wrong one, at {page.kind}") as entry:
         for method, path, headers in strangers(page):
             status, text, _ = page.ask(path, method, "{}" if method == "POST" else "", **headers)
             assert status == 403, f"{method} {path} {headers}: {status}"
@@ -170,3 +170,14 @@ def test_the_page_is_there_for_its_own_user(page: Page) -> None:
     assert "erniekit" in text.lower()
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert page.ask("/config", **has, Origin=f"http://127.0.0.1:{page.port}")[0] == 200
+
+
+@pytest.mark.full
+def test_the_token_can_be_left_out_on_this_machine(tmp_path: Path) -> None:
+    child, page = start(tmp_path, "127.0.0.1", "--no-token")
+    try:
+        assert page.token == ""
+        assert page.ask()[0] == 200
+        assert page.ask(Host="evil.example")[0] == 403
+    finally:
+        end(child)

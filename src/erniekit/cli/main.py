@@ -182,10 +182,11 @@ COMMANDS: dict[str, Command] = {
         "use",
         "a page in the browser: train and watch, compare runs, evaluate, chat, export",
         (
-            "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto]",
-            "  host  127.0.0.1; others than this machine need the token of the address that is printed",
+            "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto] [--no-token]",
+            "  host  127.0.0.1; open the address that is printed: it has a token",
             "  port  7860, or the variable GRADIO_SERVER_PORT; 0 takes a free one",
             "  root  folders whose files the page may read and write; this one when none is given",
+            "  --no-token  any account of this machine may use the page; on 127.0.0.1 only",
         ),
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
+
+# How a value names files. `one`: a file or folder that is read; `out`: a folder that is written; `model`: a folder or a
+# hub id; `several`: a list of paths; `named`: a list of name=path; `prefixes`: a prefix of token files, a folder of
+# them, or weight prefix weight prefix; `prefix_list`: prefixes by commas, or a file of them; `numbers`: numbers by
+# commas, or a file of them.
+PathKind = Literal["", "one", "out", "model", "several", "named", "prefixes", "prefix_list", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Key:
     fixed: bool = False  # must not change when a run resumes: it decides what the next step does
     later: str = ""  # the capability that will read it; empty when it is read today
     secret: bool = False  # never printed or stored
+    path: PathKind = ""  # how its value names files; the web page keeps all of them inside its folders
     idle: Mapping[str, str] = field(default_factory=dict)  # words of it that change nothing here -> why
 
     @property
@@ -54,12 +61,13 @@ def key(
     fixed: bool = False,
     later: str = "",
     secret: bool = False,
+    path: PathKind = "",
     idle: Mapping[str, str] | None = None,
 ) -> Any:
     idle = idle or {}
     facts = dict(
         help=help, also=also, choices=(*choices, *idle), low=low, high=high, commas=commas, basic=basic, fixed=fixed,
-        later=later, secret=secret, idle=idle,
+        later=later, secret=secret, path=path, idle=idle,
     )  # fmt: skip
     return field(default=default, metadata=facts)
 

@@ -23,13 +23,14 @@ from erniekit.log import paint, say
 from erniekit.track.charts import HOVER
 from erniekit.webui.guard import Guard, new_token
 from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
+from erniekit.webui.limits import MAX_FILE
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs
 
 STATIC = Path(__file__).parent / "static"
 HOME = "erniekit-webui"  # of the jobs, in the first root
-UPLOAD = "1mb"  # recipes are all that is ever uploaded
-USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto]"
+MAX_EVENTS = 200  # of all browsers that wait for their turn
+USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto] [--no-token]"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Settings:
     roots: tuple[str, ...] = ()
     lang: str = "auto"  # the browser's
     names: tuple[str, ...] = ()  # further names the machine is reached by
+    no_token: bool = False  # on a loopback address: any account of this machine may use the page
 
 
 def webui_command(args: list[str]) -> int:
@@ -47,17 +49,20 @@ def webui_command(args: list[str]) -> int:
         raise ConfigError("gradio is not installed", where="erniekit webui", fix=install_command("webui"))
     listening = bind(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
-    token = None if is_loopback(settings.host) else os.environ.get(TOKEN_VARIABLE) or new_token()
+    token = None if settings.no_token else os.environ.get(TOKEN_VARIABLE) or new_token()
     serve(make_app(settings, token), listening, address(settings, token))
     return 0
 
 
 def settings_from(args: list[str]) -> Settings:
-    """key=value or --key value; `root` may hold several folders, and come several times."""
+    """key=value or --key value, and --no-token; `root` may hold several folders, and come several times."""
     found = Settings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
     words = list(args)
     while words:
         word = words.pop(0)
+        if word == "--no-token":
+            found = replace(found, no_token=True)
+            continue
         name, equals, value = word.removeprefix("--").partition("=")
         if not equals:
             value = words.pop(0) if word.startswith("--") and words else ""
@@ -75,6 +80,12 @@ def settings_from(args: list[str]) -> Settings:
             found = replace(found, lang=value)
         else:
             raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
+    if found.no_token and not is_loopback(found.host):
+        raise ConfigError(
+            f"host {found.host} lets other machines in, and they need a token",
+            where="--no-token",
+            fix="leave --no-token out, or keep host=127.0.0.1",
+        )
     return found
 
 
@@ -132,9 +143,18 @@ def make_app(settings: Settings, token: str | None = None) -> Guard:
         pwa=False,
         enable_monitoring=False,
         show_error=True,
-        max_file_size=UPLOAD,
+        max_file_size=MAX_FILE,
     )
+    check_paths(page)
     return Guard(app, settings.host, settings.port, token, files=[uploads], names=settings.names)
+
+
+def check_paths(page: Any) -> None:
+    """Gradio's check that files named in requests were uploaded. It is off until `launch`, which a page that is mounted
+    into an application never calls: then any file of this user could be named, copied and fetched."""
+    if not hasattr(page, "has_launched"):
+        raise RuntimeError("this version of gradio has no has_launched: its check of file paths cannot be turned on")
+    page.has_launched = True
 
 
 def build(settings: Settings) -> Any:
@@ -169,6 +189,7 @@ def build(settings: Settings) -> Any:
             parts[name].on_open(page)
             for handler, outputs in parts[name].files():
                 named[name].select(handler, None, outputs, show_progress="hidden")
+    page.queue(max_size=MAX_EVENTS)
     return page
 
 

@@ -15,26 +15,12 @@ from erniekit.config.convert import convert
 from erniekit.config.field import Key
 from erniekit.config.flat import DEFAULTS, KEYS, canonical
 from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.webui.allowed import NEVER, check_number
 from erniekit.webui.paths import KEYS as PATH_KEYS
 from erniekit.webui.paths import Roots
 
 Kind = Literal["text", "number", "flag", "choice", "path", "list"]
 Values = Mapping[str, Any]
-
-# Whoever may set these runs programs, opens the machine or reads a secret: the command line's owner alone may.
-NEVER = {
-    "engine_python": "it names a program to run",
-    "engine_args": "it is handed to a program as it is",
-    "host": "the page's server listens on this machine alone",
-    "allow_unauthenticated": "the page's server listens on this machine alone",
-    "api_key_file": "it names a secret",
-    "wandb_api_key": "a secret; set WANDB_API_KEY before starting the page",
-    "wandb_http_proxy": "a secret",
-    "allow_pickle": "such weights can run programs",
-    "master": "several machines are started from their command lines",
-    "nnodes": "several machines are started from their command lines",
-    "node_rank": "several machines are started from their command lines",
-}
 
 
 @dataclass(frozen=True)
@@ -333,7 +319,7 @@ def _alone(name: str, value: Any, roots: Roots | None) -> Problem | None:
     try:
         for text in _texts(value):
             _check_text(text, name, is_word=KEYS[name].item == "str" and name not in PATH_KEYS)
-        convert(KEYS[name], value, name)
+        check_number(name, convert(KEYS[name], value, name))
         if roots is not None:
             roots.settle_one(name, value)
     except ErnieKitError as error:

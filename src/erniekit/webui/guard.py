@@ -1,6 +1,7 @@
 """Guard: what every request to the page passes first. Foreign hosts and origins, wrong tokens and stray paths get 403.
 
-Wrapped around the whole application by app.py; plain ASGI, so that streams pass through unbuffered.
+Wrapped around the whole application by app.py; plain ASGI, so that streams pass through unbuffered. What it lets in is
+held to limits.py.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from erniekit.config.address import is_loopback
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+from erniekit.webui.limits import Limits, Receive, Refused, Scope, Send
 
 TOKEN = "token"  # of the URL that is printed at the start
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -44,7 +42,8 @@ def new_token() -> str:
 
 
 class Guard:
-    """`token` None: none is asked for, as on a loopback address. `files`: folders of which files may be asked for."""
+    """`token` None: none is asked for, which only a loopback address allows. `files`: folders of which files may be
+    asked for, and named in requests."""
 
     def __init__(
         self, app: Any, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
@@ -52,9 +51,10 @@ class Guard:
     ) -> None:  # fmt: skip
         if token is None and not is_loopback(host):
             raise ValueError("an address that other machines reach needs a token")
-        self.app, self.token = app, token
+        self.token = token
         self.open = not is_loopback(host)
         self.files = [Path(os.path.realpath(f)) for f in files]
+        self.app = Limits(app, self.files)
         self.names = {host.strip("[]").lower(), *LOCAL, *(n.lower() for n in names)}
         if self.open:
             self.names.add(socket.gethostname().lower())
@@ -62,7 +62,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
-            await self.app(scope, receive, send)
+            await self.app.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
         wrong = self._host(headers) or self._origin(scope, headers) or self._path(scope)
@@ -77,9 +77,15 @@ class Guard:
             elif scope["type"] == "http":
                 await self._admit(scope, send, [(name, value) for name, value in query if name != TOKEN])
             else:
-                await self.app(scope, receive, send)
+                await self._serve(scope, receive, send)
             return
-        await self.app(scope, receive, _with_headers(send))
+        await self._serve(scope, receive, _with_headers(send))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Refused as refused:
+            await refuse(scope, send, refused.why, refused.status)
 
     def _host(self, headers: dict[bytes, bytes]) -> str:
         """DNS rebinding: a foreign name that was made to point here. A number cannot be rebound."""
@@ -130,7 +136,9 @@ class Guard:
         """The token moves from the URL, which is seen and kept, into a cookie."""
         target = "/" + scope["path"].lstrip("/") + (f"?{urlencode(query)}" if query else "")
         secure = "; Secure" if scope.get("scheme") == "https" else ""
-        cookie = f"{self.cookie}={self._mark()}; Path=/; HttpOnly; SameSite=Strict{secure}"
+        # Lax, as a Strict cookie would not come back when the address is followed from a page, such as a notebook's
+        # terminal. Requests that do something are POSTs, and those of other pages are refused by their origin.
+        cookie = f"{self.cookie}={self._mark()}; Path=/; HttpOnly; SameSite=Lax{secure}"
         started = {
             "type": "http.response.start",
             "status": 303,
@@ -140,13 +148,15 @@ class Guard:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def refuse(scope: Scope, send: Send, why: str) -> None:
+async def refuse(scope: Scope, send: Send, why: str, status: int = 403) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": why[:100]})
         return
     headers = [(b"content-type", b"text/plain; charset=utf-8"), *HEADERS]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": f"403: {why}\n".encode()})
+    if status != 403:  # the rest of the body is not read
+        headers += [(b"connection", b"close")] + ([(b"retry-after", b"2")] if status == 503 else [])
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": f"{status}: {why}\n".encode()})
 
 
 def same(given: str, right: str) -> bool:

@@ -34,8 +34,10 @@ TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
 MAX_RECIPE = 100_000  # characters
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
-JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json")
-TOKEN_VARIABLE = "ERNIEKIT_WEBUI_TOKEN"
+KEY_FILE = "server.key"  # what a server of ours is asked with; for this account's eyes alone
+JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE)
+TOKEN_VARIABLE, KEY_VARIABLE = "ERNIEKIT_WEBUI_TOKEN", "ERNIEKIT_API_KEY"
+MAX_RUNNING = 16  # jobs at once
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -130,12 +132,15 @@ class Jobs:
                 values["output_dir"] = str(folder / "output")
             output = str(values.get("output_dir") or "")
             self._refuse_shared(word, output)
+            self._refuse_many()
             folder.mkdir()
             OwnedFiles(folder).open("job").claim(*JOB_FILES)
             argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
             now = time.time()
             job = Job(id, word, _label(who), argv, now, now, output, folder=str(folder))
             self._write_recipe(job, values)
+            if word == "server":
+                write_secret(folder / KEY_FILE, secrets.token_urlsafe(24))
             return self._run(job)
 
     def stop(self, id: str, force: bool = False) -> Job:
@@ -159,6 +164,7 @@ class Jobs:
                 raise JobError(f"a job of `{job.word}` cannot be resumed", where=id, fix="start it again")
             values = forms.checked(job.recipe.read_text(encoding="utf-8"), job.word, self.roots)
             self._refuse_shared(job.word, job.output_dir)
+            self._refuse_many()
             if values.pop("overwrite_output_dir", False):  # it would start anew
                 self._write_recipe(job, values)
             fresh: dict[str, Any] = dict(
@@ -226,7 +232,14 @@ class Jobs:
         found = re.findall(r"^ready: (http://\S+)", self.log_tail(id).text, re.MULTILINE)
         return found[-1] if found else ""
 
+    def server_key(self, id: str) -> str:
+        return _read_secret(Path(self.get(id).folder) / KEY_FILE)
+
     # ---- inside
+
+    def _refuse_many(self) -> None:
+        if sum(job.is_running for job in self.list()) >= MAX_RUNNING:
+            raise JobError(f"{MAX_RUNNING} jobs are running", where="jobs", fix="stop one, or wait for one to end")
 
     def _refuse_shared(self, word: str, output: str) -> None:
         """Two trainings in one folder: the second would be refused by the trainer, later and less plainly."""
@@ -294,6 +307,8 @@ def start_process(argv: list[str], log: Path, folder: Path) -> subprocess.Popen[
     """A session of its own: neither the page's end nor Ctrl-C in its terminal reaches it."""
     env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     env |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    if key := _read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
+        env[KEY_VARIABLE] = key
     with log.open("ab") as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
@@ -354,6 +369,18 @@ def _unfinished(raw: bytes) -> int:
         if byte < 0x80:
             return 0
     return 0
+
+
+def write_secret(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _replace(path: Path, text: str) -> None:

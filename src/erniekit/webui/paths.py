@@ -1,6 +1,7 @@
 """Roots: the folders a page may name files in. Every path of a form passes here before a job may read or write it.
 
 Called by forms.check and jobs.start; the answer is the real path, symlinks followed, and that is what the job is given.
+Which keys hold paths, and in which form, is declared with the keys (config/field.py).
 """
 
 from __future__ import annotations
@@ -11,20 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from erniekit.config.field import PathKind
+from erniekit.config.flat import KEYS as DECLARED
 from erniekit.errors import ConfigError
+from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
 
 MAX_LENGTH = 1024  # of a whole path: longer ones are no path anybody typed
 MAX_NAME = 255  # of one part of it, as file systems have it
 
-# Keys whose value is one path, paths in a list, `name=path` in a list, or `weight path weight path`.
-ONE = (
-    "model_name_or_path", "tokenizer_name", "output_dir", "cache_dir", "logging_dir", "log_dir",
-    "resume_from_checkpoint", "offline_dataset_path", "vision_model_name_or_path",
-)  # fmt: skip
-SEVERAL = ("lora_path", "train_dataset_path", "eval_dataset_path", "text_dataset_path")
-NAMED = ("lora_modules",)
-WEIGHED = ("input_dir", "data_filelist")
-KEYS = (*ONE, *SEVERAL, *NAMED, *WEIGHED)
+KINDS: dict[str, PathKind] = {name: k.path for name, k in DECLARED.items() if k.path}
+KEYS = tuple(KINDS)
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -47,17 +44,12 @@ class Roots:
     def resolve(self, text: str, key: str = "path") -> Path:
         """The real path of what was typed; a PathError where it is not inside a root."""
         _check_text(text, key)
-        typed = Path(text).expanduser()
         try:
-            real = Path(os.path.realpath(self.folders[0] / typed))
-        except (OSError, ValueError) as error:
+            real = Path(os.path.realpath(self.folders[0] / Path(text).expanduser()))
+        except (OSError, ValueError, RuntimeError) as error:
             raise PathError(f"{key} is no path: {error}", where=key, fix="check the path") from None
         if not self.holds(real):
-            raise PathError(
-                f"{key} leads outside the folders of this page: {_short(text)}",
-                where=key,
-                fix="use a path inside " + " or ".join(map(str, self.folders)) + ", or start the page with root=DIR",
-            )
+            raise self._leads_out(key, f"{key} leads outside the folders of this page: {_short(text)}")
         return real
 
     def holds(self, real: Path) -> bool:
@@ -65,33 +57,135 @@ class Roots:
 
     def settle(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values with every path in them resolved; the first one that leads out raises."""
-        return {name: self.settle_one(name, value) for name, value in values.items()}
+        settled = {name: self.settle_one(name, value) for name, value in values.items()}
+        self._check_bases(settled)
+        return settled
 
     def settle_one(self, name: str, value: Any) -> Any:
-        if name not in KEYS or value in (None, "", (), []):
+        kind = KINDS.get(name, "")
+        if not kind or value in (None, "", (), []):
             return value
         if name == "resume_from_checkpoint" and str(value).lower() in ("true", "false", "none"):
             return value
-        if name in ONE:
-            return self._model_or_path(name, str(value))
-        if name in WEIGHED:
-            return self._weighed(name, str(value))
+        if kind == "model" and self._is_hub_id(str(value), name):
+            return str(value)
+        if kind in ("one", "out", "model"):
+            return self._path(str(value), name)
+        if kind == "prefixes":
+            return self._prefixes(str(value), name)
+        if kind == "prefix_list":
+            return self._prefix_list(str(value), name)
+        if kind == "numbers":
+            words = str(value).replace(",", " ").split()
+            return value if all(map(_is_number, words)) else str(self.resolve(str(value), name))
         words = value.split(",") if isinstance(value, str) else list(value)
         words = [str(word).strip() for word in words if str(word).strip()]
-        if name in NAMED:
-            return [f"{label}={self.resolve(path, name)}" for label, path in (_halves(word, name) for word in words)]
-        return [str(self.resolve(word, name)) for word in words]
+        if kind == "named":
+            return [f"{label}={self._path(path, name)}" for label, path in (_halves(word, name) for word in words)]
+        return [self._path(word, name) for word in words]
 
-    def _model_or_path(self, name: str, text: str) -> str:
-        """A hub id (`owner/name`, nothing of that name on the disk) stays as it is: it is looked up in the cache."""
+    def _is_hub_id(self, text: str, name: str) -> bool:
+        """`owner/name`, nothing of that name on the disk: it is looked up in the download cache."""
+        looks_so = text.count("/") == 1 and not text.startswith(("/", ".", "~", "-"))
+        return looks_so and not self.resolve(text, name).exists()
+
+    def _path(self, text: str, name: str) -> str:
+        """A file or folder; links inside a folder are what the job would follow, so they must stay inside as well."""
         real = self.resolve(text, name)
-        hub = name == "model_name_or_path" and text.count("/") == 1 and not text.startswith(("/", ".", "~", "-"))
-        return text if hub and not real.exists() else str(real)
+        links, whole = links_in(real)
+        self._check_links(links, name)
+        if not whole and KINDS[name] != "out":
+            raise PathError(
+                f"{name} holds more files than this page looks through", where=name, fix="name the folder of one model"
+            )
+        return str(real)
 
-    def _weighed(self, name: str, text: str) -> str:
-        gap = "," if "," in text else " "
-        words = [word.strip() for word in text.split(gap) if word.strip()]
-        return gap.join(word if _is_number(word) else str(self.resolve(word, name)) for word in words)
+    def _check_links(self, links: Sequence[Path], name: str) -> None:
+        for link in links:
+            if not self.holds(Path(os.path.realpath(link))):
+                raise self._leads_out(
+                    name, f"{name} holds a link that leads outside the folders of this page: {link.name}"
+                )
+
+    # ---- token files of pre-training, as data/pretrain.py reads these keys
+
+    def _prefix(self, text: str, name: str) -> Path:
+        """A prefix, one of its files, or a folder of them; the files that would be opened must lie inside."""
+        real = self.resolve(text, name)
+        self._check_links(token_files(real), name)
+        self._check_links(links_in(real)[0], name)
+        return real
+
+    def _prefixes(self, text: str, name: str) -> str:
+        """A path that exists, blanks in it or not; else words: weights and prefixes by turns, or prefixes alone."""
+        words = text.split()
+        if len(words) < 2 or self._is_there(text, name):
+            return str(self._prefix(text, name))
+        by_turns = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+        paths = words[1::2] if by_turns else words
+        settled = [self._word(path, name) for path in paths]
+        if by_turns:
+            settled = [word for pair in zip(words[::2], settled) for word in pair]
+        return " ".join(settled)
+
+    def _prefix_list(self, text: str, name: str) -> str:
+        """A file with a prefix on every line; else prefixes between commas or blanks."""
+        if self._is_there(text, name) and (real := self.resolve(text, name)).is_file():
+            for line in file_lines(real, name):
+                self._prefix(line, name)
+            return str(real)
+        joined = ",".join(self._word(word, name) for word in text.replace(",", " ").split())
+        if "," in joined and os.path.isfile(joined):  # read as a file of prefixes, of which none was checked
+            raise PathError(f"{name} is a list and a file at once", where=name, fix="rename the file")
+        return joined
+
+    def _is_there(self, text: str, name: str) -> bool:
+        """Whether the text as a whole names something inside the roots: a file, a folder or token files."""
+        try:
+            real = self.resolve(text, name)
+        except PathError:
+            return False
+        return real.exists() or bool(token_files(real))
+
+    def _word(self, text: str, name: str) -> str:
+        real = str(self._prefix(text, name))
+        if re.search(r"[\s,]", real):  # the reader of the list would cut it there, into paths that nobody checked
+            raise PathError(
+                f"{name} lists a path with a blank or a comma in it: {_short(real)}",
+                where=name,
+                fix="rename it, or name it alone",
+            )
+        return real
+
+    # ---- adapters
+
+    def _check_bases(self, settled: Mapping[str, Any]) -> None:
+        """An adapter's config names the model below it, which is opened unless the recipe names one."""
+        model = str(settled.get("model_name_or_path") or "")
+        if model and not bases_named(Path(model)):  # a model by itself, or a hub id
+            return
+        for name in ("model_name_or_path", "lora_path", "lora_modules", "output_dir"):
+            value = settled.get(name) or ()
+            for text in [value] if isinstance(value, str) else value:
+                folder = str(text).partition("=")[2] if KINDS[name] == "named" else str(text)
+                for config, base in bases_named(Path(folder)):
+                    self._check_base(config, base, name)
+
+    def _check_base(self, config: Path, base: str, name: str) -> None:
+        """It is looked for from here, then from the adapter: nothing outside may be found, nor be all there is."""
+        try:
+            places = (self.folders[0] / Path(base).expanduser(), config.parent / base)
+            outside = [real for place in places if not self.holds(real := Path(os.path.realpath(place)))]
+            refused = len(outside) == len(places) or any(real.exists() for real in outside)
+        except (OSError, ValueError, RuntimeError):
+            refused = True
+        if refused:
+            what = f"the adapter in {name} is of a model outside the folders of this page: {_short(base)}"
+            raise self._leads_out(name, what, "name its model with model_name_or_path, or ")
+
+    def _leads_out(self, key: str, what: str, first: str = "") -> PathError:
+        inside = " or ".join(map(str, self.folders))
+        return PathError(what, where=key, fix=f"{first}use a path inside {inside}, or start the page with root=DIR,DIR")
 
 
 def _check_text(text: str, key: str) -> None:
@@ -113,10 +207,9 @@ def _halves(word: str, key: str) -> tuple[str, str]:
 
 def _is_number(word: str) -> bool:
     try:
-        float(word)
+        return float(word) == float(word)  # nan is none
     except ValueError:
         return False
-    return True
 
 
 def _short(text: str) -> str:

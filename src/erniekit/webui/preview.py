@@ -113,9 +113,12 @@ def preview(
         return Preview(error=f"{which}_dataset_path must be given")
     if problems:
         return Preview(error="\n".join(map(str, problems)))
-    recipe = forms.to_yaml(roots.settle(kept), page)
+    try:
+        recipe = forms.to_yaml(roots.settle(kept), page)
+    except ConfigError as error:
+        return Preview(error=str(error))
     words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
-    done = run(["data", "preview"], recipe, timeout, words)
+    done = run(["data", "preview"], recipe, timeout, words, roots.folders[0])
     if done.timed_out:
         return Preview(error=f"no answer within {timeout:.0f} s")
     if not done.ok:
@@ -131,20 +134,24 @@ def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
         return Report(False, str(error))
     with tempfile.TemporaryDirectory(prefix="erniekit-doctor-") as folder:
         values = {**values, "output_dir": folder}
-        return run(["doctor"], forms.to_yaml(values, forms.page_of("doctor", values)), timeout)
+        recipe = forms.to_yaml(values, forms.page_of("doctor", values))
+        return run(["doctor"], recipe, timeout, folder=roots.folders[0])
 
 
-def run(words: list[str], recipe: str, timeout: float, more: list[str] | None = None) -> Report:
-    """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended."""
+def run(
+    words: list[str], recipe: str, timeout: float, more: list[str] | None = None, folder: Path | None = None
+) -> Report:
+    """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended. In `folder`, as a job:
+    relative paths inside a list of files start there."""
     began = time.monotonic()
     env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    with tempfile.TemporaryDirectory(prefix="erniekit-") as folder, tempfile.TemporaryFile() as out:
-        file = Path(folder) / "recipe.yaml"
+    with tempfile.TemporaryDirectory(prefix="erniekit-") as own, tempfile.TemporaryFile() as out:
+        file = Path(own) / "recipe.yaml"
         file.write_text(recipe, encoding="utf-8")
         argv = [sys.executable, "-m", "erniekit", *words, str(file), *(more or [])]
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**env, "NO_COLOR": "1"},
-            start_new_session=True,
+            start_new_session=True, cwd=folder,
         )  # fmt: skip
         late = False
         try:

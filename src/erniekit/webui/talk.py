@@ -1,6 +1,6 @@
 """A conversation with a server of ours over its OpenAI interface, streamed. Called by the Chat tab; standard library.
 
-The address comes from a job's own log, so it is always this machine's.
+The address comes from a job's own log, so it is always this machine's; the key from the job's folder.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class TalkError(ErnieKitError):
     """The server refused, failed or is gone."""
 
 
-def models(url: str) -> list[str]:
+def models(url: str, key: str = "") -> list[str]:
     """What can be asked for: the model, and adapters by name."""
-    with _ask(url + "/models", None, ASK_S) as answer:
+    with _ask(url + "/models", None, ASK_S, key) as answer:
         return [str(one["id"]) for one in json.load(answer)["data"]]
 
 
-def speak(url: str, messages: Sequence[Mapping[str, str]], **options: Any) -> Iterator[tuple[str, str]]:
+def speak(url: str, messages: Sequence[Mapping[str, str]], key: str = "", **options: Any) -> Iterator[tuple[str, str]]:
     """("thought" or "answer", next words) until it ends. Closing the iterator hangs up, and the server stops."""
     body = {"messages": list(messages), "stream": True, **options}
-    with _ask(url + "/chat/completions", body, ANSWER_S) as lines:
+    with _ask(url + "/chat/completions", body, ANSWER_S, key) as lines:
         for raw in lines:
             line = raw.decode("utf-8", errors="replace").strip()
             if not line.startswith("data:"):
@@ -52,9 +52,10 @@ def speak(url: str, messages: Sequence[Mapping[str, str]], **options: Any) -> It
     raise TalkError("the answer broke off", where="chat", fix="see the server's log; load the model again")
 
 
-def _ask(url: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+def _ask(url: str, body: Mapping[str, Any] | None, seconds: float, key: str) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, data, headers)
     try:
         return _open(request, timeout=seconds)
     except urllib.error.HTTPError as error:

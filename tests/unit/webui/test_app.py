@@ -23,6 +23,41 @@ def test_words_are_taken_with_an_equals_sign_or_as_flags(monkeypatch: pytest.Mon
     )
 
 
+def test_the_token_is_left_out_when_asked_and_on_this_machine_alone() -> None:
+    assert settings_from(["--no-token"]).no_token
+    assert settings_from(["host=::1", "--no-token", "port=1"]).port == 1
+    for words in (["--no-token", "host=0.0.0.0"], ["host=192.168.1.5", "--no-token"]):
+        with pytest.raises(ConfigError, match="need a token") as refused:
+            settings_from(words)
+        assert refused.value.where == "--no-token"
+
+
+@pytest.mark.parametrize("words", [[], ["host=127.0.0.1"], ["--no-token"]])
+def test_a_page_of_this_machine_has_a_token_unless_it_is_left_out(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gradio")
+    made: list[object] = []
+    monkeypatch.setattr(app, "make_app", lambda settings, token: made.append(token))
+    monkeypatch.setattr(app, "serve", lambda page, listening, url: (made.append(url), listening.close()))
+    monkeypatch.delenv("ERNIEKIT_WEBUI_TOKEN", raising=False)
+    assert app.webui_command(["port=0", *words]) == 0
+    token, url = made
+    assert (token is None) == ("--no-token" in words)
+    assert token is None or (len(str(token)) >= 32 and str(url).endswith(f"/?token={token}"))
+    monkeypatch.setenv("ERNIEKIT_WEBUI_TOKEN", "mine")
+    app.webui_command(["port=0"])
+    assert made[2] == "mine"
+
+
+def test_a_gradio_without_the_switch_of_its_check_is_refused() -> None:
+    class Renamed:
+        pass
+
+    with pytest.raises(RuntimeError, match="has_launched"):
+        app.check_paths(Renamed())
+
+
 def test_the_port_may_come_from_the_variable_of_the_old_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "8001")
     assert settings_from([]).port == 8001
@@ -30,7 +65,7 @@ def test_the_port_may_come_from_the_variable_of_the_old_page(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "words", [["share=True"], ["port=x"], ["port=70000"], ["lang=fr"], ["recipe.yaml"], ["--host"]]
+    "words", [["share=True"], ["port=x"], ["port=70000"], ["lang=fr"], ["recipe.yaml"], ["--host"], ["--no-token=1"]]
 )
 def test_what_it_does_not_know_is_refused_with_the_way_out(words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:

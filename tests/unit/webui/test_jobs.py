@@ -298,3 +298,37 @@ def test_a_process_that_is_gone_has_no_identity() -> None:
     assert process.identity(child.pid) == ""
     assert process.is_same(os.getpid(), told)
     assert not process.is_same(os.getpid(), "")
+
+
+def test_only_so_many_jobs_run_at_once(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_RUNNING", 2)
+    first = jobs.start("train", RECIPE)
+    jobs.start("train", RECIPE)
+    with pytest.raises(JobError, match="2 jobs are running"):
+        jobs.start("train", RECIPE)
+    assert len(jobs.list()) == 2
+    jobs.stop(first.id, force=True)
+    until(jobs, first.id, lambda job: not job.is_running)
+    jobs.start("train", RECIPE)
+
+
+def test_a_chat_server_of_the_page_has_a_key_that_other_accounts_cannot_read(room: Path, tmp_path: Path) -> None:
+    asked = []
+
+    def launch(argv: list[str], log: Path, folder: Path) -> jobs_module.Child:
+        asked.append(argv)
+        program = f"import os; print('key', os.environ['{jobs_module.KEY_VARIABLE}'])"
+        return jobs_module.start_process([sys.executable, "-S", "-c", program], log, folder)
+
+    jobs = Jobs(room / "webui", Roots([room]), launch)
+    job = jobs.start("server", "model_name_or_path: model\nport: 0\n")
+    key = jobs.server_key(job.id)
+    until(jobs, job.id, lambda job: not job.is_running)
+    file = Path(job.folder) / jobs_module.KEY_FILE
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(key) >= 32
+    assert f"key {key}" in jobs.log_tail(job.id).text, "the server was given it"
+    assert key not in " ".join(asked[0])
+    assert key not in jobs.recipe(job.id)
+    train = jobs.start("train", RECIPE)
+    assert jobs.server_key(train.id) == ""

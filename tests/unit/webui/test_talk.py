@@ -17,6 +17,7 @@ class Script:
 
     status, lines = 200, [""]
     asked: dict[str, object]
+    key = ""
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def script() -> Iterator[tuple[Script, str]]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            told.key = self.headers.get("Authorization", "")
             told.asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self._say()
 
@@ -57,6 +59,13 @@ def test_thoughts_and_answers_come_apart_and_in_order(script: tuple[Script, str]
     heard = list(speak(url, [{"role": "user", "content": "?"}], temperature=0.5))
     assert heard == [("thought", "hm"), ("answer", "a"), ("answer", "b")]
     assert told.asked == {"messages": [{"role": "user", "content": "?"}], "stream": True, "temperature": 0.5}
+
+
+def test_the_servers_key_is_sent_along(script: tuple[Script, str]) -> None:
+    told, url = script
+    told.lines = ["data: [DONE]"]
+    assert list(speak(url, [], "the-key")) == []
+    assert told.key == "Bearer the-key"
 
 
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(script: tuple[Script, str]) -> None:

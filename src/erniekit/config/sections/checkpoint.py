@@ -27,7 +27,9 @@ class CheckpointSection:
         basic=True,
     )
     overwrite_output_dir: bool = key(False, "Start anew although output_dir holds a run; False resumes it.")
-    resume_from_checkpoint: str | None = key(None, "Resume from this one; the newest whole one when not given.")
+    resume_from_checkpoint: str | None = key(
+        None, "Resume from this one; the newest whole one when not given.", path="one"
+    )
     override_resume: bool = key(False, "Resume although keys that decide the result have changed.")
     extend_run: bool = key(
         False,

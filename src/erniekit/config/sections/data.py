@@ -15,6 +15,7 @@ class DataSection:
         also=("data",),
         commas=True,
         basic=True,
+        path="several",
     )
     train_dataset_type: tuple[str, ...] = key(
         (), "erniekit, alpaca, messages, chatml; detected when not given.", commas=True, basic=True, fixed=True
@@ -23,7 +24,7 @@ class DataSection:
         (), "Share of each file in the mix; equal when not given.", low=0, commas=True, fixed=True
     )
     eval_dataset_path: tuple[str, ...] = key(
-        (), "Evaluation files. None: no evaluation.", also=("eval_data",), commas=True, basic=True
+        (), "Evaluation files. None: no evaluation.", also=("eval_data",), commas=True, basic=True, path="several"
     )
     eval_dataset_type: tuple[str, ...] = key((), "As train_dataset_type.", commas=True)
     eval_dataset_prob: tuple[float, ...] = key((), "As train_dataset_prob.", low=0, commas=True)
@@ -69,14 +70,14 @@ class DataSection:
     dataset_num_proc: int = key(0, "Processes that tokenise; 0 uses all cores.", low=0)
     dataloader_num_workers: int = key(0, "Threads that prepare batches ahead of the step.", low=0)
     prefetch_factor: int = key(2, "Batches each of them keeps ready.", low=1)
-    cache_dir: str | None = key(None, "Where tokenised files are kept; ~/.cache/erniekit when not given.")
+    cache_dir: str | None = key(None, "Where tokenised files are kept; ~/.cache/erniekit when not given.", path="out")
     dataset_type: str = key(
         "iterable",
         "pretrain is stage: PT by another name; map reads packs made beforehand, which is not in this version.",
         choices=("iterable", "map", "pretrain"),
         fixed=True,
     )
-    offline_dataset_path: str | None = key(None, "Folder of such packs.", later="packs made beforehand")
+    offline_dataset_path: str | None = key(None, "Folder of such packs.", later="packs made beforehand", path="one")
     split_multi_turn: bool = key(False, "One example per assistant turn.", fixed=True, later="one example per turn")
     encode_one_turn: bool = key(False, "Encode each turn on its own.", fixed=True, later="one example per turn")
     use_template: bool = key(
@@ -85,11 +86,14 @@ class DataSection:
     input_dir: str | None = key(
         None,
         "Pre-training data that `erniekit data index` made: a prefix, a folder, or weight prefix weight prefix ...",
+        path="prefixes",
     )
     split: str = key(
         "950,50", "Shares of its documents for training, evaluation and test; all are trained with eval_dataset_path.",
         fixed=True,
     )  # fmt: skip
     eval_part: str = key("eval", "Which part of `split` is evaluated.", choices=("eval", "test"))
-    data_filelist: str | None = key(None, "Prefixes by commas, or a file of them, instead of input_dir.")
-    data_weights: str | None = key(None, "Their weights, likewise.")
+    data_filelist: str | None = key(
+        None, "Prefixes by commas, or a file of them, instead of input_dir.", path="prefix_list"
+    )
+    data_weights: str | None = key(None, "Their weights, likewise.", path="numbers")

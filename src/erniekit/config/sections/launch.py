@@ -20,4 +20,4 @@ class LaunchSection:
     master: str | None = key(None, "host:port where the machines meet; else MASTER_ADDR and MASTER_PORT (8080).")
     join_timeout_s: float = key(600.0, "Seconds to wait for the other machines.", low=1)
     max_restarts: int = key(3, "Times a crashed run of several processes is started again; user errors never.", low=0)
-    log_dir: str | None = key(None, "Folder of workerlog.N, one per rank; else ERNIEKIT_DIST_LOG.")
+    log_dir: str | None = key(None, "Folder of workerlog.N, one per rank; else ERNIEKIT_DIST_LOG.", path="out")

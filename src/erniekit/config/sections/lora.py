@@ -32,6 +32,7 @@ class LoraSection:
         (),
         "Adapters to start from, to open or to merge (ours, PEFT's or Paddle's); export takes several: A,B.",
         commas=True,
+        path="several",
     )
     override_base: bool = key(False, "Use an adapter on another base than it was trained on.")
 

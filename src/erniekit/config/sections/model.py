@@ -13,7 +13,7 @@ _DROPOUT = "dropout"
 
 @dataclass(frozen=True)
 class ModelSection:
-    model_name_or_path: str | None = key(None, "Folder in HF or Paddle layout, or a hub id.", basic=True)
+    model_name_or_path: str | None = key(None, "Folder in HF or Paddle layout, or a hub id.", basic=True, path="model")
     download_hub: str | None = key(
         None,
         "Hub named in the download command when the model is not on this disk.",
@@ -43,7 +43,10 @@ class ModelSection:
     )
     allow_pickle: bool = key(False, "Read .bin/.pt weights (weights only). Off: safetensors alone.")
     tokenizer_name: str | None = key(
-        None, "Tokenizer folder; the model's own when not given.", also=("tokenizer", "tokenizer_name_or_path")
+        None,
+        "Tokenizer folder; the model's own when not given.",
+        also=("tokenizer", "tokenizer_name_or_path"),
+        path="one",
     )
     model_config: Mapping[str, Any] | None = key(
         None, "Values that replace those of config.json; model_config.NAME=VALUE for one of them.", fixed=True

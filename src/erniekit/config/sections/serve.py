@@ -33,16 +33,18 @@ class ServeSection:
         choices=("auto", "transformers", "vllm", "sglang", "fastdeploy"),
         basic=True,
     )
-    engine_python: str | None = key(None, "The Python that has the engine installed; this one when not given.")
+    engine_python: str | None = key(
+        None, "The Python that has the engine installed; this one when not given.", path="one"
+    )
     engine_args: tuple[str, ...] = key((), "More words for an engine that is started, passed on as they are.")
     host: str = key("127.0.0.1", "Address of the server; listening to other machines needs a key.")
     port: int = key(8188, "Port of the server; 0 takes a free one.", low=0, high=65535, basic=True)
     served_model_name: str | None = key(
         None, "What clients call the model; its folder's name when not given. In chat: which of a server's models."
     )
-    lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True)
+    lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True, path="named")
     api_key_file: str | None = key(
-        None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same."
+        None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same.", path="one"
     )
     allow_unauthenticated: bool = key(False, "Listen to other machines without a key.")
     server_names: tuple[str, ...] = key((), "Further names of a server without a key; *: any name.", commas=True)

@@ -12,7 +12,7 @@ class TrackingSection:
     logging_steps: int = key(1, "Steps between log lines (ERNIEKit: 500).", low=1, basic=True)
     logging_strategy: str = key("steps", "When to log.", choices=("no", "steps", "epoch"))
     logging_first_step: bool = key(False, "Log step 1 whatever logging_steps says.")
-    logging_dir: str | None = key(None, "Folder of the event files; output_dir/runs when not given.")
+    logging_dir: str | None = key(None, "Folder of the event files; output_dir/runs when not given.", path="out")
     report_to: tuple[str, ...] = key(
         ("tensorboard",),
         "visualdl, tensorboard, wandb, all, none; metrics.jsonl is always written.",

@@ -18,7 +18,9 @@ class TrainSection:
         basic=True,
         fixed=True,
     )
-    output_dir: str | None = key("./output", "Results and checkpoints; run again on it to resume.", basic=True)
+    output_dir: str | None = key(
+        "./output", "Results and checkpoints; run again on it to resume.", basic=True, path="out"
+    )
     do_train: bool = key(False, "Train; `erniekit train` turns it on.")
     do_eval: bool = key(False, "Evaluate; on when there is an evaluation file and a strategy.")
     num_train_epochs: float = key(1.0, "Passes over the data when max_steps is -1.", low=0, basic=True)
@@ -41,7 +43,7 @@ class TrainSection:
     eval_steps: int | None = key(None, "Steps between evaluations.", low=1, basic=True)
     max_evaluate_steps: int = key(-1, "At most so many evaluation batches; -1 takes all.", also=("eval_iters",), low=-1)
     eval_tasks: tuple[str, ...] = key(
-        (), "Benchmarks of lm-evaluation-harness for `eval`.", also=("tasks",), commas=True
+        (), "Benchmarks of lm-evaluation-harness for `eval`.", also=("tasks",), commas=True, path="several"
     )
     minimum_eval_times: int | None = key(None, "Evaluate at least so often.", low=1)
     early_stopping_patience: int = key(0, "Stop after so many evaluations without improvement; 0 never stops.", low=0)

@@ -14,7 +14,7 @@ _VL = "vision"
 @dataclass(frozen=True)
 class VisionSection:
     multimodal: bool = key(False, "The model sees.", later=_VL)
-    vision_model_name_or_path: str | None = key(None, "Its vision part, when apart.", later=_VL)
+    vision_model_name_or_path: str | None = key(None, "Its vision part, when apart.", later=_VL, path="one")
     vision_config: Mapping[str, Any] | None = key(
         None, "Values that replace those of its config.", fixed=True, later=_VL
     )
@@ -26,7 +26,7 @@ class VisionSection:
     )
     visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0, later=_VL)
     rope_3d: bool = key(True, "Positions in time, height and width.", fixed=True, later=_VL)
-    text_dataset_path: tuple[str, ...] = key((), "Text mixed in.", commas=True, later=_VL)
+    text_dataset_path: tuple[str, ...] = key((), "Text mixed in.", commas=True, later=_VL, path="several")
     text_dataset_prob: tuple[float, ...] = key((), "Its shares.", low=0, commas=True, later=_VL)
     text_dataset_type: tuple[str, ...] = key((), "Its formats.", commas=True, later=_VL)
     modality_ratio: tuple[float, ...] = key(

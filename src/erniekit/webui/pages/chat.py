@@ -39,6 +39,9 @@ class ChatPage:
         self.form = form("chat")
         self.fields = Fields("chat", desk, ("model_name_or_path", "lora_path"))
         self.job, self.timer = gr.State(""), gr.Timer(EVERY_S, active=False)
+        # What was said is kept here and never taken from the window: a history sent by a client may name files and
+        # components that gradio would open.
+        self.said = gr.State([])
         with gr.Row(equal_height=False):
             with gr.Column(scale=4, min_width=320):
                 self._model_side()
@@ -110,13 +113,14 @@ class ChatPage:
         self.unload.click(self._unload, [desk.lang, self.job], self.state, **told)
         self.timer.tick(self._tick, [desk.lang, self.job], self.state, **told)
         desk.lang.change(self._tick, [desk.lang, self.job], self.state, **told)
-        inputs = [desk.lang, self.job, self.speaker, self.message, self.window, self.system, *self.asked.components]
+        inputs = [desk.lang, self.job, self.speaker, self.message, self.said, self.system, *self.asked.components]
+        outputs = [self.window, self.said, self.message]
         asking = [
-            trigger(self._say, inputs, [self.window, self.message], show_progress="hidden", concurrency_limit=16)
+            trigger(self._say, inputs, outputs, show_progress="hidden", concurrency_limit=16)
             for trigger in (self.send.click, self.message.submit)
         ]
         self.halt.click(None, None, None, cancels=asking)
-        self.clear.click(lambda: ([], ""), None, [self.window, self.message], cancels=asking, show_progress="hidden")
+        self.clear.click(lambda: ([], [], ""), None, outputs, cancels=asking, show_progress="hidden")
 
     def on_open(self, page: Any) -> None:
         page.load(self._again, [self.desk.lang, self.desk.who], self.state, show_progress="hidden")
@@ -162,7 +166,7 @@ class ChatPage:
         try:
             job = self.desk.jobs.get(id)
             url = self.desk.jobs.server_url(id)
-            names = models(url) if url else []
+            names = models(url, self.desk.jobs.server_key(id)) if url else []
         except ErnieKitError:
             return self._none(lang)
         waiting = job.is_running and not url
@@ -192,20 +196,22 @@ class ChatPage:
 
     def _say(
         self, lang: str, id: str, speaker: str | None, message: str, history: History, system: str, *raw: Any
-    ) -> Iterator[tuple[Any, Any]]:
+    ) -> Iterator[tuple[Any, Any, Any]]:
         if not (message or "").strip():
-            yield gr.skip(), gr.skip()
+            yield gr.skip(), gr.skip(), gr.skip()
             return
         url = self.desk.jobs.server_url(id) if id else ""
         if not url:
             raise gr.Error(say("chat.not_loaded", lang), print_exception=False)
+        key = self.desk.jobs.server_key(id)
         told = [*({"role": "system", "content": system.strip()} for _ in [0] if (system or "").strip())]
         told += [*_plain(history), {"role": "user", "content": message}]
         history = [*history, {"role": "user", "content": message}]
-        yield history, ""
+        yield history, history, ""
         try:
-            for thought, answer in _growing(speak(url, told, **self._options(speaker, raw))):
-                yield [*history, *_turn(thought, answer, say("chat.thinking", lang))], gr.skip()
+            for thought, answer in _growing(speak(url, told, key, **self._options(speaker, raw))):
+                now = [*history, *_turn(thought, answer, say("chat.thinking", lang))]
+                yield now, now, gr.skip()
         except ErnieKitError as error:
             raise notice(error) from None
 

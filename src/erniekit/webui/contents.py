@@ -1,0 +1,82 @@
+"""What a path of a form leads to once it is opened: links in a folder, lines of a list, token files, an adapter's base.
+
+Called by paths.py, which decides whether they may be followed. Only looks, within bounds: a folder may be hostile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from erniekit.errors import ConfigError
+
+DEPTH = 2  # folders below the one that is named: a run, its checkpoints, their parts
+MOST_ENTRIES = 20_000
+MAX_LIST = 1_000_000  # bytes
+MAX_LINES = 10_000
+MAX_CONFIG = 1_000_000  # bytes of an adapter's config
+ADAPTER_CONFIGS = ("adapter_config.json", "lora_config.json")
+SUFFIXES = (".bin", ".idx", "_ids.npy", "_idx.npz")  # of token files
+
+
+def links_in(folder: Path) -> tuple[list[Path], bool]:
+    """The symlinks in a folder and the folders below it; False where it holds more than is looked at."""
+    found: list[Path] = []
+    left = MOST_ENTRIES
+    todo = [(folder, 0)]
+    while todo:
+        here, depth = todo.pop()
+        try:
+            with os.scandir(here) as entries:
+                for entry in entries:
+                    left -= 1
+                    if left < 0:
+                        return found, False
+                    if entry.is_symlink():
+                        found.append(Path(entry.path))
+                    elif depth < DEPTH and entry.is_dir(follow_symlinks=False):
+                        todo.append((Path(entry.path), depth + 1))
+        except OSError:  # a file, nothing yet, or nothing that the job could read either
+            continue
+    return found, True
+
+
+def file_lines(path: Path, key: str) -> list[str]:
+    """Lines of a list that are not empty, stripped; a ConfigError where it is not a list of names."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_LIST + 1)
+        text = raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"{key} cannot be read as text", where=key, fix="a file with one prefix a line") from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(raw) > MAX_LIST or len(lines) > MAX_LINES:
+        raise ConfigError(f"{key} is too long a list", where=key, fix=f"at most {MAX_LINES:,} lines")
+    return lines
+
+
+def token_files(prefix: Path) -> list[Path]:
+    """The files that a prefix of token files, or one of the files itself, would open; those that are there."""
+    name = str(prefix)
+    bare = {name, *(name.removesuffix(suffix) for suffix in SUFFIXES)}
+    return [Path(one + suffix) for one in sorted(bare) for suffix in SUFFIXES if os.path.lexists(one + suffix)]
+
+
+def bases_named(folder: Path) -> list[tuple[Path, str]]:
+    """(config, the base it names) of the adapters in a folder and its checkpoints."""
+    found = []
+    try:
+        inside = [folder, *(p for p in sorted(folder.iterdir())[:MOST_ENTRIES] if p.is_dir())]
+    except OSError:
+        return []
+    for config in (place / name for place in inside for name in ADAPTER_CONFIGS):
+        try:
+            with config.open("rb") as file:
+                told = json.loads(file.read(MAX_CONFIG))
+            base = told.get("base_model_name_or_path")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue  # not there; or one that the job will not read either
+        if isinstance(base, str) and base:
+            found.append((config, base))
+    return found

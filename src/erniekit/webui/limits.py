@@ -1,0 +1,174 @@
+"""Limits: how much a request may bring, how long that may take, how many come at once, and which files it may name.
+
+Called by guard.py for every request that it lets in. Bodies are read here whole, within their limit, before gradio sees
+any of them; so a body without an end, or one of 200 MB, costs no more than the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MAX_FILE = 2**20  # bytes of an upload: recipes are all that is ever uploaded
+MAX_UPLOAD = MAX_FILE + 2**16  # with the form around it
+MAX_BODY = 2 * 2**20  # bytes of any other request: all fields of a form, or a conversation
+BODY_S = 30.0  # until a body must be here
+MAX_REQUESTS = 200  # at once, streams included: an open page has two
+MAX_BODIES = 32  # at once: they are in memory
+MAX_UPLOADS = 4  # at once
+KEPT_BYTES, KEPT_FILES = 32 * 2**20, 200  # of uploads; the oldest go first
+UPLOAD = "/gradio_api/upload"
+POSTS = (UPLOAD, "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")  # all that the page sends
+CLOSED = (
+    "/gradio_api/deep_link",
+    "/gradio_api/proxy=",
+    "/gradio_api/vibe-code",
+)  # parts of gradio that the page has no use for
+
+
+class Refused(Exception):
+    """An answer instead of what was asked for."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status, self.why = status, why
+
+
+class Limits:
+    """`uploads`: the folders that uploads go to, and the only ones whose files a request may name."""
+
+    def __init__(self, app: Any, uploads: Sequence[Path] = ()) -> None:
+        self.app, self.uploads = app, uploads
+        self.requests = self.bodies = self.sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises Refused before anything is answered."""
+        if self.requests >= MAX_REQUESTS:
+            raise Refused(503, f"{MAX_REQUESTS} requests are open: close other tabs of this page, then try again")
+        self.requests += 1
+        try:
+            if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
+                await self._with_body(scope, receive, send)
+            else:
+                _refuse_closed(scope)
+                await self.app(scope, receive, send)
+        finally:
+            self.requests -= 1
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/")
+        if path not in POSTS or scope["method"] != "POST":
+            raise Refused(403, "there is nothing here")
+        is_upload = path == UPLOAD
+        if self.bodies >= MAX_BODIES or (is_upload and self.sent >= MAX_UPLOADS):
+            raise Refused(503, "too many requests at once: try again in a moment")
+        self.bodies, self.sent = self.bodies + 1, self.sent + is_upload
+        try:
+            body = await read_body(scope, receive, MAX_UPLOAD if is_upload else MAX_BODY)
+            if is_upload:
+                for folder in self.uploads:
+                    trim(folder)
+            else:
+                check_files(body, self.uploads)
+            await self.app(scope, _again(body, receive), send)
+        finally:
+            self.bodies, self.sent = self.bodies - 1, self.sent - is_upload
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """All of it, however it is sent; refused as soon as it is known to be too long, or late."""
+    too_long = Refused(413, f"at most {limit:,} bytes")
+    told = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"0")
+    if not told.isdigit() or int(told[:20]) > limit:
+        raise too_long
+    parts, size, end = [], 0, time.monotonic() + BODY_S
+    while True:
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the request was not here within {BODY_S:.0f} s") from None
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the request broke off")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise too_long
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def check_files(body: bytes, folders: Sequence[Path]) -> None:
+    """Gradio takes any {"path": ...} in a body, of whatever component, for a file to open; URLs it would fetch."""
+    if not body:
+        return
+    try:
+        todo = [json.loads(body)]
+    except (ValueError, RecursionError):
+        raise Refused(400, "this is no JSON") from None
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if "path" in value and not is_uploaded(value["path"], folders):
+                raise Refused(403, "this file was not uploaded")
+            todo.extend(value.values())
+        elif isinstance(value, list):
+            todo.extend(value)
+
+
+def is_uploaded(path: Any, folders: Sequence[Path]) -> bool:
+    """A file in one of the folders itself, neither a link nor behind one."""
+    if not isinstance(path, str) or not os.path.isabs(path):
+        return False
+    try:
+        real = Path(os.path.realpath(path))
+        return os.path.isfile(real) and not os.path.islink(path) and any(f in real.parents for f in folders)
+    except (OSError, ValueError):
+        return False
+
+
+def trim(folder: Path) -> None:
+    """Room for one more upload: the oldest files go while there are too many bytes or files."""
+    files = []
+    for path in folder.rglob("*"):
+        try:
+            told = path.lstat()
+        except OSError:
+            continue
+        if not path.is_dir() or path.is_symlink():
+            files.append((told.st_mtime, told.st_size, path))
+    total, count = sum(size for _, size, _ in files), len(files)
+    for _, size, path in sorted(files):
+        if total <= KEPT_BYTES - MAX_FILE and count < KEPT_FILES:
+            return
+        with suppress(OSError):
+            path.unlink()
+            if path.parent != folder:  # each upload has a folder of its own
+                path.parent.rmdir()
+        total, count = total - size, count - 1
+
+
+def _refuse_closed(scope: Scope) -> None:
+    if scope["path"].startswith(CLOSED):
+        raise Refused(403, "there is nothing here")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body once more, in one piece; after it what the client does."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receiving() -> Message:
+        return left.pop() if left else await receive()
+
+    return receiving

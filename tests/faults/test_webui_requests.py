@@ -1,0 +1,378 @@
+"""W3 and W4: the real page on a real port, sent files that are not its own and more than it takes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs gradio: pip install -e '.[webui]'")
+pytest.importorskip("uvicorn")
+
+from erniekit.webui import limits
+from faults.page_server import JOIN, TOKEN, UPLOAD, Door, Served, served
+from faults.results import fault
+
+pytestmark = pytest.mark.xdist_group("webui requests")
+SECRET = "a-secret-nobody-may-read"
+META = {"meta": {"_type": "gradio.FileData"}}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("page")) as page:
+        yield page
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A recipe of somebody: read as one, its value would be told in the error."""
+    path = tmp_path / "secret.yaml"
+    path.write_text(f"learning_rate: {SECRET}\n")
+    return path
+
+
+class Listener:
+    """Counts who connects: a URL that is fetched."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/secret.yaml"
+        self.count = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                self.socket.accept()[0].close()
+            except OSError:
+                return
+            self.count += 1
+
+    def knocked(self) -> int:
+        """Connections so far, after one of our own has come through: none before it is still under way."""
+        before = self.count
+        socket.create_connection(self.socket.getsockname()).close()
+        end = time.monotonic() + 10
+        while self.count == before and time.monotonic() < end:
+            time.sleep(0.01)
+        self.count -= 1
+        return self.count
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.socket.shutdown(socket.SHUT_RDWR)
+    listener.socket.close()
+
+
+def foreign(page: Served, secret: Path, url: str) -> dict[str, str]:
+    """Paths and URLs of files that nobody uploaded."""
+    up = "../" * 30
+    (page.uploads / "folder").mkdir(exist_ok=True)
+    for name, target in (("link.yaml", secret), ("behind", secret.parent), ("folder/link.yaml", secret)):
+        if not (page.uploads / name).is_symlink():
+            (page.uploads / name).symlink_to(target)
+    return {
+        "absolute": str(secret),
+        "system": "/etc/passwd",
+        "relative": f"{up}{str(secret)[1:]}",
+        "climbs": f"{page.uploads}/{up}{str(secret)[1:]}",
+        "link": str(page.uploads / "link.yaml"),
+        "link below": str(page.uploads / "folder" / "link.yaml"),
+        "behind a link": str(page.uploads / "behind" / secret.name),
+        "folder": str(secret.parent),
+        "process": "/proc/self/environ",
+        "data": "data:text/yaml;base64," + base64.b64encode(b"learning_rate: x").decode(),
+        "http": url,
+        "http in capitals": url.replace("http", "HTTP", 1),
+        "http by name": url.replace("127.0.0.1", "localhost"),
+        "file": f"file://{secret}",
+        "nothing": "",
+        "nul": f"{secret}\x00.yaml",
+    }
+
+
+def takes_files(block: Any) -> bool:
+    model = getattr(block, "data_model", None)
+    return model is not None and "FileData" in json.dumps(model.model_json_schema())
+
+
+def file_inputs(page: Served) -> list[tuple[int, int, str]]:
+    """(event, which input, kind) of every component that is made to take a file."""
+    return [
+        (fn, at, type(block).__name__)
+        for fn, event in page.page.fns.items()
+        for at, block in enumerate(event.inputs)
+        if takes_files(block)
+    ]
+
+
+def other_inputs(page: Served) -> list[tuple[int, int, str]]:
+    """One event for each other kind: gradio opens what looks like a file in the value of any component."""
+    found: dict[str, tuple[int, int, str]] = {}
+    for fn, event in page.page.fns.items():
+        for at, block in enumerate(event.inputs):
+            kind = type(block).__name__
+            if not takes_files(block) and not block.stateful and event.fn is not None:
+                found.setdefault(kind, (fn, at, kind))
+    return list(found.values())
+
+
+def data_of(page: Served, fn: int, at: int, value: Any) -> list[Any]:
+    data = [None if block.stateful else getattr(block, "value", None) for block in page.page.fns[fn].inputs]
+    data = [None if callable(one) else one for one in data]
+    data[at] = value
+    return data
+
+
+def leaks(page: Served, text: str) -> list[str]:
+    """Where the secret has come to: the reply, or files that the page would serve."""
+    found = ["the reply"] if SECRET in text or "root:x:" in text else []
+    for path in page.uploads.rglob("*"):
+        if path.is_file() and not path.is_symlink() and SECRET.encode() in path.read_bytes():
+            found.append(f"{path} in the folder of uploads")
+    return found
+
+
+def shapes(path: str, url: str) -> list[Any]:
+    """One file; the same inside a list, without its mark, and as part of a conversation."""
+    file = {"path": path, "orig_name": "a.yaml", **META}
+    return [
+        file,
+        [file],
+        {"path": path, "url": url, "orig_name": "a.yaml"},
+        [{"role": "user", "content": [{"type": "file", "file": file}]}],
+        [{"role": "user", "content": [{"type": "component", "component": "file", "value": file}]}],
+    ]
+
+
+def attempts(
+    page: Served, made_for_it: list[tuple[int, int, str]], paths: dict[str, str], url: str, door: str
+) -> Iterator[tuple[int, int, str, str, Any]]:
+    """All paths in all shapes for one component that takes files; the worst of them for the others, as gradio's queue
+    takes its time with each."""
+    worst = ("absolute", "climbs", "link", "http")
+    for number, (fn, at, kind) in enumerate([*made_for_it, *other_inputs(page)]):
+        everything = door == "guarded" or number == 0
+        for name in paths if everything else worst if number < len(made_for_it) else worst[::3]:
+            for value in shapes(paths[name], url)[: None if everything and name in worst[::3] else 1]:
+                yield fn, at, kind, name, value
+
+
+@pytest.mark.parametrize("door", ["guarded", "bare"])
+def test_no_component_of_the_page_takes_a_file_that_was_not_uploaded(
+    page: Served, secret: Path, listener: Listener, door: str
+) -> None:
+    made_for_it = file_inputs(page)
+    assert [kind for _, _, kind in made_for_it] == ["UploadButton"] * 4, "another component that takes files"
+    where: Door = getattr(page, door)
+    layer = "the page" if door == "guarded" else "gradio's own check"
+    with fault(
+        "W3", f"paths, links and URLs in every component that takes a file, and one of each other kind: {layer}"
+    ) as row:
+        cases = list(attempts(page, made_for_it, foreign(page, secret, listener.url), listener.url, door))
+        for fn, at, kind, name, value in cases:
+            what, reply = f"{kind} of event {fn}: {name}", where.call(fn, data_of(page, fn, at, value))
+            assert SECRET not in reply.text, what
+            assert "root:x:" not in reply.text, what
+            if door == "guarded":
+                assert reply.status == 403, f"{what}: {reply}"
+        assert not leaks(page, "")
+        assert listener.knocked() == 0, "a URL was fetched"
+        row.count = row.hits = len(cases)
+        assert row.count >= 45
+        row.note = "none read, copied or fetched"
+
+
+def test_without_gradios_check_the_same_requests_would_give_the_file_away(page: Served, secret: Path) -> None:
+    """What check_paths is for. Fails where a new gradio calls the switch otherwise, or has it on by itself."""
+    assert page.page.has_launched is True
+    fn, at, _ = file_inputs(page)[0]
+    other = other_inputs(page)[0]
+    value = {"path": str(secret), "orig_name": "a.yaml", **META}
+    with fault("W3", "the same with gradio's check turned off: the fault is real") as row:
+        page.page.has_launched = False
+        try:
+            told = page.bare.call(fn, data_of(page, fn, at, value))
+            page.bare.call(*other[:1], data_of(page, *other[:2], value))
+            found = leaks(page, told.text)
+        finally:
+            page.page.has_launched = True
+            for path in [p for p in page.uploads.rglob("*") if p.is_file() and not p.is_symlink()]:
+                path.unlink()
+        assert "the reply" in found, told.text
+        assert len(found) >= 2, found
+        row.count = row.hits = 2
+        row.note = "read and copied, as expected"
+
+
+def test_a_recipe_that_was_uploaded_is_still_taken(page: Served) -> None:
+    for door in (page.guarded, page.bare):
+        path = json.loads(door.upload("mine.yaml", b"learning_rate: 0.00321\n").text)[0]
+        for fn, at, _ in file_inputs(page)[:1]:
+            reply = door.call(fn, data_of(page, fn, at, {"path": path, "orig_name": "mine.yaml", **META}))
+            assert "0.00321" in reply.text, reply.text
+
+
+def test_links_among_the_uploads_are_not_served(page: Served, secret: Path, listener: Listener) -> None:
+    foreign(page, secret, listener.url)
+    for name in ("link.yaml", "folder/link.yaml", "behind/secret.yaml"):
+        reply = page.guarded.ask("GET", f"/gradio_api/file={page.uploads}/{name}")
+        assert (reply.status, SECRET in reply.text) == (403, False)
+
+
+def test_without_the_token_the_page_is_closed_to_other_accounts_of_this_machine(page: Served) -> None:
+    stranger = Door(page.guarded.port)
+    paths = ["/", "/config", "/theme.css", "/gradio_api/info", "/gradio_api/queue/data?session_hash=x",
+             "/gradio_api/heartbeat/x", "/gradio_api/upload_progress?upload_id=x", "/gradio_api/startup-events",
+             f"/?token={TOKEN[:-1]}", "/?token="]  # fmt: skip
+    with fault("W2", "no token, or a wrong one, at a loopback address") as row:
+        for method, path in [*(("GET", path) for path in paths), ("POST", JOIN), ("POST", UPLOAD)]:
+            reply = stranger.ask(method, path, b"{}" if method == "POST" else None)
+            assert reply.status == 403, f"{method} {path}: {reply.status}"
+            assert TOKEN not in reply.text
+            row.count += 1
+        row.hits = row.count
+        row.note = "403 each time"
+
+
+# ---- W4
+
+
+def send(door: Door, path: str, head: str, parts: list[bytes]) -> str:
+    """What comes back, its first line; a server that has heard enough may hang up before all is sent."""
+    with door.raw() as raw:
+        lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in door.headers().items()), head, "", ""]
+        raw.sendall("\r\n".join(lines).encode())
+        try:
+            for part in parts:
+                raw.sendall(part)
+        except OSError:
+            pass
+        return raw.makefile("rb").readline().decode()
+
+
+def test_bodies_beyond_the_limit_are_refused_however_they_are_sent(page: Served) -> None:
+    door = page.guarded
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with fault("W4", "bodies beyond the limit, by their length and in chunks") as row:
+        for path in limits.POSTS:
+            for told in (200_000_000, limits.MAX_BODY + 1, 10**15):
+                assert " 413 " in send(door, path, f"Content-Length: {told}", []), (path, told)
+                row.count += 1
+            most = limits.MAX_UPLOAD if path == UPLOAD else limits.MAX_BODY
+            assert " 413 " in send(door, path, "Transfer-Encoding: chunked", [chunk] * (most // 0x10000 + 1)), path
+            row.count += 1
+        assert not [p for p in page.uploads.rglob("*") if p.is_file() and p.stat().st_size > limits.MAX_FILE]
+        assert door.ask("GET", "/config").status == 200
+        row.hits = row.count
+        row.note = "413 each time"
+
+
+def test_what_the_page_never_sends_is_closed(page: Served) -> None:
+    for path in ("/gradio_api/run/predict", "/gradio_api/api/predict", "/gradio_api/call/x", "/gradio_api/call/v2/x",
+                 "/gradio_api/component_server", "/gradio_api/process_recording", "/gradio_api/vibe-edit/",
+                 "/gradio_api/stream/x", "/login"):  # fmt: skip
+        assert page.guarded.ask("POST", path, b"{}").status == 403, path
+    for path in ("/gradio_api/deep_link?session_hash=x", "/gradio_api/proxy=http://127.0.0.1:9/x"):
+        assert page.guarded.ask("GET", path).status == 403, path
+    assert page.guarded.ask("PUT", JOIN, b"{}").status == 403
+
+
+def test_a_body_that_is_no_json_or_nests_without_end_is_refused(page: Served) -> None:
+    for body in (b"{", b"\xff", b"[" * 500_000, b'{"path":' * 90_000):
+        assert page.guarded.ask("POST", JOIN, body).status == 400
+
+
+def test_a_body_that_does_not_come_is_given_up(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_S", 0.3)
+    with fault("W4", "bodies that stop half way") as row:
+        for path in limits.POSTS:
+            began = time.monotonic()
+            assert " 408 " in send(page.guarded, path, "Content-Length: 1000", [b"x" * 500])
+            assert time.monotonic() - began < 10
+            row.count += 1
+        row.hits = row.count
+        row.note = "408 each time"
+
+
+def test_of_sixty_uploads_at_once_most_are_told_to_come_back(page: Served) -> None:
+    door, many = page.guarded, 60
+    lines = [f"POST {UPLOAD} HTTP/1.1", *(f"{k}: {v}" for k, v in door.headers().items())]
+    lines += ["Content-Type: multipart/form-data; boundary=edge", "Content-Length: 100", "", "x"]
+    with fault("W4", "sixty uploads at once") as row, ExitStack() as open_ones:
+        sockets = [open_ones.enter_context(door.raw()) for _ in range(many)]
+        for one in sockets:
+            one.sendall("\r\n".join(lines).encode())
+        replies: list[bytes] = []
+        end = time.monotonic() + 20
+        while len(replies) < many - limits.MAX_UPLOADS and time.monotonic() < end:
+            for one in select.select(sockets, [], [], 1)[0]:
+                replies.append(one.recv(100))
+                sockets.remove(one)
+        time.sleep(0.1)
+        assert not select.select(sockets, [], [], 0)[0], "those that were let in are waited for"
+        assert len(replies) == many - limits.MAX_UPLOADS
+        assert all(b" 503 " in reply for reply in replies)
+        assert door.ask("GET", "/config").status == 200, "the page answers meanwhile"
+        row.count = many
+        row.hits = len(replies)
+        row.note = f"{len(replies)} told to come back"
+    until_free(door)
+
+
+def until_free(door: Door) -> None:
+    end = time.monotonic() + 20
+    while door.upload("a.yaml", b"seed: 1\n").status != 200:
+        assert time.monotonic() < end, "uploads are taken no more"
+        time.sleep(0.05)
+
+
+def test_streams_without_number_are_refused_and_those_that_are_closed_make_room(
+    page: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, most = page.guarded, 20
+    monkeypatch.setattr(limits, "MAX_REQUESTS", most)
+    with fault("W4", "more streams than there is room for") as row, ExitStack() as open_ones:
+        lines = ["GET /gradio_api/heartbeat/{} HTTP/1.1", *(f"{k}: {v}" for k, v in door.headers().items()), "", ""]
+        statuses = []
+        for number in range(most + 10):
+            one = open_ones.enter_context(door.raw())
+            one.sendall("\r\n".join(lines).format(number).encode())
+            statuses.append(one.recv(100)[9:12])
+        assert statuses.count(b"503") >= 10, statuses
+        assert b"200" in statuses
+        row.count, row.hits = most + 10, statuses.count(b"503")
+        row.note = "503 beyond the limit"
+    end = time.monotonic() + 30
+    while door.ask("GET", "/config").status != 200:
+        assert time.monotonic() < end, "closed streams hold their places"
+        time.sleep(0.05)
+
+
+def test_the_folder_of_uploads_does_not_grow_without_end(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KEPT_FILES", 6)
+    monkeypatch.setattr(limits, "KEPT_BYTES", limits.MAX_FILE + 4000)
+    with fault("W4", "uploads without end") as row:
+        for number in range(20):
+            reply = page.guarded.upload(f"{number}.yaml", f"# {number}\n".encode() * 300)
+            assert reply.status == 200
+            row.count += 1
+        assert Path(json.loads(reply.text)[0]).is_file(), "the newest is there"
+        files = [p for p in page.uploads.rglob("*") if p.is_file() and not p.is_symlink()]
+        assert len(files) <= 6
+        assert sum(p.stat().st_size for p in files) <= 4000 + 3000
+        row.hits = row.count
+        row.note = f"{len(files)} kept"
