@@ -16,6 +16,7 @@ NEVER = {
     "engine_python": "it names a program to run",
     "engine_args": "it is handed to a program as it is",
     "host": "the page's server listens on this machine alone",
+    "server_names": "the page's server listens on this machine alone",
     "allow_unauthenticated": "the page's server listens on this machine alone",
     "api_key_file": "it names a secret",
     "wandb_api_key": "a secret; set WANDB_API_KEY before starting the page",

@@ -252,13 +252,13 @@ def theme() -> Any:
 def serve(app: Guard, listening: socket.socket, url: str) -> None:
     import uvicorn
 
+    from erniekit.net.connections import limited
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             say(f"{paint('ready', 'green', 'bold')}: {url}")
             say("Ctrl-C ends the page; runs it has started go on, and are found again.")
 
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, server_header=False
-    )
+    config, listening = limited(app, listening, timeout_graceful_shutdown=2)
     Server(config).run(sockets=[listening])

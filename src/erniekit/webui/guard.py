@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
-import socket
 from collections.abc import Iterable, MutableMapping, Sequence
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from erniekit.config.address import is_loopback
+from erniekit.net.hosts import Hosts, from_another_site
 from erniekit.webui.limits import Limits, Receive, Refused, Scope, Send
 
 TOKEN = "token"  # of the URL that is printed at the start
-LOCAL = ("localhost", "127.0.0.1", "::1")
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -52,12 +50,9 @@ class Guard:
         if token is None and not is_loopback(host):
             raise ValueError("an address that other machines reach needs a token")
         self.token = token
-        self.open = not is_loopback(host)
         self.files = [Path(os.path.realpath(f)) for f in files]
         self.app = Limits(app, self.files)
-        self.names = {host.strip("[]").lower(), *LOCAL, *(n.lower() for n in names)}
-        if self.open:
-            self.names.add(socket.gethostname().lower())
+        self.hosts = Hosts.of(host, names)
         self.cookie = f"erniekit-{port}"  # two pages on one machine share its cookies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +60,7 @@ class Guard:
             await self.app.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
-        wrong = self._host(headers) or self._origin(scope, headers) or self._path(scope)
+        wrong = self._site(headers) or self._path(scope)
         if wrong:
             await refuse(scope, send, wrong)
             return
@@ -87,24 +82,11 @@ class Guard:
         except Refused as refused:
             await refuse(scope, send, refused.why, refused.status)
 
-    def _host(self, headers: dict[bytes, bytes]) -> str:
-        """DNS rebinding: a foreign name that was made to point here. A number cannot be rebound."""
-        given = headers.get(b"host", b"").decode("latin-1").lower()
-        name = host_name(given)
-        if name in self.names or (self.open and _is_address(name)):
-            return ""
-        return "this page has another address"
-
-    def _origin(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
-        """Another site's page must not press our buttons."""
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if origin:
-            found = urlsplit(origin) if "://" in origin else None
-            if found is None or found.netloc != headers.get(b"host", b"").decode("latin-1").lower():
-                return "a page of another address asked for this"
-        elif headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
-            return "a page of another address asked for this"
-        return ""
+    def _site(self, headers: dict[bytes, bytes]) -> str:
+        """A foreign name that was made to point here, or another site's page that presses our buttons."""
+        if not self.hosts.knows(headers.get(b"host", b"").decode("latin-1")):
+            return "this page has another address"
+        return "a page of another address asked for this" if from_another_site(headers) else ""
 
     def _path(self, scope: Scope) -> str:
         """Paths that climb, and files by name from elsewhere than the folders that are served."""
@@ -162,21 +144,6 @@ async def refuse(scope: Scope, send: Send, why: str, status: int = 403) -> None:
 def same(given: str, right: str) -> bool:
     """In a time that does not tell how much of it was right."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), right.encode())
-
-
-def host_name(host: str) -> str:
-    """`[::1]:7860`, `localhost:7860` -> the name."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _decoded(path: str) -> str:

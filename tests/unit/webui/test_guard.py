@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from erniekit.config.address import is_loopback
-from erniekit.webui.guard import HEADERS, Guard, host_name, new_token
+from erniekit.webui.guard import HEADERS, Guard, new_token
 
 HERE = {"host": "127.0.0.1:7860"}
 
@@ -161,8 +161,7 @@ def test_two_pages_on_one_machine_have_cookies_of_their_own() -> None:
     assert one.cookie != other.cookie
 
 
-def test_names_of_hosts() -> None:
-    assert [host_name(h) for h in ("a:1", "a", "[::1]:2", "[::1]", "::1")] == ["a", "a", "::1", "::1", "::1"]
+def test_loopback_addresses_and_long_tokens() -> None:
     assert is_loopback("127.3.2.1")
     assert is_loopback("[::1]")
     assert not is_loopback("0.0.0.0")
