@@ -63,14 +63,18 @@ def test_the_error_names_the_template_and_is_no_bad_row(paddle: Path, monkeypatc
 def test_a_deadline_around_others_holds_for_all_of_them() -> None:
     made = compiled("{% for a in range(99999) %}{% set c = a %}{% endfor %}")
     began = time.thread_time()
-    with pytest.raises(TookTooLong), deadline(0.2):
+
+    def one_after_another() -> None:
         while time.thread_time() - began < 5:
             with deadline(30):
                 made.render()
+
+    with pytest.raises(TookTooLong), deadline(0.2):
+        one_after_another()
     assert time.thread_time() - began < 2
 
 
-@pytest.mark.parametrize("source", ["{{ 10 ** 10 ** 8 }}", "{{ 'ab' * 10 ** 9 }}", "{{ 10 ** 9 * [messages] }}"])
+@pytest.mark.parametrize("source", ["{{ 10 ** 100000000 }}", "{{ 'ab' * 10 ** 9 }}", "{{ 10 ** 9 * [messages] }}"])
 def test_one_operation_cannot_take_long_either(source: str, paddle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(paddle / "tokenizer")
     monkeypatch.setattr(tokenizer, "chat_template", source)
