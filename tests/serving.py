@@ -81,8 +81,14 @@ def until(done: Any, seconds: float, fails: bool = True) -> bool:
 class Program:
     """`erniekit server` as a process of its own."""
 
-    def __init__(self, folder: Path | str, *words: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "erniekit", "server", str(folder), "device=cpu", *words]
+    def __init__(
+        self,
+        folder: Path | str,
+        *words: str,
+        env: dict[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "erniekit"),
+    ) -> None:
+        command = [sys.executable, *program, "server", str(folder), "device=cpu", *words]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

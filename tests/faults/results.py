@@ -45,6 +45,8 @@ ROWS = {  # reliability rows and what a passing one promises
     "S4": "more clients than there is room for",
     "S5": "wrong keys and open addresses",
     "S6": "the server killed or asked to leave in mid-stream",
+    "S7": "prompt work: long conversations, special-token look-alikes, looping templates at once",
+    "S8": "SIGTERM while prompt work and engine are stuck",
     "W1": "commands, flags and foreign paths typed into the web page",
     "W2": "requests to the web page from elsewhere",
     "P1": "files made to run a program or to eat memory",

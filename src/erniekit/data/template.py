@@ -301,11 +301,7 @@ class _Rendering:
 
     def _shield(self, value: Any) -> Any:
         if isinstance(value, str):
-            out, at = [], 0
-            while found := self.tokenizer.special_pattern.search(value, at):
-                out.append(value[at : found.start() + 1])
-                at = found.start() + 1
-            return self.mark.join([*out, value[at:]])
+            return self.mark.join(self.tokenizer.cut_specials(value))
         if isinstance(value, Mapping):
             return {self._shield(key): self._shield(item) for key, item in value.items()}
         return [self._shield(item) for item in value] if isinstance(value, (list, tuple)) else value

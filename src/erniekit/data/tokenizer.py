@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from erniekit.data.vocabulary import JsonVocabulary, Run, SentencePieceVocabulary, Vocabulary, any_of, encode_unique
+from erniekit.data.vocabulary import (
+    JsonVocabulary,
+    Run,
+    SentencePieceVocabulary,
+    Vocabulary,
+    any_of,
+    behind_first_letters,
+    encode_unique,
+)
 from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 
@@ -85,6 +93,7 @@ class Tokenizer:
         pattern = any_of(self.special_ids)
         assert pattern is not None  # eos is in there
         self.special_pattern = pattern
+        self._cuts = behind_first_letters(self.special_ids)
         self._token_of = {id: token for token, id in self.special_ids.items()}
         unk = self._id(roles.get("unk_token"))
         # unk is what an unknown character becomes: the one control id that text may give.
@@ -213,20 +222,18 @@ class Tokenizer:
         if not clash:
             return encoded
         # The engine knows a control string as a piece: cut each behind its first character, encode around the cuts.
-        cut = [self._cut(*runs[k]) for k in clash]
+        cut = [
+            [(piece, prefix and not n) for n, piece in enumerate(self.cut_specials(text))]
+            for text, prefix in (runs[k] for k in clash)
+        ]
         pieces = iter(encode_unique([piece for one in cut for piece in one], self._vocabulary.encode_many))
         for k, one in zip(clash, cut):
             encoded[k] = [id for _ in one for id in next(pieces)]
         return encoded
 
-    def _cut(self, text: str, prefix: bool) -> list[Run]:
-        out: list[Run] = []
-        start = at = 0
-        while found := self.special_pattern.search(text, at):
-            at = found.start() + 1
-            out.append((text[start:at], prefix and not start))
-            start = at
-        return [*out, (text[start:], prefix and not start)]
+    def cut_specials(self, text: str) -> list[str]:
+        """The text in pieces, cut behind the first character of each control string in it."""
+        return self._cuts.split(text) if self.special_pattern.search(text) else [text]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         kept = [int(id) for id in ids if not (skip_special and id in self._token_of)]

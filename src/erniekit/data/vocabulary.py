@@ -230,6 +230,16 @@ def encode_unique(runs: Sequence[Run], encode: Callable[[Sequence[Run]], list[li
     return [known[run] for run in runs]
 
 
+def behind_first_letters(words: Iterable[str]) -> re.Pattern[str]:
+    """Matches the empty place behind the first letter of each of the words, also of one that begins inside another. All
+    have two letters or more."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        rests.setdefault(word[0], []).append(word[1:])
+    found = ((letter, any_of(rest)) for letter, rest in rests.items())
+    return re.compile("|".join(f"(?<={re.escape(letter)})(?={rest.pattern})" for letter, rest in found if rest))
+
+
 def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
     """Matches any of the words, the longest first; None for no words.
 

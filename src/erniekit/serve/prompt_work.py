@@ -27,6 +27,7 @@ from erniekit.serve.prompt_worker import Conversation, Failed, Source, Texts, Wo
 SHORT_CHARACTERS, SHORT_MESSAGES = 16_384, 64  # a prompt with more of either is long
 DEADLINE_S = 30.0  # from a request's arrival to its ids
 RENDER_S = 5.0  # of processor time for the chat template
+SHORT_RENDER_S = 0.25  # the same in a thread that others wait for; what takes longer is given to a process
 LEFT_S = 1.0  # how long work may go on for a client that has left
 
 
@@ -217,6 +218,7 @@ class Limits:
     long_queue: int = 16
     deadline_s: float = DEADLINE_S
     render_s: float = RENDER_S
+    short_render_s: float = SHORT_RENDER_S
     short_characters: int = SHORT_CHARACTERS
 
 
@@ -245,13 +247,19 @@ class PromptWork:
     async def ids(self, what: Conversation | Texts, tokenizer: Tokenizer, most: int, seconds: float) -> Any:
         """list[list[int]] or Failed. Raises Busy, Late or Stuck; cancelling it drops the work."""
         limits = self.limits
-        seconds = min(seconds, limits.deadline_s)
+        ends = time.monotonic() + min(seconds, limits.deadline_s)
+        if is_short(what, limits.short_characters):
+            found = await self._done(self._short, Work(what, most, limits.short_render_s), tokenizer, ends)
+            if not isinstance(found, Failed) or found.kind != "slow":
+                return found
+        # Long from the start, or short for a template that takes its time over it: nobody else is to wait for that.
+        return await self._done(self._long, Work(what, most, limits.render_s), tokenizer, ends)
+
+    async def _done(self, lane: Lane, work: Work, tokenizer: Tokenizer, ends: float) -> Any:
         loop = asyncio.get_running_loop()
-        work = Work(what, most, min(limits.render_s, seconds))
-        task = Task(work, tokenizer, loop, loop.create_future(), time.monotonic() + seconds)
-        lane = self._short if is_short(what, limits.short_characters) else self._long
+        task = Task(work, tokenizer, loop, loop.create_future(), ends)
         lane.put(task)
-        alarm = loop.call_later(seconds, _settle, task.result, Late())
+        alarm = loop.call_later(ends - time.monotonic(), _settle, task.result, Late())
         try:
             found = await task.result
         except asyncio.CancelledError:
