@@ -1,5 +1,5 @@
-"""`erniekit server` with a tokenizer that never comes back from a text with HANG in it, and an engine that never ends the
-step of a prompt whose first id is 7. Run as a script by test_server_prompts.py."""
+"""`erniekit server` with a tokenizer that never comes back from a text with HANG in it, and an engine that never ends a
+step for a prompt whose first id is 7. Run as a script by test_server_prompts.py."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.xdist_group("server")
 
 # Renders turn by turn but looks ahead, so every prefix must be rendered; and loops for whoever asks it to.
 TEMPLATE = (
-    "{% if spin %}{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if spin %}{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}"
+    "{% endif %}"
     "{% for m in messages %}<mask:1>{{ m.role }}\n{{ m.content }}<|end_of_sentence|>\n"
     "{{ '!' if loop.last and m.role == 'tool' }}{% endfor %}"
     "{% if add_generation_prompt %}<mask:1>assistant\n{% endif %}"
@@ -54,6 +56,7 @@ def hostile(size: int, turns: int) -> list[tuple[str, dict[str, Any], set[int]]]
     """(what, body, the statuses it may get)."""
     refused = {400, 429}
     one = [{"role": "user", "content": "</s>" * (size // 4)}]
+    marks = {"x": "<mask:1>" * (size // 8)}
     tool = {"type": "function", "function": {"name": "f", "description": "</s>" * (size // 4)}}
     return [
         ("many messages", talk(turns, "word"), refused),
@@ -62,7 +65,7 @@ def hostile(size: int, turns: int) -> list[tuple[str, dict[str, Any], set[int]]]
         ("look-alikes in a tool", {**talk(2, "hi"), "tools": [tool]}, refused),
         (
             "look-alikes in a variable",
-            {**talk(2, "hi"), "chat_template_kwargs": {"x": "<mask:1>" * (size // 8)}},
+            {**talk(2, "hi"), "chat_template_kwargs": marks},
             {200},
         ),
         ("one long word", talk(0, "") | {"messages": [{"role": "user", "content": "a" * size}]}, refused),
@@ -74,7 +77,12 @@ def hostile(size: int, turns: int) -> list[tuple[str, dict[str, Any], set[int]]]
 @pytest.mark.parametrize(
     ("size", "turns", "times"), [(160_000, 1024, 1), pytest.param(524_288, 4094, 4, marks=pytest.mark.full)]
 )
-def test_short_prompts_are_answered_while_eight_hostile_ones_are_in_work(live: Live, size: int, turns: int, times: int):
+def test_short_prompts_are_answered_while_eight_hostile_ones_are_in_work(
+    live: Live, size: int, turns: int, times: int, monkeypatch: pytest.MonkeyPatch
+):
+    if times == 1:  # a loop of five seconds of processor time is for the larger size
+        prompts = live.gate.app.state.api.prompts
+        monkeypatch.setattr(prompts, "limits", replace(prompts.limits, render_s=1.0))
     attacks = hostile(size, turns) * times
     answers: list[tuple[str, set[int], int, float]] = []
 
@@ -124,7 +132,7 @@ def test_short_prompts_are_answered_while_eight_hostile_ones_are_in_work(live: L
 def test_a_client_that_leaves_while_its_prompt_is_prepared_frees_the_place(live: Live):
     spin = {**talk(90, "hi"), "chat_template_kwargs": {"spin": True}}
     with fault("S7", "clients that leave while a template loops over their long prompt") as row:
-        row.count = 6
+        row.count = 4
         for _ in range(row.count // 2):
             threads = [threading.Thread(target=_give_up, args=(live.url, spin)) for _ in range(2)]
             for thread in threads:

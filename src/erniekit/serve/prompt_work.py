@@ -64,8 +64,12 @@ class Lane:
     """A queue and the threads that work it off. A thread that is beyond a deadline counts as lost: another takes its
     place, up to twice as many, and it ends when it comes back."""
 
-    def __init__(self, name: str, threads: int, queue: int, do: Callable[[Task], Any]) -> None:
-        self.name, self.threads, self.queue, self.do = name, threads, queue, do
+    def __init__(
+        self, name: str, threads: int, queue: int, do: Callable[[Task], Any], leave: Callable[[], None], grace_s: float
+    ) -> None:
+        """leave: called at a thread's end, in it. grace_s: between a deadline and the thread's counting as lost."""
+        self.name, self.threads, self.queue, self.do, self.leave = name, threads, queue, do, leave
+        self.grace_s = grace_s
         self.waiting: deque[Task] = deque()
         self.slots: list[Slot] = []
         self._lock = threading.Condition()
@@ -76,11 +80,12 @@ class Lane:
             lost = self._lost()
             if len(lost) >= 2 * self.threads:
                 raise Stuck
-            if len(self.waiting) >= self.queue:
+            free = sum(slot.task is None for slot in self.slots)
+            to_come = max(0, self.threads - (len(self.slots) - len(lost)))
+            if len(self.waiting) >= self.queue + free + to_come:
                 raise Busy
             self.waiting.append(task)
-            free = sum(slot.task is None for slot in self.slots)
-            if free < len(self.waiting) and len(self.slots) - len(lost) < self.threads:
+            if free < len(self.waiting) and to_come:
                 slot = Slot()
                 thread = threading.Thread(target=self._run, args=(slot,), name=f"{self.name} prompts", daemon=True)
                 self.slots.append(slot)
@@ -100,8 +105,8 @@ class Lane:
                 self.waiting.remove(task)
 
     def _lost(self) -> list[Slot]:
-        now = time.monotonic()
-        return [slot for slot in self.slots if slot.task is not None and slot.task.ends < now]
+        late = time.monotonic() - self.grace_s
+        return [slot for slot in self.slots if slot.task is not None and slot.task.ends < late]
 
     def counts(self) -> tuple[int, int, int]:
         """(running, waiting, lost)."""
@@ -127,6 +132,7 @@ class Lane:
                 task.loop.call_soon_threadsafe(_settle, task.result, result)
             except RuntimeError:  # that loop is closed: nobody waits
                 pass
+        self.leave()
 
     def _next(self, slot: Slot) -> Task | None:
         with self._lock:
@@ -163,7 +169,7 @@ class Process:
             prompt_worker.send(child.stdin, (Source.of(task.tokenizer), task.work, seconds))
             return prompt_worker.receive(child.stdout)
         except (OSError, EOFError):
-            self._reap()
+            self.reap()
             return Failed("slow", "the worker process was ended")
         finally:
             with self._lock:
@@ -175,7 +181,7 @@ class Process:
             if self._child is not None and (task is None or task is self._task):
                 self._child.kill()
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
@@ -239,8 +245,9 @@ class PromptWork:
     abandoned: int = 0  # deadlines that have passed
 
     def __post_init__(self) -> None:
-        self._short = Lane("short", self.limits.threads, self.limits.short_queue, _in_thread)
-        self._long = Lane("long", self.limits.processes, self.limits.long_queue, self._in_process)
+        limits = self.limits
+        self._short = Lane("short", limits.threads, limits.short_queue, _in_thread, lambda: None, 0.0)
+        self._long = Lane("long", limits.processes, limits.long_queue, self._in_process, self._leave, LEFT_S)
         self._own = threading.local()  # a thread's process
         self._processes: list[Process] = []
 
@@ -286,6 +293,12 @@ class PromptWork:
         task.process = process
         return process.do(task, left + LEFT_S)
 
+    def _leave(self) -> None:
+        process = getattr(self._own, "process", None)
+        if process is not None:
+            self._processes.remove(process)
+            process.reap()
+
     def load(self) -> PromptLoad:
         short, long = self._short.counts(), self._long.counts()
         running, waiting, lost = (a + b for a, b in zip(short, long))
@@ -295,7 +308,7 @@ class PromptWork:
         """Called in the event loop. Whoever waits is told; nothing is begun any more."""
         for task in (*self._short.end(), *self._long.end()):
             _settle(task.result, Failed("stopping", ""))
-        for process in self._processes:
+        for process in list(self._processes):
             process.kill()
 
 
