@@ -104,8 +104,8 @@ def _changing(tree: nodes.Template) -> set[str]:
         for assign in tree.find_all(nodes.Assign)
         if isinstance(assign.target, nodes.Name) and isinstance(assign.node, nodes.Const) and id(assign) not in in_loops
     )
-    named = (*tree.find_all(nodes.Macro), *tree.find_all(nodes.NSRef))
-    return {name for name, count in stores.items() if count > constants[name]} | {"messages", *(n.name for n in named)}
+    named = {macro.name for macro in tree.find_all(nodes.Macro)} | {ref.name for ref in tree.find_all(nodes.NSRef)}
+    return {name for name, count in stores.items() if count > constants[name]} | named | {"messages"}
 
 
 def _call(name: str, *args: nodes.Expr) -> nodes.Call:

@@ -6,7 +6,6 @@ Python waits for threads when it ends, and asyncio for those of its executor: on
 from __future__ import annotations
 
 import faulthandler
-import io
 import os
 import sys
 import threading
@@ -33,9 +32,9 @@ class Ending:
         self._at = at
         try:
             # Needs no interpreter lock: ends the process, with code 1, when the thread below cannot run.
-            faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=sys.__stderr__)
-        except (AttributeError, RuntimeError, ValueError, io.UnsupportedOperation):
-            pass  # no stderr to write to
+            faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=2)
+        except (RuntimeError, ValueError):
+            pass  # there is no stderr
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="ending", daemon=True)
             self._thread.start()

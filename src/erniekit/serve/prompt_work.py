@@ -128,6 +128,8 @@ class Lane:
                 result = self.do(task)
             except Exception as error:
                 result = Failed("fault", f"{type(error).__name__}: {error}"[:400])
+            with self._lock:
+                slot.task = None
             try:
                 task.loop.call_soon_threadsafe(_settle, task.result, result)
             except RuntimeError:  # that loop is closed: nobody waits
@@ -136,7 +138,6 @@ class Lane:
 
     def _next(self, slot: Slot) -> Task | None:
         with self._lock:
-            slot.task = None
             while not self._ended and len(self.slots) <= self.threads + len(self._lost()):
                 if self.waiting:
                     slot.task = self.waiting.popleft()
@@ -165,6 +166,8 @@ class Process:
             if self._child is None or self._child.poll() is not None:
                 self._child = _start()
             self._task, child = task, self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
         try:
             prompt_worker.send(child.stdin, (Source.of(task.tokenizer), task.work, seconds))
             return prompt_worker.receive(child.stdout)

@@ -17,7 +17,7 @@ import pickle
 import signal
 import struct
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from erniekit.data.template import PromptTooLong, RenderedTooLong, TemplateRefused, prompt_ids
 from erniekit.data.template_limit import deadline
@@ -127,14 +127,14 @@ def _encode(work: Texts, tokenizer: Tokenizer, most: int) -> list[list[int]]:
     return out
 
 
-def send(pipe: BinaryIO, value: Any) -> None:
+def send(pipe: IO[bytes], value: Any) -> None:
     data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     pipe.write(HEADER.pack(len(data)))
     pipe.write(data)
     pipe.flush()
 
 
-def receive(pipe: BinaryIO) -> Any:
+def receive(pipe: IO[bytes]) -> Any:
     """EOFError when the other side is gone."""
     head = pipe.read(HEADER.size)
     if len(head) < HEADER.size:
