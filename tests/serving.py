@@ -86,13 +86,18 @@ class Program:
     """`erniekit server` as a process of its own."""
 
     def __init__(
-        self, folder: Path | str, *words: str, env: dict[str, str] | None = None, descriptors: int | None = None
+        self,
+        folder: Path | str,
+        *words: str,
+        env: dict[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "erniekit"),
+        descriptors: int | None = None,
     ) -> None:
         def restrict() -> None:
             if descriptors is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
-        command = [sys.executable, "-m", "erniekit", "server", str(folder), "device=cpu", *words]
+        command = [sys.executable, *program, "server", str(folder), "device=cpu", *words]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

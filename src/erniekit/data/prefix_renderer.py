@@ -12,6 +12,7 @@ same for all of them if it reads neither messages nor anything the template assi
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -78,15 +79,33 @@ def _passed(
 
 
 def _depends(tree: nodes.Template, after: Sequence[nodes.Node]) -> bool:
-    """Whether this part of the template reads `messages` or anything the template assigns, or calls something."""
-    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"} | {"messages"}
-    assigned |= {macro.name for macro in tree.find_all(nodes.Macro)}
+    """Whether this part of the template reads `messages` or anything that may hold more than a constant, or calls
+    something."""
+    changing = _changing(tree)
     for node in after:
         if isinstance(node, _IMPURE) or any(True for _ in node.find_all(_IMPURE)):
             return True
-        if any(name.name in assigned for name in node.find_all(nodes.Name)):
+        if any(name.name in changing for name in node.find_all(nodes.Name)):
             return True
     return False
+
+
+def _changing(tree: nodes.Template) -> set[str]:
+    """Names whose value behind the loop may depend on how many messages it was given.
+
+    A name that is only ever set to constants, outside of loops, is not one of them: before the loop the template has
+    seen none but the messages that every noted prefix has, so it has set the same. (ERNIE's own template sets
+    add_generation_prompt in this way where it is not given.)
+    """
+    stores = Counter(name.name for name in tree.find_all(nodes.Name) if name.ctx != "load")
+    in_loops = {id(assign) for loop in tree.find_all(nodes.For) for assign in loop.find_all(nodes.Assign)}
+    constants = Counter(
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and isinstance(assign.node, nodes.Const) and id(assign) not in in_loops
+    )
+    named = {macro.name for macro in tree.find_all(nodes.Macro)} | {ref.name for ref in tree.find_all(nodes.NSRef)}
+    return {name for name, count in stores.items() if count > constants[name]} | named | {"messages"}
 
 
 def _call(name: str, *args: nodes.Expr) -> nodes.Call:

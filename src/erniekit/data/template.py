@@ -13,7 +13,7 @@ from typing import Any
 
 from erniekit.data.compiled_template import BUILT_IN, compiled, to_json
 from erniekit.data.prefix_renderer import Prefixes, render_prefixes
-from erniekit.data.template_limit import RENDER_S, TookTooLong, deadline
+from erniekit.data.template_limit import TookTooLong, deadline
 from erniekit.data.thinking import thought_tokens, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Conversation, Message
@@ -23,6 +23,8 @@ from erniekit.errors import DataError
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 Parts = list[tuple[str, str]]  # query and answer of each turn
+# Messages that may be rendered for one prompt when each of its prefixes is rendered anew: the square of its turns.
+MOST_RENDERED = 65_536
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ class Turn:
 
 class TemplateRefused(ValueError):
     """The chat template does not take this conversation; the text says why."""
+
+
+class PromptTooLong(ValueError):
+    """The prompt has more tokens than were allowed: at least `tokens`."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"at least {tokens} tokens")
+        self.tokens = tokens
+
+
+class RenderedTooLong(DataError):
+    """The chat template did not end in the time it has (template_limit.py)."""
 
 
 class ThoughtRefused(TemplateRefused):
@@ -61,7 +75,7 @@ def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
             raise ThoughtRefused(
                 "the chat template leaves out what the answer thinks; `train_thinking: drop` trains the answer alone"
             )
-    ids = _encode([text for part in parts for text in part], tokenizer, ready.mark)
+    ids = list(_encode([text for part in parts for text in part], tokenizer, ready.mark))
     out = []
     for (query, text), asked, said, i in zip(parts, ids[::2], ids[1::2], answers):
         out.append(Turn(asked, said, messages[i].trained, thought_tokens(query, text, said, tokenizer)))
@@ -79,17 +93,29 @@ def prompt_ids(
     tools: Sequence[dict[str, Any]] | None = None,
     whole: bool = False,
     variables: Mapping[str, Any] | None = None,
+    most: int | None = None,
 ) -> list[int]:
     """Ids to generate from: equal to the training prefix, token for token. variables: what else the template reads.
 
     `whole` encodes the rendering as one string, as servers that know only the template do. The two differ where an
-    earlier answer merges with the space of `Assistant: ` in front of it.
+    earlier answer merges with the space of `Assistant: ` in front of it. It is also done where a template must render
+    every prefix by itself and that would be more than MOST_RENDERED messages. A prompt of more than `most` tokens is
+    PromptTooLong, mostly before all of it is encoded.
     """
     asked = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
     ready = _Rendering(asked, tokenizer, variables)
     parts = None if whole or uses_tools(asked) else _cut(ready, ask=True)
     texts = [ready.render(ready.messages, True)] if parts is None else [text for part in parts for text in part]
-    return [id for ids in _encode(texts, tokenizer, ready.mark) for id in ids]
+    if most is not None:
+        least = tokenizer.least_tokens(sum(len(text) - text.count(ready.mark) for text in texts))
+        if least > most:
+            raise PromptTooLong(least)
+    out: list[int] = []
+    for ids in _encode(texts, tokenizer, ready.mark):
+        out += ids
+        if most is not None and len(out) > most:
+            raise PromptTooLong(len(out))
+    return out
 
 
 def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
@@ -127,6 +153,8 @@ def _cut(ready: _Rendering, ask: bool = False) -> Parts | None:
     found = ready.prefixes() if len(answers) > 1 else None
     if found is not None and all(i in found.ends and i + 1 in found.ends for i in answers):
         return _cut_prefixes(found, answers, controls, ask)
+    if ask and 2 * sum(answers) > MOST_RENDERED:
+        return None
     out: Parts = []
     done = ""
     for i in answers:
@@ -181,14 +209,8 @@ def _end_of_answer(rendered: str, end: int, controls: tuple[str, ...]) -> int:
     return bare if rendered.endswith(controls, 0, bare) else end
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, mark: str) -> list[list[int]]:
-    out: list[list[int]] = []
-    before: list[int] = []
-    for text in texts:
-        ids = tokenizer.encode_rendered(_spans(text, tokenizer, mark), before)
-        out.append(ids)
-        before = ids or before
-    return out
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, mark: str) -> Iterator[list[int]]:
+    return tokenizer.encode_parts(_spans(text, tokenizer, mark) for text in texts)
 
 
 def _spans(text: str, tokenizer: Tokenizer, mark: str) -> Iterator[tuple[str, bool]]:
@@ -254,8 +276,8 @@ class _Rendering:
             return None
 
     def _too_long(self) -> DataError:
-        return DataError(
-            f"the chat template was still rendering after {RENDER_S:.0f} s, for {len(self.messages)} messages",
+        return RenderedTooLong(
+            f"the chat template was still rendering at its limit of time, for {len(self.messages)} messages",
             where=f"{self.tokenizer.folder}: chat_template in tokenizer_config.json, or chat_template.jinja",
             fix="correct its loops, or remove it to use the built-in ERNIE text form",
         )
@@ -279,11 +301,7 @@ class _Rendering:
 
     def _shield(self, value: Any) -> Any:
         if isinstance(value, str):
-            out, at = [], 0
-            while found := self.tokenizer.special_pattern.search(value, at):
-                out.append(value[at : found.start() + 1])
-                at = found.start() + 1
-            return self.mark.join([*out, value[at:]])
+            return self.mark.join(self.tokenizer.cut_specials(value))
         if isinstance(value, Mapping):
             return {self._shield(key): self._shield(item) for key, item in value.items()}
         return [self._shield(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-RENDER_S = 30.0  # of this thread's processor time, for one conversation: a render takes milliseconds
+RENDER_S = 30.0  # of this thread's processor time, for one rendering: it takes milliseconds
 _EVERY = 64  # ticks between two looks at the clock
 
 
@@ -53,8 +53,10 @@ def limited(env: jinja2.Environment, tree: nodes.Template) -> jinja2.Template:
 
 @contextmanager
 def deadline(seconds: float | None = None) -> Iterator[None]:
-    _clock.deadline = time.thread_time() + (RENDER_S if seconds is None else seconds)
+    """For everything that this thread renders inside; a deadline around this one holds too."""
+    outer = _clock.deadline
+    _clock.deadline = min(outer, time.thread_time() + (RENDER_S if seconds is None else seconds))
     try:
         yield
     finally:
-        _clock.deadline = float("inf")
+        _clock.deadline = outer

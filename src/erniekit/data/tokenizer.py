@@ -5,15 +5,24 @@ Called by template.py, the token cache and its workers, doctor, chat and export.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from erniekit.data.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary, any_of
+from erniekit.data.vocabulary import (
+    JsonVocabulary,
+    Run,
+    SentencePieceVocabulary,
+    Vocabulary,
+    any_of,
+    behind_first_letters,
+    encode_unique,
+)
 from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 
@@ -26,6 +35,7 @@ SPOKEN = frozenset({"<think>", "</think>", "<response>", "</response>", "<tool_c
 _MARKER = re.compile(r"<\|[^|\s]+\|>|<mask:\d+>")
 # Part of every fingerprint: raise it when the same files would give other ids than before.
 _RULES = 1
+BATCH = 65_536  # characters that are encoded in one call
 
 
 @dataclass
@@ -83,6 +93,7 @@ class Tokenizer:
         pattern = any_of(self.special_ids)
         assert pattern is not None  # eos is in there
         self.special_pattern = pattern
+        self._cuts = behind_first_letters(self.special_ids)
         self._token_of = {id: token for token, id in self.special_ids.items()}
         unk = self._id(roles.get("unk_token"))
         # unk is what an unknown character becomes: the one control id that text may give.
@@ -115,7 +126,16 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text that stands alone. Control strings inside it are spelled out in ordinary pieces."""
-        return self._check(self._encode_run(text, prefix=self._vocabulary.prefix != "never"))
+        return self._check(self._encode_runs([(text, self._vocabulary.prefix != "never")])[0])
+
+    @functools.cached_property
+    def widest(self) -> int | None:
+        """The most characters of a text that one token stands for; None where that has no bound."""
+        return self._vocabulary.widest()
+
+    def least_tokens(self, characters: int) -> int:
+        """A text of so many characters has at least so many tokens."""
+        return -(-characters // self.widest) if self.widest else 0
 
     def _check(self, ids: list[int]) -> list[int]:
         """The same ids, where the embedding has a row for each."""
@@ -133,44 +153,87 @@ class Tokenizer:
 
         Text is joined across spans before encoding, so `User: ` and what the user said are one run.
         """
-        out: list[int] = []
+        return next(self.encode_parts([spans], before))
+
+    def encode_parts(
+        self, parts: Iterable[Iterable[tuple[str, bool]]], before: Sequence[int] = ()
+    ) -> Iterator[list[int]]:
+        """As `encode_rendered`, for each part of one document in turn. About BATCH characters are encoded at a time, so
+        that who has enough can stop."""
+        last = before[-1] if before else None
+        waiting: list[list[int | str]] = []
+        size = 0
+        for spans in parts:
+            waiting.append(list(self._pieces(spans)))
+            size += sum(len(piece) for piece in waiting[-1] if isinstance(piece, str)) + 1
+            if size >= BATCH:
+                for ids in self._encode_pieces(waiting, last):
+                    last = ids[-1] if ids else last
+                    yield ids
+                waiting, size = [], 0
+        yield from self._encode_pieces(waiting, last)
+
+    def _pieces(self, spans: Iterable[tuple[str, bool]]) -> Iterator[int | str]:
+        """Ids of control tokens, and the runs of text between them."""
         run: list[str] = []
-
-        def flush() -> None:
-            text = "".join(run)
-            run.clear()
-            if text:
-                last = out[-1] if out else before[-1] if before else None
-                out.extend(self._encode_run(text, self._prefix_after(last)))
-
         for span, is_template in spans:
             at = 0
             for control in self.special_pattern.finditer(span) if is_template else ():
                 run.append(span[at : control.start()])
-                flush()
-                out.append(self.special_ids[control.group()])
+                if text := "".join(run):
+                    yield text
+                run.clear()
+                yield self.special_ids[control.group()]
                 at = control.end()
             run.append(span[at:])
-        flush()
-        return self._check(out)
+        if text := "".join(run):
+            yield text
+
+    def _encode_pieces(self, parts: Sequence[Sequence[int | str]], last: int | None) -> Iterator[list[int]]:
+        # Whether a run gets a space before it depends on the id before it. That is guessed for all runs at once: text
+        # has at least one id, and does not end in a control id. The few runs for which that is wrong are done again.
+        runs: list[Run] = []
+        before: int | str | None = last
+        for piece in (piece for part in parts for piece in part):
+            if isinstance(piece, str):
+                runs.append((piece, not isinstance(before, str) and self._prefix_after(before)))
+            before = piece
+        encoded = iter(zip(runs, self._encode_runs(runs)))
+        for part in parts:
+            out: list[int] = []
+            for piece in part:
+                if isinstance(piece, int):
+                    out.append(piece)
+                else:
+                    (text, guessed), ids = next(encoded)
+                    prefix = self._prefix_after(last)
+                    out += ids if prefix is guessed else self._encode_runs([(text, prefix)])[0]
+                last = out[-1] if out else last
+            yield self._check(out)
 
     def _prefix_after(self, last: int | None) -> bool:
         if self._vocabulary.prefix == "always":
             return last is None or last in self._token_of
         return self._vocabulary.prefix == "first" and last is None
 
-    def _encode_run(self, text: str, prefix: bool) -> list[int]:
-        ids = self._vocabulary.encode(text, prefix)
-        if self._forbidden.isdisjoint(ids):
-            return ids
+    def _encode_runs(self, runs: Sequence[Run]) -> list[list[int]]:
+        encoded = self._vocabulary.encode_many(runs)
+        clash = [k for k, ids in enumerate(encoded) if not self._forbidden.isdisjoint(ids)]
+        if not clash:
+            return encoded
         # The engine knows a control string as a piece: cut each behind its first character, encode around the cuts.
-        out: list[int] = []
-        start = at = 0
-        while found := self.special_pattern.search(text, at):
-            at = found.start() + 1
-            out += self._vocabulary.encode(text[start:at], prefix and not start)
-            start = at
-        return out + self._vocabulary.encode(text[start:], prefix and not start)
+        cut = [
+            [(piece, prefix and not n) for n, piece in enumerate(self.cut_specials(text))]
+            for text, prefix in (runs[k] for k in clash)
+        ]
+        pieces = iter(encode_unique([piece for one in cut for piece in one], self._vocabulary.encode_many))
+        for k, one in zip(clash, cut):
+            encoded[k] = [id for _ in one for id in next(pieces)]
+        return encoded
+
+    def cut_specials(self, text: str) -> list[str]:
+        """The text in pieces, cut behind the first character of each control string in it."""
+        return self._cuts.split(text) if self.special_pattern.search(text) else [text]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         kept = [int(id) for id in ids if not (skip_special and id in self._token_of)]

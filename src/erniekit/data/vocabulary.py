@@ -1,6 +1,7 @@
 """The two engines behind a tokenizer folder: SentencePiece `tokenizer.model`, and `tokenizer.json`.
 
 Called by tokenizer.py only. Both encode plain text; which strings are control tokens is decided by the caller.
+Texts are encoded many at a time: a call of the library for each of ten thousand short ones costs more than they do.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from erniekit.data.token_width import json_width, parts, sentencepiece_width
 from erniekit.errors import CheckpointError
 
 # Where an engine puts a space before text: nowhere, at the start of a document, or also after each control token.
 Prefix = Literal["never", "first", "always"]
+Run = tuple[str, bool]  # a text, and whether a space is put before it
 
 
 class Vocabulary(Protocol):
@@ -24,7 +27,8 @@ class Vocabulary(Protocol):
     def id_of(self, token: str) -> int | None: ...
     def token_of(self, id: int) -> str: ...
     def tokens(self) -> Iterable[str]: ...
-    def encode(self, text: str, prefix: bool) -> list[int]: ...
+    def encode_many(self, runs: Sequence[Run]) -> list[list[int]]: ...
+    def widest(self) -> int | None: ...
     def decode(self, ids: Sequence[int], control: dict[int, str]) -> str: ...
     def show(self, id: int) -> str: ...
 
@@ -74,13 +78,18 @@ class SentencePieceVocabulary:
         """Added tokens that are control tokens: never matched in plain text."""
         self._words = any_of(set(self._added) - set(tokens))
 
-    def encode(self, text: str, prefix: bool) -> list[int]:
+    def encode_many(self, runs: Sequence[Run]) -> list[list[int]]:
         if self._words is None:
-            return self._encode(text, prefix)
-        return _encode_around(self._words, self._added, text, prefix, self.prefix == "always", self._encode)
+            return self._encode(runs)
+        return _encode_around(self._words, self._added, runs, self.prefix == "always", self._encode)
 
-    def _encode(self, text: str, prefix: bool) -> list[int]:
-        return self._sp.encode(" " + text if prefix and text else text)
+    def _encode(self, runs: Sequence[Run]) -> list[list[int]]:
+        texts = [" " + text if prefix and text else text for text, prefix in runs]
+        return [self._sp.encode(texts[0])] if len(texts) == 1 else self._sp.encode(texts, num_threads=1)
+
+    def widest(self) -> int | None:
+        """The most characters of a text that one id stands for; None where that has no bound."""
+        return sentencepiece_width(self._sp, self._added)
 
     def decode(self, ids: Sequence[int], control: dict[int, str]) -> str:
         out: list[str] = []
@@ -157,15 +166,22 @@ class JsonVocabulary:
     def tokens(self) -> Iterable[str]:
         return self._tok.get_vocab(with_added_tokens=True)
 
-    def encode(self, text: str, prefix: bool) -> list[int]:
+    def encode_many(self, runs: Sequence[Run]) -> list[list[int]]:
         if self._words is None or self.prefix == "never":  # the engine finds added words by itself
-            return self._encode(text, prefix)
-        return _encode_around(self._words, self._added, text, prefix, self.prefix == "always", self._encode)
+            return self._encode(runs)
+        return _encode_around(self._words, self._added, runs, self.prefix == "always", self._encode)
 
-    def _encode(self, text: str, prefix: bool) -> list[int]:
-        if prefix and text and not (self._no_double and text[0] in " ▁"):
-            text = " " + text
-        return self._tok.encode(text, add_special_tokens=False).ids
+    def _encode(self, runs: Sequence[Run]) -> list[list[int]]:
+        texts = [
+            " " + text if prefix and text and not (self._no_double and text[0] in " ▁") else text
+            for text, prefix in runs
+        ]
+        # Not its batches: they start threads, which a process that forks later cannot have.
+        return [self._tok.encode(text, add_special_tokens=False).ids for text in texts]
+
+    def widest(self) -> int | None:
+        """The most characters of a text that one id stands for; None where that has no bound."""
+        return json_width(json.loads(self._tok.to_str()))
 
     def decode(self, ids: Sequence[int], control: dict[int, str]) -> str:
         return self._tok.decode([id for id in ids if id < self.size], skip_special_tokens=False)
@@ -180,19 +196,48 @@ class JsonVocabulary:
 def _encode_around(
     words: re.Pattern[str],
     ids: dict[str, int],
-    text: str,
-    prefix: bool,
+    runs: Sequence[Run],
     prefix_after_word: bool,
-    encode: Callable[[str, bool], list[int]],
-) -> list[int]:
-    """Added words become their ids; the text between them is encoded piece by piece."""
-    out: list[int] = []
-    at = 0
-    for word in words.finditer(text):
-        out += encode(text[at : word.start()], prefix_after_word if at else prefix)
-        out.append(ids[word.group()])
-        at = word.end()
-    return out + encode(text[at:], prefix_after_word if at else prefix)
+    encode: Callable[[Sequence[Run]], list[list[int]]],
+) -> list[list[int]]:
+    """Added words become their ids; the text between them is encoded piece by piece, all pieces in one call."""
+    pieces: list[Run] = []
+    plans: list[list[int]] = []  # for each run: the ids of the words between its pieces
+    for text, prefix in runs:
+        at = 0
+        found = []
+        for word in words.finditer(text):
+            pieces.append((text[at : word.start()], prefix_after_word if at else prefix))
+            found.append(ids[word.group()])
+            at = word.end()
+        pieces.append((text[at:], prefix_after_word if at else prefix))
+        plans.append(found)
+    encoded = iter(encode_unique(pieces, encode))
+    out = []
+    for found in plans:
+        run = list(next(encoded))
+        for id in found:
+            run.append(id)
+            run += next(encoded)
+        out.append(run)
+    return out
+
+
+def encode_unique(runs: Sequence[Run], encode: Callable[[Sequence[Run]], list[list[int]]]) -> list[list[int]]:
+    """Each different run is encoded once: a text cut at every control string repeats a few pieces many times."""
+    different = list(dict.fromkeys(runs))
+    known = dict(zip(different, encode(different))) if different else {}
+    return [known[run] for run in runs]
+
+
+def behind_first_letters(words: Iterable[str]) -> re.Pattern[str]:
+    """Matches the empty place behind the first letter of each of the words, also of one that begins inside another. All
+    have two letters or more."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        rests.setdefault(word[0], []).append(word[1:])
+    found = ((letter, any_of(rest)) for letter, rest in rests.items())
+    return re.compile("|".join(f"(?<={re.escape(letter)})(?={rest.pattern})" for letter, rest in found if rest))
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
@@ -218,27 +263,17 @@ def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile(pattern(tree)) if tree else None
 
 
-def _parts(node: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a flat list, sequences opened."""
-    if not isinstance(node, dict):
-        return []
-    if node.get("type") == "Sequence":
-        inner = node.get("normalizers") or node.get("pretokenizers") or []
-        return [part for child in inner for part in _parts(child)]
-    return [node]
-
-
 def _has(node: Any, *types: str) -> bool:
-    return any(part.get("type") in types for part in _parts(node))
+    return any(part.get("type") in types for part in parts(node))
 
 
 def _take_prefix(state: dict[str, Any]) -> Prefix:
     """Remove the rules that put a space before text, and say what they were."""
     prefix: Prefix = "never"
-    for part in _parts(state.get("normalizer")):
+    for part in parts(state.get("normalizer")):
         if part.get("type") == "Prepend" and part.get("prepend") == "▁":
             part["prepend"], prefix = "", "always"
-    for part in _parts(state.get("pre_tokenizer")):
+    for part in parts(state.get("pre_tokenizer")):
         if part.get("type") == "Metaspace":
             if part.get("prepend_scheme", "always") != "never":
                 prefix = part.get("prepend_scheme", "always")

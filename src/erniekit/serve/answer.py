@@ -13,7 +13,7 @@ from erniekit.serve.problem import Problem
 from erniekit.serve.speech import Delta, Speech
 from erniekit.serve.spelling import Spelling, StopWords
 
-LATE = -1  # the number of no job: the time is up
+LATE, STOPPED = -1, -2  # numbers of no job: the time is up; the server stops and the engine does not say so
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ class Answering:
         asked = self.asked.prompt_tokens
         return {"prompt_tokens": asked, "completion_tokens": self.said, "total_tokens": asked + self.said}
 
+    def stop(self) -> None:
+        self.stream.events.put_nowait((STOPPED, Done("error")))
+
     async def parts(self) -> AsyncIterator[Part]:
         loop, events = asyncio.get_running_loop(), self.stream.events
         late = (LATE, Done("error", "the answer took longer than this server allows"))
@@ -106,6 +109,8 @@ class Answering:
                 number, event = await events.get()
                 if number == LATE:
                     raise Problem(504, late[1].message, code="timeout")
+                if number == STOPPED:
+                    raise Problem(503, "the server is stopping", code="stopping")
                 if self.first is None:
                     self.first = time.monotonic()
                 choice = self.choices[number]

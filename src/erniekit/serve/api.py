@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,11 +20,14 @@ from erniekit import __version__
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts
 from erniekit.serve.answer import Answering, Part
-from erniekit.serve.asked import Asked, Defaults, Served, ask_chat, ask_completion, ignored_fields
+from erniekit.serve.asked import Asked, Defaults, Question, Served, ignored_fields, read_chat, read_completion
 from erniekit.serve.engines.base import Engine
 from erniekit.serve.gate import Gate, Receive, Scope, Send, read_json, reply
+from erniekit.serve.health import Watch
 from erniekit.serve.metrics import TYPE, Metrics
 from erniekit.serve.problem import Problem, as_json
+from erniekit.serve.prompt_work import Busy, Late, Limits, PromptWork, Stuck
+from erniekit.serve.prompt_worker import Failed, Texts
 from erniekit.serve.schema import ChatRequest, CompletionRequest, Wishes
 from erniekit.serve.shapes import Shape
 
@@ -39,6 +43,7 @@ class Settings:
     key: str | None = None
     created: int = 0
     hosts: Hosts | None = None  # the names it is reached by; None: any
+    prompts: Limits = field(default_factory=Limits)  # of the work on prompts
 
 
 class Api:
@@ -47,6 +52,11 @@ class Api:
     def __init__(self, engine: Engine, models: Mapping[str, Served], settings: Settings) -> None:
         self.engine, self.models, self.settings = engine, models, settings
         self.metrics = Metrics()
+        self.prompts = PromptWork(settings.prompts)
+        self.answering: weakref.WeakSet[Answering] = weakref.WeakSet()
+        self.watch = Watch(engine, self.prompts)
+        for served in models.values():
+            _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
         self.ignored: set[str] = set()  # field names the log has named
 
     # --- routes
@@ -54,12 +64,12 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """An answer to a conversation."""
         asked = await read_json(request, ChatRequest)
-        return await self._answer(request, asked, ask_chat)
+        return await self._answer(request, asked, read_chat)
 
     async def completions(self, request: Request) -> Response:
         """How texts go on."""
         asked = await read_json(request, CompletionRequest)
-        return await self._answer(request, asked, ask_completion)
+        return await self._answer(request, asked, read_completion)
 
     async def list_models(self) -> Response:
         """The models that can be asked for by name."""
@@ -70,21 +80,38 @@ class Api:
         return _json(self._card(self._served(model)))
 
     async def health(self) -> Response:
-        """200 while the engine answers."""
-        load = self.engine.load()
-        state = {"status": "ok" if load.healthy else "failing", "running": load.running, "waiting": load.waiting}
-        return _json(state, 200 if load.healthy else 503)
+        """200 while requests can be answered."""
+        self.watch.start()
+        load, prompts = self.engine.load(), self.prompts.load()
+        reason = self.watch.reason(load)
+        state = {
+            "status": "ok" if reason is None else "failing",
+            "running": load.running,
+            "waiting": load.waiting,
+            "prompts_running": prompts.running,
+            "prompts_waiting": prompts.waiting,
+        }
+        return _json(state, 200) if reason is None else _json({**state, "reason": reason}, 503)
 
     async def prometheus(self) -> Response:
         """What is counted, for Prometheus."""
-        return Response(self.metrics.text(self.engine.load()), media_type=TYPE)
+        load = self.engine.load()
+        healthy = self.watch.reason(load) is None
+        return Response(self.metrics.text(load, self.prompts.load(), healthy, self.watch.lag), media_type=TYPE)
 
     # --- the way of an answer
 
     async def _answer(self, request: Request, wishes: Wishes, prepare: Any) -> Response:
-        served = self._served(wishes.model)
-        asked: Asked = await asyncio.to_thread(prepare, wishes, served, self.settings.defaults)
-        answering = Answering(asked, self.engine, self.settings.timeout, not wishes.stream)
+        arrived = time.monotonic()
+        self.watch.start()
+        question: Question = prepare(wishes, self._served(wishes.model), self.settings.defaults)
+        asked: Asked | None = await unless_gone(request.receive, self._asked(question))
+        if asked is None:
+            self.metrics.disconnects += 1
+            return Response(status_code=499)  # nobody reads it
+        left = arrived + self.settings.timeout - time.monotonic()
+        answering = Answering(asked, self.engine, left, not wishes.stream)
+        self.answering.add(answering)
         shape = Shape(answering, asked.jobs[0].choosing.logprobs is not None)
         self.metrics.prompt_tokens += asked.prompt_tokens
         headers = self._name_ignored(wishes)
@@ -97,6 +124,33 @@ class Api:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # nobody reads it
         return _json(shape.whole(parts), headers=headers)
+
+    def end_answers(self) -> None:
+        """Whoever still waits is told that the server stops: for the end, when an engine or a tokenizer hangs."""
+        self.prompts.end()
+        for answering in list(self.answering):
+            answering.stop()
+
+    async def _asked(self, question: Question) -> Asked:
+        """The request's jobs, its prompt prepared in time or a Problem."""
+        if isinstance(question.work, Texts) and not question.work.texts:
+            return question.asked([])
+        tokenizer, timeout = question.served.tokenizer, self.settings.timeout
+        try:
+            made = await self.prompts.ids(question.work, tokenizer, question.most, timeout)
+        except Busy:
+            raise Problem(
+                429, "the server is busy: too many prompts wait", code="queue_full", headers={"Retry-After": "2"}
+            ) from None
+        except Late:
+            made = Failed("slow", "its deadline passed")
+        except Stuck:
+            raise Problem(503, "the server cannot prepare prompts now", code="stuck") from None
+        if isinstance(made, Failed):
+            if made.kind in ("slow", "changed", "fault"):
+                warn(f"a prompt was not prepared: {made.message}")
+            raise question.refuse(made)
+        return question.asked(made)
 
     def _name_ignored(self, wishes: Wishes) -> dict[str, str]:
         """Fields that had no effect: in a header of every answer, and the first time each in the server's log."""
@@ -225,6 +279,7 @@ def make_app(engine: Engine, models: Mapping[str, Served], settings: Settings) -
     app.add_exception_handler(Exception, _on_fault)
     _name_schemas(app)
     paths = frozenset(route.path for route in app.routes if "{" not in route.path)  # type: ignore[attr-defined]
+    app.state.api = api
     return Gate(app, settings.key, api.metrics, paths, settings.hosts)
 
 

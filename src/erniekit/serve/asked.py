@@ -1,6 +1,7 @@
-"""From a request as it came to jobs an engine can do: prompt ids, limits, sampling. Called by api.py, in a thread.
+"""From a request as it came to jobs an engine can do: prompt ids, limits, sampling. Called by api.py.
 
-Whatever a client can get wrong in here is a Problem; tokenising and templates may take a while for long prompts.
+Whatever a client can get wrong in here is a Problem. A `Question` has no ids yet: making them may take a while, and
+prompt_work.py does it for api.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from erniekit.data.template import TemplateRefused, prompt_ids
 from erniekit.data.tokenizer import BEGIN, Tokenizer
-from erniekit.errors import CheckpointError
 from erniekit.serve.engines.base import Choosing, Job
 from erniekit.serve.problem import Problem
+from erniekit.serve.prompt_work import RENDER_S
+from erniekit.serve.prompt_worker import Conversation, Failed, Texts, Work, prepare
 from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, Message, Wishes
 from erniekit.serve.speech import THINK
 
@@ -77,7 +78,50 @@ def ignored_fields(request: Wishes) -> list[str]:
     return sorted(name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier())[:MOST_NAMED]
 
 
-def ask_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Asked:
+@dataclass(frozen=True)
+class Question:
+    """A request that has been read: what ids are to be made of, and what the jobs are then."""
+
+    request: ChatRequest | CompletionRequest
+    served: Served
+    defaults: Defaults
+    work: Conversation | Texts  # Texts may be none: all prompts were given as ids
+
+    @property
+    def most(self) -> int:
+        """Tokens that a prompt may have beside the answer that is asked for."""
+        return self.served.longest - (_most_tokens(self.request) or 1)
+
+    @property
+    def field(self) -> str:
+        return "messages" if isinstance(self.request, ChatRequest) else "prompt"
+
+    def refuse(self, failed: Failed) -> Problem:
+        """What the client is told about prompt work that gave no ids."""
+        if failed.kind == "too long":
+            return too_long(self.request, self.served, f"at least {failed.tokens}")
+        if failed.kind in ("refused", "beyond"):
+            return Problem(400, failed.message, param=self.field)
+        if failed.kind == "no text":
+            chat = isinstance(self.request, ChatRequest)
+            words = "the messages are no text that can be put into a prompt" if chat else "the prompt is no text"
+            return Problem(400, words, param=self.field)
+        if failed.kind == "slow":
+            return Problem(503, "the prompt could not be prepared in time", code="prompt_timeout")
+        if failed.kind == "stopping":
+            return Problem(503, "the server is stopping", code="stopping")
+        if failed.kind == "changed":
+            return Problem(503, "the model's files have changed: the server must be started again", code="changed")
+        return Problem(500, "the server failed on this request")
+
+    def asked(self, made: list[list[int]]) -> Asked:
+        """made: the ids of `work`, in its order."""
+        if isinstance(self.request, ChatRequest):
+            return _asked_chat(self, self.request, made[0])
+        return _asked_completion(self, self.request, made)
+
+
+def read_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Question:
     refuse_unsupported(request)
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
@@ -85,45 +129,98 @@ def ask_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Asked:
     choice = request.tool_choice
     if choice not in (None, "auto", "none"):
         raise Problem(400, "tool_choice can be auto or none: a call cannot be forced", param="tool_choice")
-    tools = [tool.model_dump() for tool in request.tools or ()] if choice != "none" else []
     thinking = defaults.enable_thinking if request.enable_thinking is None else request.enable_thinking
     more = {} if thinking is None else {"enable_thinking": thinking}
     more |= request.chat_template_kwargs or {}
     messages = [_message(message) for message in request.messages]
-    try:
-        prompt = prompt_ids(messages, served.tokenizer, tools or None, variables=more)
-    except TemplateRefused as refused:
-        raise Problem(400, str(refused), param="messages") from None
-    except CheckpointError as beyond:  # a token without a row in the embedding
-        raise Problem(400, beyond.what, param="messages") from None
-    except (UnicodeEncodeError, RecursionError, TypeError, KeyError, AttributeError):
-        raise Problem(400, "the messages are no text that can be put into a prompt", param="messages") from None
-    most = request.max_completion_tokens or request.max_tokens
-    logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else None
-    job = _job(request, prompt, served, defaults, most, logprobs)
-    opened = served.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
-    return Asked(served, _repeated(job, request), _stop(request), True, 1, bool(tools), opened)
+    return Question(request, served, defaults, Conversation(messages, _tools(request) or None, more))
 
 
-def ask_completion(request: CompletionRequest, served: Served, defaults: Defaults) -> Asked:
+def read_completion(request: CompletionRequest, served: Served, defaults: Defaults) -> Question:
     refuse_unsupported(request)
     if request.suffix:
         raise Problem(400, "suffix is not supported; leave it out", param="suffix")
     if request.echo and request.logprobs is not None:
         raise Problem(400, "logprobs of a prompt are not given; leave out echo or logprobs", param="echo")
-    given = request.prompt
-    single = isinstance(given, str) or isinstance(given[0], int)
-    prompts: list[Any] = [given] if single else list(given)
+    tokenizer = served.tokenizer
+    # ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text.
+    opening = tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
+    texts = [prompt for prompt in _prompts(request) if isinstance(prompt, str)]
+    question = Question(request, served, defaults, Texts(texts, opening))
+    for prompt in _prompts(request):
+        least = tokenizer.least_tokens(len(prompt)) if isinstance(prompt, str) else len(prompt)
+        if least > question.most:
+            raise too_long(request, served, f"{'at least ' if isinstance(prompt, str) else ''}{least}")
+        if not isinstance(prompt, str) and max(prompt) >= served.vocab:
+            raise Problem(400, f"token {max(prompt)} is not in the vocabulary of {served.vocab}", param="prompt")
+    return question
+
+
+def ask_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Asked:
+    """All of it, here and now."""
+    return _ask(read_chat(request, served, defaults))
+
+
+def ask_completion(request: CompletionRequest, served: Served, defaults: Defaults) -> Asked:
+    """All of it, here and now."""
+    return _ask(read_completion(request, served, defaults))
+
+
+def _ask(question: Question) -> Asked:
+    made = prepare(Work(question.work, question.most, RENDER_S), question.served.tokenizer)
+    if isinstance(made, Failed):
+        raise question.refuse(made)
+    return question.asked(made)
+
+
+def _asked_chat(question: Question, request: ChatRequest, prompt: list[int]) -> Asked:
+    served = question.served
+    logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else None
+    job = _job(request, prompt, served, question.defaults, logprobs)
+    opened = served.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
+    return Asked(served, _repeated(job, request), _stop(request), True, 1, bool(_tools(request)), opened)
+
+
+def _asked_completion(question: Question, request: CompletionRequest, made: list[list[int]]) -> Asked:
+    served = question.served
+    tokenizer, encoded = served.tokenizer, iter(made)
+    prompts = _prompts(request)
     jobs: list[Job] = []
     echo: list[str] = []
     for prompt in prompts:
-        ids = _ids(prompt, served)
-        job = _job(request, ids, served, defaults, request.max_tokens, request.logprobs)
-        repeated = _repeated(job, request)
+        ids = next(encoded) if isinstance(prompt, str) else prompt
+        ids = ids or [tokenizer.eos_id if tokenizer.begin_id is None else tokenizer.begin_id]
+        repeated = _repeated(_job(request, ids, served, question.defaults, request.logprobs), request)
         jobs += repeated
-        text = prompt if isinstance(prompt, str) else served.tokenizer.decode(ids)
-        echo += [text if request.echo else ""] * len(repeated)
+        text = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+        echo += [text] * len(repeated)
     return Asked(served, tuple(jobs), _stop(request), False, len(prompts), echo=tuple(echo))
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    given: Any = request.prompt
+    single = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if single else list(given)
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump() for tool in request.tools or ()] if request.tool_choice != "none" else []
+
+
+def _most_tokens(request: Wishes) -> int | None:
+    """That an answer may have, where the request says it."""
+    return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
+
+
+def too_long(request: Wishes, served: Served, has: str) -> Problem:
+    most = _most_tokens(request)
+    wants = f" and {most} for the answer" if most else ""
+    return Problem(
+        400,
+        f"this model's context is {served.longest} tokens; the prompt has {has}{wants}",
+        param="messages" if isinstance(request, ChatRequest) else "prompt",
+        code="context_length_exceeded",
+    )
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -156,35 +253,10 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _ids(prompt: str | list[int], served: Served) -> list[int]:
-    tokenizer = served.tokenizer
-    if not isinstance(prompt, str):
-        if max(prompt) >= served.vocab:
-            raise Problem(400, f"token {max(prompt)} is not in the vocabulary of {served.vocab}", param="prompt")
-        return prompt
-    # ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text.
-    opening = tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
-    try:
-        ids = [*([] if opening is None else [opening]), *tokenizer.encode_text(prompt)]
-    except UnicodeEncodeError:
-        raise Problem(400, "the prompt holds half a character", param="prompt") from None
-    except CheckpointError as beyond:  # a token without a row in the embedding
-        raise Problem(400, beyond.what, param="prompt") from None
-    return ids or [tokenizer.eos_id if tokenizer.begin_id is None else tokenizer.begin_id]
-
-
-def _job(
-    request: Wishes, prompt: list[int], served: Served, defaults: Defaults, most: int | None, logprobs: int | None
-) -> Job:
-    room = served.longest - len(prompt)
+def _job(request: Wishes, prompt: list[int], served: Served, defaults: Defaults, logprobs: int | None) -> Job:
+    room, most = served.longest - len(prompt), _most_tokens(request)
     if room < (most or 1):
-        wants = f" and {most} for the answer" if most else ""
-        raise Problem(
-            400,
-            f"this model's context is {served.longest} tokens; the prompt has {len(prompt)}{wants}",
-            param="messages" if isinstance(request, ChatRequest) else "prompt",
-            code="context_length_exceeded",
-        )
+        raise too_long(request, served, str(len(prompt)))
     limit = most or min(defaults.max_tokens, room)
 
     def wish(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from erniekit.serve.engines.base import Load
+from erniekit.serve.prompt_work import PromptLoad
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,7 +38,8 @@ class Metrics:
         self.disconnects = 0
         self.first_token, self.duration = Histogram(), Histogram()
 
-    def text(self, load: Load) -> str:
+    def text(self, load: Load, prompts: PromptLoad | None = None, healthy: bool | None = None, lag: float = 0) -> str:
+        prompts = prompts or PromptLoad()
         out = ["# HELP erniekit_requests_total Requests answered.", "# TYPE erniekit_requests_total counter"]
         for (path, status), count in sorted(self.requests.items()):
             out.append(f'erniekit_requests_total{{path="{path}",status="{status}"}} {count}')
@@ -51,7 +53,12 @@ class Metrics:
             ("requests_running", "gauge", "Sequences being computed.", load.running),
             ("requests_waiting", "gauge", "Sequences in the queue.", load.waiting),
             ("cache_used_ratio", "gauge", "Share of the cache's blocks in use.", round(load.cache_used, 6)),
-            ("healthy", "gauge", "1 while the engine answers.", int(load.healthy)),
+            ("prompts_running", "gauge", "Prompts being rendered and tokenised.", prompts.running),
+            ("prompts_waiting", "gauge", "Prompts that wait for that.", prompts.waiting),
+            ("prompt_threads_lost", "gauge", "Threads beyond the deadline of their prompt.", prompts.lost),
+            ("prompts_abandoned_total", "counter", "Prompts not ready at their deadline.", prompts.abandoned),
+            ("event_loop_lag_seconds", "gauge", "Worst delay of the event loop, last 10 s.", round(lag, 3)),
+            ("healthy", "gauge", "1 while it can answer.", int(load.healthy if healthy is None else healthy)),
         ):
             out += [f"# HELP erniekit_{name} {about}", f"# TYPE erniekit_{name} {kind}", f"erniekit_{name} {value}"]
         out += self.first_token.lines("erniekit_first_token_seconds", "From a request to its first token.")

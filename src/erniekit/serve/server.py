@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from erniekit.serve.shelf import Shelf
 
 KEY_VARIABLE = "ERNIEKIT_API_KEY"
+ENGINE_S = 2.0  # for the engine's thread to end, once it is told to
+LEFT_S = 5.0  # beyond drain_timeout, for the last words to be sent
 
 
 def server_command(args: list[str]) -> int:
@@ -137,7 +140,7 @@ def serve_embedded(cfg: RunConfig, key: str | None) -> int:
         try:
             return run(cfg, shelf, sock, key)
         finally:
-            shelf.engine.stop()
+            shelf.engine.stop("the server is stopping", ENGINE_S)
     finally:
         sock.close()
 
@@ -187,12 +190,13 @@ def make_gate(cfg: RunConfig, shelf: Shelf, key: str | None) -> Gate:
 
 
 def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> int:
-    """Listens until SIGTERM or Ctrl-C; then running answers get drain_timeout to end."""
+    """Listens until SIGTERM or Ctrl-C; then running answers get drain_timeout to end, and the process a little more."""
     import uvicorn
 
     from erniekit.net.connections import limited
+    from erniekit.serve.ending import AGAIN_S, Ending
 
-    s, gate = cfg.serve, make_gate(cfg, shelf, key)
+    s, gate, ending = cfg.serve, make_gate(cfg, shelf, key), Ending()
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
@@ -204,23 +208,32 @@ def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> i
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
                 self.force_exit = True
+            ending.within(AGAIN_S if self.should_exit else s.drain_timeout + LEFT_S + 1)
             gate.draining = True
             super().handle_exit(sig, frame)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            ending = asyncio.ensure_future(self._end_answers())
+            telling = asyncio.ensure_future(self._end_answers())
             await super().shutdown(sockets)
-            ending.cancel()
+            ending.told = not self.server_state.tasks
+            telling.cancel()
 
         async def _end_answers(self) -> None:
             await asyncio.sleep(s.drain_timeout)
-            await asyncio.to_thread(shelf.engine.stop, "the server is stopping")
+            # Not in asyncio's executor, whose threads are waited for at the end.
+            stop = threading.Thread(target=shelf.engine.stop, args=("the server is stopping",), daemon=True)
+            stop.start()
+            await asyncio.sleep(LEFT_S / 2)
+            gate.app.state.api.end_answers()  # for those whom a hanging engine does not tell
 
     # uvicorn raises the signal once more when it is done; the answer is the exit code, not a death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    config, sock = limited(gate, sock, lifespan="off", timeout_graceful_shutdown=int(s.drain_timeout) + 5)
+    config, sock = limited(gate, sock, lifespan="off", timeout_graceful_shutdown=int(s.drain_timeout + LEFT_S))
     server = Server(config)
     server.run(sockets=[sock])
+    ending.within(ENGINE_S + LEFT_S)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.within(AGAIN_S))
     say("stopped")
     return 0

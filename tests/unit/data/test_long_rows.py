@@ -69,18 +69,18 @@ def test_the_work_grows_with_the_row_not_with_its_square(
     tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work: Counter[str] = Counter()
-    plain, encode = template._Rendering._plain, tokenizer._vocabulary.encode
+    plain, encode = template._Rendering._plain, tokenizer._vocabulary.encode_many
 
     def counted_plain(self, message):
         work["messages"] += 1
         return plain(self, message)
 
-    def counted_encode(text, prefix):
-        work["characters"] += len(text)
-        return encode(text, prefix)
+    def counted_encode(runs):
+        work["characters"] += sum(len(text) for text, _ in runs)
+        return encode(runs)
 
     monkeypatch.setattr(template._Rendering, "_plain", counted_plain)
-    monkeypatch.setattr(tokenizer._vocabulary, "encode", counted_encode)
+    monkeypatch.setattr(tokenizer._vocabulary, "encode_many", counted_encode)
     done = []
     for rounds in (60, 600):
         work.clear()

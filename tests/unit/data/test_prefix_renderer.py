@@ -49,6 +49,14 @@ LINEAR = {
         "{% endfor %}" + ASK
     ),
     "skips": EACH + "{% if m.role == 'system' %}{% continue %}{% endif %}" + PLAIN + END + ASK,
+    "ernie": (
+        "{%- if not add_generation_prompt is defined -%}{%- set add_generation_prompt = true -%}{%- endif -%}"
+        "{%- if not cls_token is defined -%}{%- set cls_token = '<mask:4>' -%}{%- endif -%}{{- cls_token -}}"
+        "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{- 'User: ' + m['content'] + '\n' -}}"
+        "{%- elif m['role'] == 'assistant' -%}{{- 'Assistant: ' + m['content'] + sep_token -}}"
+        "{%- else -%}{{- m['content'] + '\n' -}}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}"
+    ),
     "two_loops": "{% for t in [1, 2] %}{{ t }}{% endfor %}" + EACH + PLAIN + END + ASK,
 }  # fmt: skip
 
@@ -64,6 +72,14 @@ NOT_LINEAR = {
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}" + PLAIN +
         "{% endfor %}{% if add_generation_prompt %}{{ ns.n }}{% endif %}"
     ),
+    "constant_in_the_loop": (
+        EACH + PLAIN + "{% set x = 1 %}{% endfor %}{% if messages[0].role == 'user' %}{% set x = 2 %}{% endif %}"
+        "{{ x if add_generation_prompt }}"
+    ),
+    "a_cycle": (
+        "{% set c = cycler('a', 'b', 'c') %}" + EACH + PLAIN + "{{ c.next() }}" + END + "{{ c.current }}" + ASK
+    ),
+    "messages_again": "{% set all = messages %}" + EACH + PLAIN + END + "{{ all[0].role }}" + ASK,
     "asks_early": "{{ 'go' if add_generation_prompt }}" + EACH + PLAIN + END + ASK,
     "closes_unless_it_asks": "" + EACH + PLAIN + END + "{{ '</s>' if not add_generation_prompt }}" + ASK,
     "writes_the_list": "" + EACH + PLAIN + END + "{{ messages }}",
@@ -121,18 +137,18 @@ def test_the_work_grows_with_the_turns_not_with_their_square(name: str, with_tem
     """Counted: messages handed to the template, and characters handed to the vocabulary."""
     tokenizer = with_template(LINEAR[name])
     work: Counter[str] = Counter()
-    plain, encode = template._Rendering._plain, tokenizer._vocabulary.encode
+    plain, encode = template._Rendering._plain, tokenizer._vocabulary.encode_many
 
     def counted_plain(self, message):
         work["messages"] += 1
         return plain(self, message)
 
-    def counted_encode(text, prefix):
-        work["characters"] += len(text)
-        return encode(text, prefix)
+    def counted_encode(runs):
+        work["characters"] += sum(len(text) for text, _ in runs)
+        return encode(runs)
 
     monkeypatch.setattr(template._Rendering, "_plain", counted_plain)
-    monkeypatch.setattr(tokenizer._vocabulary, "encode", counted_encode)
+    monkeypatch.setattr(tokenizer._vocabulary, "encode_many", counted_encode)
     for ask in (lambda t: turns(Conversation(t), tokenizer), lambda t: prompt_ids(t[:-1], tokenizer)):
         done = []
         for count in (300, 3000):

@@ -55,6 +55,31 @@ def test_the_error_names_the_template_and_is_no_bad_row(paddle: Path, monkeypatc
     tokenizer = load_tokenizer(paddle / "tokenizer")
     monkeypatch.setattr(tokenizer, "chat_template", LOOPS[0])
     monkeypatch.setattr(template_limit, "RENDER_S", 0.2)
-    with pytest.raises(DataError, match="chat template was still rendering") as caught:
+    with pytest.raises(DataError, match="chat template was still rendering at its limit of time") as caught:
         template.prompt_ids([Message("user", "hello")], tokenizer)
     assert str(tokenizer.folder) in caught.value.where
+
+
+def test_a_deadline_around_others_holds_for_all_of_them() -> None:
+    made = compiled("{% for a in range(99999) %}{% set c = a %}{% endfor %}")
+    began = time.thread_time()
+
+    def one_after_another() -> None:
+        while time.thread_time() - began < 5:
+            with deadline(30):
+                made.render()
+
+    with pytest.raises(TookTooLong), deadline(0.2):
+        one_after_another()
+    assert time.thread_time() - began < 2
+
+
+@pytest.mark.parametrize("source", ["{{ 10 ** 100000000 }}", "{{ 'ab' * 10 ** 9 }}", "{{ 10 ** 9 * [messages] }}"])
+def test_one_operation_cannot_take_long_either(source: str, paddle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(paddle / "tokenizer")
+    monkeypatch.setattr(tokenizer, "chat_template", source)
+    with pytest.raises(template.TemplateRefused, match="too large"):
+        template.prompt_ids([Message("user", "hello")], tokenizer)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ '=' * 20 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}{{ [1, 2] * 2 }}")
+    ids = template.prompt_ids([Message("user", "hello")], tokenizer)
+    assert tokenizer.decode(ids) == "=" * 20 + "10244.5[1, 2, 1, 2]"

@@ -1,0 +1,348 @@
+"""Prompt work of a server: rendering and tokenising, bounded in number, in waiting and in time. Used by api.py.
+
+Short prompts are prepared in a few threads of this process and never wait for long ones. Long ones go to worker
+processes: a thread can be neither ended nor kept from holding the interpreter lock, a process can be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.serve import prompt_worker
+from erniekit.serve.prompt_worker import Conversation, Failed, Source, Texts, Work, prepare
+
+SHORT_CHARACTERS, SHORT_MESSAGES = 16_384, 64  # a prompt with more of either is long
+DEADLINE_S = 30.0  # from a request's arrival to its ids
+RENDER_S = 5.0  # of processor time for the chat template
+SHORT_RENDER_S = 0.25  # the same in a thread that others wait for; what takes longer is given to a process
+LEFT_S = 1.0  # how long work may go on for a client that has left
+
+
+class Busy(Exception):
+    """Too much waits; later there will be room."""
+
+
+class Late(Exception):
+    """The deadline passed; what was begun is abandoned."""
+
+
+class Stuck(Exception):
+    """All threads are beyond their deadline."""
+
+
+@dataclass(eq=False)
+class Task:
+    work: Work
+    tokenizer: Tokenizer
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[Any]
+    ends: float  # the deadline, on the monotonic clock
+    process: Process | None = None  # that does it
+
+
+@dataclass(eq=False)
+class Slot:
+    """A thread, and the work it is at."""
+
+    task: Task | None = None
+
+
+class Lane:
+    """A queue and the threads that work it off. A thread that is beyond a deadline counts as lost: another takes its
+    place, up to twice as many, and it ends when it comes back."""
+
+    def __init__(
+        self, name: str, threads: int, queue: int, do: Callable[[Task], Any], leave: Callable[[], None], grace_s: float
+    ) -> None:
+        """leave: called at a thread's end, in it. grace_s: between a deadline and the thread's counting as lost."""
+        self.name, self.threads, self.queue, self.do, self.leave = name, threads, queue, do, leave
+        self.grace_s = grace_s
+        self.waiting: deque[Task] = deque()
+        self.slots: list[Slot] = []
+        self._lock = threading.Condition()
+        self._ended = False
+
+    def put(self, task: Task) -> None:
+        with self._lock:
+            lost = self._lost()
+            if len(lost) >= 2 * self.threads:
+                raise Stuck
+            free = sum(slot.task is None for slot in self.slots)
+            to_come = max(0, self.threads - (len(self.slots) - len(lost)))
+            if len(self.waiting) >= self.queue + free + to_come:
+                raise Busy
+            self.waiting.append(task)
+            if free < len(self.waiting) and to_come:
+                slot = Slot()
+                thread = threading.Thread(target=self._run, args=(slot,), name=f"{self.name} prompts", daemon=True)
+                self.slots.append(slot)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads to give
+                    self.slots.remove(slot)
+                    if not self.slots:
+                        self.waiting.remove(task)
+                        raise Busy from None
+            self._lock.notify()
+
+    def drop(self, task: Task) -> None:
+        """What waits is forgotten; what runs goes on, and its result is not looked at."""
+        with self._lock:
+            if task in self.waiting:
+                self.waiting.remove(task)
+
+    def _lost(self) -> list[Slot]:
+        late = time.monotonic() - self.grace_s
+        return [slot for slot in self.slots if slot.task is not None and slot.task.ends < late]
+
+    def counts(self) -> tuple[int, int, int]:
+        """(running, waiting, lost)."""
+        with self._lock:
+            return sum(slot.task is not None for slot in self.slots), len(self.waiting), len(self._lost())
+
+    def end(self) -> list[Task]:
+        """No thread takes another task; those that waited or run are given back."""
+        with self._lock:
+            self._ended = True
+            left = [*self.waiting, *(slot.task for slot in self.slots if slot.task is not None)]
+            self.waiting.clear()
+            self._lock.notify_all()
+        return left
+
+    def _run(self, slot: Slot) -> None:
+        while (task := self._next(slot)) is not None:
+            try:
+                result = self.do(task)
+            except Exception as error:
+                result = Failed("fault", f"{type(error).__name__}: {error}"[:400])
+            with self._lock:
+                slot.task = None
+            try:
+                task.loop.call_soon_threadsafe(_settle, task.result, result)
+            except RuntimeError:  # that loop is closed: nobody waits
+                pass
+        self.leave()
+
+    def _next(self, slot: Slot) -> Task | None:
+        with self._lock:
+            while not self._ended and len(self.slots) <= self.threads + len(self._lost()):
+                if self.waiting:
+                    slot.task = self.waiting.popleft()
+                    return slot.task
+                self._lock.wait()
+            self.slots.remove(slot)
+            return None
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+class Process:
+    """One worker process, started when first needed. One thread gives it work; `kill` may come from any."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._task: Task | None = None
+        self._lock = threading.Lock()
+        _PROCESSES.add(self)
+
+    def do(self, task: Task, seconds: float) -> Any:
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self._child = _start()
+            self._task, child = task, self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            prompt_worker.send(child.stdin, (Source.of(task.tokenizer), task.work, seconds))
+            return prompt_worker.receive(child.stdout)
+        except (OSError, EOFError):
+            self.reap()
+            return Failed("slow", "the worker process was ended")
+        finally:
+            with self._lock:
+                self._task = None
+
+    def kill(self, task: Task | None = None) -> None:
+        """The process; with a task, only if that is what it works on."""
+        with self._lock:
+            if self._child is not None and (task is None or task is self._task):
+                self._child.kill()
+
+    def reap(self) -> None:
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            for pipe in (child.stdin, child.stdout):
+                try:
+                    pipe.close()  # type: ignore[union-attr]
+                except OSError:  # what was still to be written cannot be
+                    pass
+            child.wait()
+
+
+_PROCESSES: weakref.WeakSet[Process] = weakref.WeakSet()
+
+
+@atexit.register
+def kill_processes() -> None:
+    for process in list(_PROCESSES):
+        process.kill()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Its own session: a Ctrl-C in the terminal is for the server to handle. Packages are found as here.
+    root = str(Path(prompt_worker.__file__).parents[2])
+    paths = os.pathsep.join([*(path for path in sys.path if path), root])
+    return subprocess.Popen(
+        [sys.executable, prompt_worker.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+@dataclass(frozen=True)
+class Limits:
+    threads: int = 2
+    processes: int = 2
+    short_queue: int = 64
+    long_queue: int = 16
+    deadline_s: float = DEADLINE_S
+    render_s: float = RENDER_S
+    short_render_s: float = SHORT_RENDER_S
+    short_characters: int = SHORT_CHARACTERS
+
+
+@dataclass
+class PromptLoad:
+    """For /health and /metrics."""
+
+    running: int = 0
+    waiting: int = 0
+    lost: int = 0  # threads beyond their deadline
+    stuck: bool = False  # as many of them as there should be threads
+    abandoned: int = 0  # prompts that were not ready at their deadline, so far
+
+
+@dataclass
+class PromptWork:
+    limits: Limits = field(default_factory=Limits)
+    abandoned: int = 0  # deadlines that have passed
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self._short = Lane("short", limits.threads, limits.short_queue, _in_thread, lambda: None, 0.0)
+        self._long = Lane("long", limits.processes, limits.long_queue, self._in_process, self._leave, LEFT_S)
+        self._own = threading.local()  # a thread's process
+        self._processes: list[Process] = []
+
+    async def ids(self, what: Conversation | Texts, tokenizer: Tokenizer, most: int, seconds: float) -> Any:
+        """list[list[int]] or Failed. Raises Busy, Late or Stuck; cancelling it drops the work."""
+        limits = self.limits
+        ends = time.monotonic() + min(seconds, limits.deadline_s)
+        if is_short(what, limits.short_characters):
+            found = await self._done(self._short, Work(what, most, limits.short_render_s), tokenizer, ends)
+            if not isinstance(found, Failed) or found.kind != "slow":
+                return found
+        # Long from the start, or short for a template that takes its time over it: nobody else is to wait for that.
+        return await self._done(self._long, Work(what, most, limits.render_s), tokenizer, ends)
+
+    async def _done(self, lane: Lane, work: Work, tokenizer: Tokenizer, ends: float) -> Any:
+        loop = asyncio.get_running_loop()
+        task = Task(work, tokenizer, loop, loop.create_future(), ends)
+        lane.put(task)
+        alarm = loop.call_later(ends - time.monotonic(), _settle, task.result, Late())
+        try:
+            found = await task.result
+        except asyncio.CancelledError:
+            lane.drop(task)
+            loop.call_later(LEFT_S, _kill, task)
+            raise
+        finally:
+            alarm.cancel()
+        if isinstance(found, Late):
+            lane.drop(task)
+            _kill(task)
+            self.abandoned += 1
+            raise found
+        return found
+
+    def _in_process(self, task: Task) -> Any:
+        process = getattr(self._own, "process", None)
+        if process is None:
+            process = self._own.process = Process()
+            self._processes.append(process)
+        left = task.ends - time.monotonic()
+        if left <= 0:
+            return Failed("slow", "its time passed in the queue")
+        task.process = process
+        return process.do(task, left + LEFT_S)
+
+    def _leave(self) -> None:
+        process = getattr(self._own, "process", None)
+        if process is not None:
+            self._processes.remove(process)
+            process.reap()
+
+    def load(self) -> PromptLoad:
+        short, long = self._short.counts(), self._long.counts()
+        running, waiting, lost = (a + b for a, b in zip(short, long))
+        return PromptLoad(running, waiting, lost, short[2] >= self.limits.threads, self.abandoned)
+
+    def end(self) -> None:
+        """Called in the event loop. Whoever waits is told; nothing is begun any more."""
+        for task in (*self._short.end(), *self._long.end()):
+            _settle(task.result, Failed("stopping", ""))
+        for process in list(self._processes):
+            process.kill()
+
+
+def _in_thread(task: Task) -> Any:
+    return prepare(task.work, task.tokenizer)
+
+
+def _kill(task: Task) -> None:
+    if task.process is not None:
+        task.process.kill(task)
+
+
+def is_short(what: Conversation | Texts, most: int = SHORT_CHARACTERS) -> bool:
+    if isinstance(what, Texts):
+        return sum(map(len, what.texts)) <= most
+    if len(what.messages) > SHORT_MESSAGES:
+        return False
+    return _size((what.messages, what.tools, what.variables), most) <= most
+
+
+def _size(value: Any, most: int) -> int:
+    """Characters in all its strings, and one for each thing in it; not counted on beyond `most`."""
+    size, todo = 0, [value]
+    while todo and size <= most:
+        value = todo.pop()
+        size += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict):
+            todo += value.keys()
+            todo += value.values()
+        elif isinstance(value, (list, tuple)):
+            todo += value
+    return size

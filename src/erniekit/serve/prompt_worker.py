@@ -1,0 +1,174 @@
+"""Prompt ids of one request, and a process that makes them for long prompts. Used by prompt_work.py.
+
+The process reads work from its standard input and writes results to its standard output, one after another. It imports
+neither torch nor the server, ends when its input does, and is killed by the system when a piece of work takes too long,
+even if its server is gone by then.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this file's folder: its neighbours must not pass for packages
+
+import os
+import pickle
+import signal
+import struct
+from dataclasses import dataclass
+from typing import IO, Any
+
+from erniekit.data.template import PromptTooLong, RenderedTooLong, TemplateRefused, prompt_ids
+from erniekit.data.template_limit import deadline
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.errors import CheckpointError
+
+HEADER = struct.Struct("<Q")
+TEXT_FAULTS = (UnicodeEncodeError, RecursionError, TypeError, KeyError, AttributeError)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to render with the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts to encode as they are; `opening` is the id that each begins with."""
+
+    texts: list[str]
+    opening: int | None
+
+
+@dataclass(frozen=True)
+class Work:
+    what: Conversation | Texts
+    most: int  # tokens that a prompt may have
+    render_s: float  # processor time for the chat template
+
+
+@dataclass(frozen=True)
+class Failed:
+    """kind: refused, too long, beyond (an id without a row), no text, slow, changed, stopping, fault."""
+
+    kind: str
+    message: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which tokenizer: as it was loaded by the server."""
+
+    folder: str
+    rows: int | None
+    fingerprint: str
+    chat_template: str | None
+    tool_template: str | None
+    widest: int | None  # takes a while to find for a large vocabulary
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Source:
+        _, (folder, rows) = tokenizer.__reduce__()
+        templates = tokenizer.chat_template, tokenizer.tool_template
+        return cls(folder, rows, tokenizer.fingerprint, *templates, tokenizer.widest)
+
+    def load(self) -> Tokenizer | None:
+        """None where the files are no longer those that the server has read."""
+        try:
+            tokenizer = load_tokenizer(self.folder, self.rows)
+        except (CheckpointError, OSError):
+            return None
+        if tokenizer.fingerprint != self.fingerprint:
+            return None
+        tokenizer.chat_template, tokenizer.tool_template = self.chat_template, self.tool_template
+        tokenizer.widest = self.widest
+        return tokenizer
+
+
+def prepare(work: Work, tokenizer: Tokenizer) -> list[list[int]] | Failed:
+    """The ids of each prompt of a request, or why there are none."""
+    try:
+        with deadline(work.render_s):
+            if isinstance(work.what, Texts):
+                return _encode(work.what, tokenizer, work.most)
+            said = work.what
+            ids = prompt_ids(said.messages, tokenizer, said.tools, variables=said.variables, most=work.most)
+            return [ids]
+    except TemplateRefused as refused:
+        return Failed("refused", str(refused))
+    except PromptTooLong as long:
+        return Failed("too long", str(long), long.tokens)
+    except RenderedTooLong as slow:
+        return Failed("slow", f"{slow.what}; {slow.where}")
+    except CheckpointError as beyond:
+        return Failed("beyond", beyond.what)
+    except TEXT_FAULTS as error:
+        return Failed("no text", f"{type(error).__name__}: {error}"[:200])
+    except Exception as error:
+        return Failed("fault", f"{type(error).__name__}: {error}"[:400])
+
+
+def _encode(work: Texts, tokenizer: Tokenizer, most: int) -> list[list[int]]:
+    out = []
+    for text in work.texts:
+        least = tokenizer.least_tokens(len(text))
+        if least > most:
+            raise PromptTooLong(least)
+        ids = [*([] if work.opening is None else [work.opening]), *tokenizer.encode_text(text)]
+        if len(ids) > most:
+            raise PromptTooLong(len(ids))
+        out.append(ids)
+    return out
+
+
+def send(pipe: IO[bytes], value: Any) -> None:
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    pipe.write(HEADER.pack(len(data)))
+    pipe.write(data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> Any:
+    """EOFError when the other side is gone."""
+    head = pipe.read(HEADER.size)
+    if len(head) < HEADER.size:
+        raise EOFError
+    (size,) = HEADER.unpack(head)
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return pickle.loads(data)
+
+
+def main() -> None:
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between two results
+    tokenizers: dict[Source, Tokenizer] = {}
+    while True:
+        try:
+            source, work, seconds = receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        # The default action of this signal ends the process; no interpreter lock is needed for it.
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        tokenizer = tokenizers.get(source) or source.load()
+        if tokenizer is None:
+            out: Any = Failed("changed", f"the tokenizer in {source.folder} is not the one the server has loaded")
+        else:
+            tokenizers[source] = tokenizer
+            out = prepare(work, tokenizer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(results, out)
+
+
+if __name__ == "__main__":
+    # Pickle names classes by their module: both sides must mean the same one.
+    from erniekit.serve import prompt_worker
+
+    prompt_worker.main()
