@@ -166,3 +166,15 @@ def test_a_template_that_looks_ahead_gets_no_answer_from_one_pass(name: str, wit
     tokenizer = with_template(NOT_LINEAR[name])
     talk = tuple(Message(("user", "assistant")[i % 2], "word") for i in range(6))
     assert template._Rendering(Conversation(talk), tokenizer).prefixes() is None
+
+
+def test_a_long_conversation_is_not_rendered_once_for_every_prefix(with_template, monkeypatch) -> None:
+    tokenizer = with_template(EACH + PLAIN + "{{ '!' if loop.last and m.role == 'tool' }}" + END + ASK)
+    talk = tuple(Message(("user", "assistant")[i % 2], "word") for i in range(1025))
+    rendered = []
+    plain = template._Rendering._plain
+    monkeypatch.setattr(template._Rendering, "_plain", lambda self, m: rendered.append(1) or plain(self, m))
+    assert prompt_ids(talk[:101], tokenizer) == prompt_ids(talk[:101], tokenizer, whole=True)
+    rendered.clear()
+    assert prompt_ids(talk, tokenizer) == prompt_ids(talk, tokenizer, whole=True)
+    assert len(rendered) < 4 * len(talk)
