@@ -5,7 +5,6 @@ Called by recipes/build.py, export/, serve/ and api. Layout is told by tensor na
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from erniekit import heartbeat
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
-from erniekit.files import refuse_special
+from erniekit.files import read_object, refuse_special
+from erniekit.files.json_file import MAX_BYTES
 from erniekit.log import warn_once
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
@@ -42,19 +42,13 @@ SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
 DERIVED = (".rotary_emb.inv_freq",)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    refuse_special(path, CheckpointError)
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path, CheckpointError, max_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", where=str(path.parent), fix="check the folder") from None
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}", where=str(path)) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object", where=str(path))
-    return value
 
 
 class ModelFolder:

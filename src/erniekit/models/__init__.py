@@ -28,6 +28,10 @@ LATER = {
 def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
     """The family a config.json describes. Paddle writes dense ERNIE as `ernie4_5_moe` with no experts."""
     kind = config.get("model_type", "")
+    if not isinstance(kind, str):
+        raise CheckpointError(
+            f"model_type is {str(kind)[:60]}, not a name", where=where, fix="supported: " + ", ".join(MODELS)
+        )
     if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
         kind = "ernie4_5"
     if kind in LATER:
