@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".pdparams", ".pdopt", ".pdstates")
-_MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+_MAX_HEADER = 32 << 20  # bytes: some 200,000 tensors in one file; larger ones take seconds and gigabytes to parse
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,

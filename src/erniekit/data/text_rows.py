@@ -5,7 +5,6 @@ index.py asks for them; a document is a line of JSONL, a row of .json or .parque
 
 from __future__ import annotations
 
-import gzip
 import io
 import zlib
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, rows
+from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line
 from erniekit.data.types import Problem
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
@@ -63,7 +62,7 @@ def documents(path: Path, place: Place) -> Iterator[Found]:
         disk.seek(0)
         stream: Any = io.BufferedReader(disk, _BUFFER)
         if packed:  # no buffer around it: a cut archive would take with it what was unpacked before the cut
-            stream = gzip.GzipFile(fileobj=stream)
+            stream = Unpacked(stream, size)
         reader = _paragraphs if kind.endswith(".txt") else _lines
         number = place.row
         try:
@@ -81,8 +80,9 @@ def _line(stream: IO[bytes], first: bool) -> tuple[bytes, int]:
     line = stream.readline(MAX_ROW_BYTES + 2)
     size = len(line)
     if size > MAX_ROW_BYTES and not line.endswith(b"\n"):
-        while not line.endswith(b"\n") and (line := stream.readline(_BUFFER)):
-            size += len(line)
+        size, ended = skip_line(stream, size)
+        if not ended:
+            raise OSError(f"the line has more than {size >> 20} MiB")
         return b"", size
     return line.removeprefix(_BOM) if first else line, size
 
