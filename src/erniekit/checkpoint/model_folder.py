@@ -215,15 +215,17 @@ def _indexed(index: Path, listed: Listed) -> dict[str, Path]:
     path, weights = index.parent, read_json(index, _MAX_INDEX).get("weight_map")
     if not isinstance(weights, dict) or not weights:
         raise CheckpointError(f"{index.name} has no weight_map", where=str(path), fix="download it again")
-    strange = next((f for f in weights.values() if not isinstance(f, str) or not f), None)
-    if strange is not None or None in weights.values():
-        raise CheckpointError(
-            f"the index names {str(strange)[:60]!r} where a file's name belongs", where=str(index), fix=_AGAIN
-        )
+    strange = [f for f in weights.values() if not isinstance(f, str) or not f]
+    if strange:
+        what = f"the index names {str(strange[0])[:60]!r} where a file's name belongs"
+        raise CheckpointError(what, where=str(index), fix=_AGAIN)
     names = sorted(set(weights.values()))
     outside = next((n for n in names if Path(n).is_absolute() or ".." in Path(n).parts), None)
     if outside is not None:
         raise CheckpointError(f"the index names a file outside the folder: {outside}", where=str(index), fix=_AGAIN)
+    other = next((n for n in names if not n.endswith(".safetensors")), None)
+    if other is not None:
+        raise CheckpointError(f"the index names {other[:60]}, no .safetensors file", where=str(index), fix=_AGAIN)
     gone = [Path(name).name for name in names if not listed.has(name)]
     if gone:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import CheckpointError, LaterError
+from erniekit.models.fields import shown
 from erniekit.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
     kind = config.get("model_type", "")
     if not isinstance(kind, str):
         raise CheckpointError(
-            f"model_type is {str(kind)[:60]}, not a name", where=where, fix="supported: " + ", ".join(MODELS)
+            f"model_type is {shown(kind)}, not a name", where=where, fix="supported: " + ", ".join(MODELS)
         )
     if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
         kind = "ernie4_5"
@@ -42,7 +43,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
         )
     if kind not in MODELS:
         raise CheckpointError(
-            f"model_type {kind!r} is not one erniekit knows",
+            f"model_type {shown(kind)} is not one erniekit knows",
             where=where,
             fix="supported: " + ", ".join(MODELS),
         )
