@@ -1,4 +1,7 @@
-"""What the system refuses: few file descriptors, and folders that cannot be written: row L1. Real processes, real limits."""
+"""What the system refuses: few file descriptors, and folders that cannot be written: row L1.
+
+Real processes with real limits, and folders that are really closed.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,8 @@ def test_a_command_with_few_descriptors_ends_at_once_and_names_the_limit(sound, 
 
 
 def test_a_low_limit_that_may_be_raised_is_raised():
-    code = "from erniekit.cli.system_limits import *; require_descriptors(); import resource as r; print(r.getrlimit(7)[0])"
+    code = "import resource as r; from erniekit.cli.system_limits import require_descriptors; "
+    code += "require_descriptors(); print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
 
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 2000))

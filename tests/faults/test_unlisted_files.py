@@ -149,7 +149,7 @@ def test_a_resume_reads_no_planted_state_of_the_optimiser_and_the_folder_is_kept
     with fault("P4", "optimiser files, a probe and an index put into a checkpoint that a run goes on from") as row:
         place = Place(tmp_path / "place")
         shutil.copytree(sound, place.root, ignore=shutil.ignore_patterns("cache"))
-        point = place.run / "checkpoint-4"
+        point = place.run / "checkpoint-2"
         names = set(TensorFiles.of_stem(point, "optimizer").files)
         row.count = 3
         whole = (point / "optimizer.safetensors").is_file()
@@ -162,7 +162,6 @@ def test_a_resume_reads_no_planted_state_of_the_optimiser_and_the_folder_is_kept
         CheckpointManager(place.run).verify(point)
         assert any("model.safetensors.index.json is not listed" in text for text in warnings)
         assert any(f"{planted} is not listed" in text for text in warnings)
-        run = [*words_of("resume", place), "--resume_from_checkpoint", str(point), "--max_steps", "5"]
-        assert main(run) == 0, capsys.readouterr().err
+        assert main(words_of("resume", place)) == 0, capsys.readouterr().err
         discard_unchanged(point)
         assert (point / planted).exists(), "rotation keeps what others put there"

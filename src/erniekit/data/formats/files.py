@@ -25,8 +25,8 @@ from erniekit.files import refuse_special
 Raw = bytes | dict[str, Any] | list[Any] | Problem
 MAX_ROW_BYTES = 64 << 20
 MAX_SKIPPED_BYTES = 1 << 30  # of one row that is too long: what goes on further is no dataset
-MAX_SKIPPED_MARKS = 4_000_000  # brackets, quotes and commas of one array row that is skipped: some two seconds
-MAX_BLANK_LINES = 1_000_000  # in a row
+MAX_SKIPPED_MARKS = 500_000  # runs of brackets, and quotes, of one array row that is skipped: about a second
+MAX_BLANK_LINES = 100_000  # in a row
 MAX_EXPANSION, EXPANDS_FROM = 200, 256 << 20  # text of a .gz to its size on disk, once there is so much text
 _CHUNK = 1 << 20
 _BOM = codecs.BOM_UTF8
@@ -60,19 +60,22 @@ class Unpacked(gzip.GzipFile):
     def __init__(self, file: IO[bytes], size: int) -> None:
         super().__init__(fileobj=file, mode="rb")
         self._limit = max(EXPANDS_FROM, MAX_EXPANSION * size)
+        self._since = 0  # bytes since the position was last compared with the limit: asking for it at each line is slow
 
-    def _look(self) -> None:
-        heartbeat.beat()
-        if self.tell() > self._limit:
-            raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size: made to fill a disk or a memory")
+    def _counted(self, data: bytes) -> bytes:
+        self._since += len(data)
+        if self._since >= _CHUNK:
+            self._since = 0
+            heartbeat.beat()
+            if self.tell() > self._limit:
+                raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size: made to fill a memory")
+        return data
 
     def read(self, size: int | None = -1) -> bytes:
-        self._look()
-        return super().read(size)
+        return self._counted(super().read(size))
 
     def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
-        self._look()
-        return super().readline(-1 if size is None else size)
+        return self._counted(super().readline(-1 if size is None else size))
 
 
 def decode(raw: Raw) -> Any:
@@ -182,7 +185,8 @@ class _Window:
 
 
 _BLANK = " \t\r\n"
-_STRUCTURE = re.compile(r'["{}\[\],]')
+_STRUCTURE = re.compile(r'["},\]]|[{\[]+')
+_INSIDE = re.compile(r'"|[{\[]+|[}\]]+')
 _IN_STRING = re.compile(r'["\\]')
 _scan_once = json.JSONDecoder().raw_decode
 
@@ -243,7 +247,7 @@ def _skip_element(window: _Window) -> bool:
     depth, in_string, marks, size = 0, False, 0, 0
     while marks < MAX_SKIPPED_MARKS and size < MAX_SKIPPED_BYTES:
         marks += 1
-        found = (_IN_STRING if in_string else _STRUCTURE).search(window.text, window.at)
+        found = (_IN_STRING if in_string else _INSIDE if depth else _STRUCTURE).search(window.text, window.at)
         if not found:
             size += len(window.text) - window.at
             window.at = len(window.text)
@@ -251,20 +255,21 @@ def _skip_element(window: _Window) -> bool:
                 return False
             heartbeat.beat()
             continue
-        char, window.at = found.group(), found.end()
-        if char == "\\":
+        run, window.at = found.group(), found.end()
+        if run == "\\":
             if window.at == len(window.text):
                 window.more()
             window.at += 1
-        elif char == '"':
+        elif run == '"':
             in_string = not in_string
-        elif char in "{[":
-            depth += 1
-        elif depth == 0:  # the comma or bracket behind a bare word
-            window.at -= 1
+        elif run[0] in "{[":
+            depth += len(run)
+        elif depth == 0 and run != "}":  # the comma or bracket behind a bare word; a lone brace is part of the damage
+            window.at = found.start()
             return True
-        elif char in "}]":
-            depth -= 1
-            if depth == 0:
-                return True
+        elif 0 < depth <= len(run):
+            window.at = found.start() + depth
+            return True
+        elif depth:
+            depth -= len(run)
     return False
