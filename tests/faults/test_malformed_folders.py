@@ -25,8 +25,8 @@ from erniekit.errors import ErnieKitError
 from erniekit.models import find
 from erniekit.recipes.model_config import Recorder
 from erniekit.serve.folder import stop_ids
+from faults.places import Place, words_of
 from faults.results import fault
-from faults.test_poisoned_files import Place, sound, words_of  # noqa: F401  (sound is a fixture)
 from serving import tiny_folder
 
 SECONDS = 2.0  # of this process's own time for one refusal
@@ -232,7 +232,7 @@ def test_sizes_that_contradict_the_weight_files_are_refused_when_the_folder_is_o
         assert caught.value.where.endswith(f"key {key}")
 
 
-def test_a_model_from_scratch_that_no_memory_holds_is_refused_before_it_is_built(sound, tmp_path, capsys):  # noqa: F811
+def test_a_model_from_scratch_that_no_memory_holds_is_refused_before_it_is_built(sound, tmp_path, capsys):
     place = Place(tmp_path / "place")
     shutil.copytree(sound, place.root, ignore=shutil.ignore_patterns("cache", "out"))
     raw = json.loads((place.model / "config.json").read_text())
@@ -254,7 +254,7 @@ def words(command: str, place: Place) -> list[str]:
 
 
 @pytest.mark.parametrize("commands", [COMMANDS[:2], pytest.param(COMMANDS, marks=pytest.mark.full)])
-def test_commands_refuse_a_malformed_config_in_three_lines(sound, tmp_path, capsys, commands):  # noqa: F811
+def test_commands_refuse_a_malformed_config_in_three_lines(sound, tmp_path, capsys, commands):
     with fault("P2", "a sample of them, to commands as typed") as row:
         for command in commands:
             for key, value in SAMPLE.items():
@@ -280,7 +280,7 @@ BAD_ADAPTERS = [
 ]  # fmt: skip
 
 
-def test_adapter_configs_that_hold_something_else_are_refused_in_three_lines(sound, tmp_path, capsys):  # noqa: F811
+def test_adapter_configs_that_hold_something_else_are_refused_in_three_lines(sound, tmp_path, capsys):
     with fault("P2", "adapter_config.json with values of other kinds") as row:
         for changes in BAD_ADAPTERS:
             row.count += 1

@@ -21,8 +21,8 @@ import pytest
 from erniekit.cli import system_limits
 from erniekit.cli.main import main
 from erniekit.errors import ConfigError
+from faults.places import Place, words_of
 from faults.results import fault
-from faults.test_poisoned_files import Place, sound, words_of  # noqa: F401  (sound is a fixture)
 
 SECONDS = 60  # for a process that starts, on a machine with other work
 
@@ -58,7 +58,7 @@ FEW = {
 
 
 @pytest.mark.parametrize("sizes", [{40: ("train 2",)}, pytest.param(FEW, marks=pytest.mark.full)], ids=["some", "all"])
-def test_a_command_with_few_descriptors_ends_at_once_and_names_the_limit(sound, tmp_path, sizes):  # noqa: F811
+def test_a_command_with_few_descriptors_ends_at_once_and_names_the_limit(sound, tmp_path, sizes):
     with fault("L1", "few file descriptors (ulimit -n)") as row:
         place, longest = Place(sound), 0.0
         for limit, commands in sizes.items():
@@ -113,7 +113,7 @@ WRITERS = ("train", "eval", "export", "split", "index", "demo")
 
 
 @pytest.mark.parametrize("commands", [("train", "export", "index"), pytest.param(WRITERS, marks=pytest.mark.full)])
-def test_a_folder_that_cannot_be_written_is_told_by_the_systems_own_reason(sound, tmp_path, capsys, commands):  # noqa: F811
+def test_a_folder_that_cannot_be_written_is_told_by_the_systems_own_reason(sound, tmp_path, capsys, commands):
     with fault("L1", "an output folder that cannot be written") as row, unwritable(tmp_path / "sealed") as number:
         reason = os.strerror(number)
         for command in commands:
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_is_told_by_the_systems_own_reason(sound
         row.note = f"{reason}, with the folder and what to do"
 
 
-def test_a_cache_that_cannot_be_written_is_told_by_the_systems_own_reason(sound, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_cache_that_cannot_be_written_is_told_by_the_systems_own_reason(sound, tmp_path, capsys, monkeypatch):
     with fault("L1", "a cache that cannot be written") as row, unwritable(tmp_path / "sealed") as number:
         row.count = 1
         monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "sealed"))

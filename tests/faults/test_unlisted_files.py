@@ -17,8 +17,8 @@ from erniekit.checkpoint.manifest import MANIFEST, Manifest
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.cli.main import main
 from erniekit.errors import CheckpointError
+from faults.places import Place, words_of
 from faults.results import fault
-from faults.test_poisoned_files import Place, sound, words_of  # noqa: F401  (sound is a fixture)
 from serving import tiny_folder
 
 
@@ -145,7 +145,7 @@ def test_a_manifest_of_ours_that_is_cut_short_is_refused(model):
         load(model)
 
 
-def test_a_resume_reads_no_planted_state_of_the_optimiser_and_the_folder_is_kept(sound, tmp_path, warnings, capsys):  # noqa: F811
+def test_a_resume_reads_no_planted_state_of_the_optimiser_and_the_folder_is_kept(sound, tmp_path, warnings, capsys):
     with fault("P4", "optimiser files, a probe and an index put into a checkpoint that a run goes on from") as row:
         place = Place(tmp_path / "place")
         shutil.copytree(sound, place.root, ignore=shutil.ignore_patterns("cache"))
