@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from faults import results
+from faults.places import make_place
 from faults.rank_runs import TP, RankServer, Reference, undisturbed
 
 
@@ -36,3 +37,19 @@ def dp(server: RankServer) -> Reference:
 def tp(server: RankServer) -> Reference:
     """Two ranks of tensor parallelism that nobody disturbs."""
     return undisturbed(server, "tp", **TP)
+
+
+@pytest.fixture(scope="session")
+def place_once(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ERNIEKIT_CACHE", str(root / "cache"))
+        make_place(paddle, root)
+    return root
+
+
+@pytest.fixture
+def sound(place_once: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, rows and a run (places.py), to be copied before they are spoiled."""
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(place_once / "cache"))
+    return place_once

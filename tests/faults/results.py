@@ -58,6 +58,10 @@ ROWS = {  # reliability rows and what a passing one promises
     "W4": "bodies beyond the web page's limits, slow ones, many at once",
     "W5": "lists, weights and links that lead out of the web page's folders",
     "P1": "files made to run a program or to eat memory",
+    "P2": "malformed values in config.json and its brothers",
+    "P3": "deep, bombing and lying data files",
+    "P4": "files the manifest does not list",
+    "L1": "few file descriptors, folders that cannot be written",
 }
 # The workers of one run under xdist share its name; a run without xdist makes one for itself.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.environ.setdefault("ERNIEKIT_FAULT_RUN", uuid.uuid4().hex)

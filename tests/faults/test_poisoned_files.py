@@ -11,8 +11,7 @@ import pickle
 import runpy
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
@@ -24,47 +23,10 @@ from safetensors.torch import load_file
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manifest import MANIFEST, Manifest
 from erniekit.cli.main import main
+from faults.places import Payload, Place, words_of
 from faults.results import fault
-from serving import tiny_folder
 
 SECONDS = 1.0  # of this process's own time for an error: other work on the machine does not count, nor first imports
-
-
-class Payload:
-    """Creates the canary when unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self):
-        return (Path.touch, (self.canary,))
-
-
-@dataclass
-class Place:
-    """What a case may poison: a model, its data, a run with a checkpoint; all its own copy."""
-
-    root: Path
-
-    @property
-    def canary(self) -> Path:
-        return self.root / "canary"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "out"
-
-    def pickled(self) -> bytes:
-        return pickle.dumps({"w": Payload(self.canary)})
-
-    def recipe(self, text: str) -> Path:
-        path = self.root / "recipe.yaml"
-        path.write_text(text)
-        return path
 
 
 # A case poisons its place and returns (what a careless reader would do, what the error must say).
@@ -196,41 +158,6 @@ CASES: dict[Case, tuple[str, ...]] = {  # the commands that meet it; the first o
     settings_nested_without_end: ("chat", "train", "eval", "server"),
 }
 GOES_ON = {a_known_model_with_code_of_its_own}  # our own code reads it; a warning says so
-
-
-def words_of(command: str, place: Place) -> list[str]:
-    recipe, model, rows = str(place.root / "recipe.yaml"), str(place.model), str(place.root / "rows.jsonl")
-    run = ["--model_name_or_path", model, "--output_dir", str(place.run), "--max_seq_len", "96", "--max_steps", "4"]
-    run += ["--train_dataset_path", rows, "--compute_type", "fp32", "--device", "cpu", "--report_to", "none"]
-    adapter = str(place.root / "adapter")
-    return {
-        "chat": ["chat", model, "device=cpu", "max_new_tokens=2", "--prompt", "hello"],
-        "server": ["server", model, "device=cpu", "port=0"],
-        "eval": ["eval", model, "eval_dataset_path=" + rows, "device=cpu", f"output_dir={place.root}/eval"],
-        "doctor": ["doctor", *run],
-        "train": ["train", *run, "--overwrite_output_dir", "True"],
-        "resume": ["train", *run, "--resume_from_checkpoint", str(place.run / "checkpoint-2")],
-        "adapter": ["chat", adapter, "device=cpu", "--prompt", "hello"],
-        "adapter export": ["export", adapter, "--model_name_or_path", model],
-        "recipe": ["config", recipe],
-        **{f"recipe {word}": [word, recipe] for word in ("train", "chat", "server", "export")},
-    }[command]
-
-
-@pytest.fixture(scope="module")
-def sound(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model, rows and a run of four steps. The commands have run once: their imports are not part of any time."""
-    root = tmp_path_factory.mktemp("sound")
-    place = Place(root)
-    tiny_folder(paddle, place.model)
-    recorded = json.loads((paddle / "data_sft.json").read_text())["sft_rows"]
-    rows = [r["row"] for r in recorded if "token_ids" in (r.get("result") or {})]
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ERNIEKIT_CACHE", str(root / "cache"))
-        assert main([*words_of("train", place), "--save_steps", "2"]) == 0
-        assert main(words_of("chat", place)) == 0
-        yield root
 
 
 def poison(case: Case, command: str, sound: Path, root: Path, capsys: pytest.CaptureFixture) -> float:

@@ -22,7 +22,10 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
     """A folder as typed, or the newest cached snapshot of a hub id."""
     if not name:
         raise CheckpointError("no model given", where="model_name_or_path", fix="set it to a folder or a hub id")
-    folder = Path(name).expanduser()
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # ~nobody: a user this machine does not know
+        folder = Path(name)
     if _is_model(folder):
         return folder
     if folder.is_dir():

@@ -17,6 +17,7 @@ from erniekit.checkpoint.model_folder import read_json, tensor_files
 from erniekit.checkpoint.safe import TensorEntry, check_safetensors
 from erniekit.checkpoint.shards import write_json
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import has_file
 
 FILE = "base_model.json"
 VERSION = 1  # of the digest: raise it when the same folder would give another
@@ -75,7 +76,7 @@ def write_base(folder: Path, identity: str, base: str) -> None:
 
 def read_base(folder: Path) -> str | None:
     """The identity of the model an adapter was trained on; None where its folder does not say."""
-    if not (folder / FILE).is_file():
+    if not has_file(folder, FILE):
         return None
     told = read_json(folder / FILE).get("identity")
     return told if isinstance(told, str) and told else None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from erniekit.errors import CheckpointError
+from erniekit.files.unwritable import way_out
 from erniekit.log import say
 
 LOCK = ".erniekit.lock"
@@ -78,9 +79,9 @@ class RunLock:
                     return self
         except OSError as error:
             raise CheckpointError(
-                f"cannot lock the output folder: {error.strerror or error}",
+                f"nothing can be written into the folder: {error.strerror or error}",
                 where=str(self.path.parent),
-                fix="make the folder writable, or choose another output_dir",
+                fix=f"{way_out(error)}, or choose another output_dir",
             ) from error
         raise self._refusal(None)
 
@@ -91,6 +92,8 @@ class RunLock:
         try:
             if _is_file_at(fd, self.path):
                 self.path.unlink()
+        except OSError:  # a folder that can no longer be written: whoever failed to save says so, and the OS lock ends
+            pass
         finally:
             _open_fds.discard(fd)
             os.close(fd)

@@ -14,6 +14,7 @@ from erniekit.checkpoint.lock import RunLock
 from erniekit.checkpoint.manifest import Damaged, Depth, NoManifest, has_manifest, is_folder, unreadable
 from erniekit.checkpoint.writer import AsyncSaver, Write
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import Listed
 from erniekit.log import warn, warn_once
 
 Verify = Literal["auto", "full", "size"]
@@ -165,6 +166,9 @@ class CheckpointManager:
         if mode == "auto" and manifest.load(path).total_bytes >= _FULL_BELOW:
             depth = "sample"
         manifest.check(path, depth)
+        listed = Listed(path)
+        for name in listed.added():  # readers ignore it; whoever put it there should know
+            listed.allows(name)
 
     def latest_good(self, launch: str = "") -> Path | None:
         """The newest checkpoint that verifies; damaged newer ones are set aside. None: nothing saved yet.

@@ -87,6 +87,8 @@ class Manifest:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not isinstance(record.size, int):
                 raise ValueError(f"has an impossible entry {name!r}")
+        if not isinstance(info, dict):
+            raise ValueError("has no info")
         return cls(files, info)
 
 

@@ -5,7 +5,6 @@ Called by recipes/build.py, export/, serve/ and api. Layout is told by tensor na
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,14 @@ from safetensors import safe_open
 from torch import nn
 
 from erniekit import heartbeat
-from erniekit.checkpoint.manifest import unreadable
+from erniekit.checkpoint.manifest import MANIFEST, unreadable
+from erniekit.checkpoint.model_sizes import check_sizes
+from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
-from erniekit.files import refuse_special
+from erniekit.files import read_object, refuse_special
+from erniekit.files.json_file import MAX_BYTES
+from erniekit.files.listed import Listed
 from erniekit.log import warn_once
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
@@ -40,21 +43,17 @@ GENERATION_FILES = ("generation_config.json",)
 SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
 # Buffers some exporters store that are derived, not weights.
 DERIVED = (".rotary_emb.inv_freq",)
+_MAX_INDEX = 64 << 20  # bytes: some 500,000 tensors
+_AGAIN = "download it again"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    refuse_special(path, CheckpointError)
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path, CheckpointError, max_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", where=str(path.parent), fix="check the folder") from None
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}", where=str(path)) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object", where=str(path))
-    return value
 
 
 class ModelFolder:
@@ -66,6 +65,8 @@ class ModelFolder:
 
     def __init__(self, path: Path, weights: bool = True, changes: Mapping[str, Any] | None = None) -> None:
         self.path = path
+        if not Listed(path).allows("config.json"):
+            raise CheckpointError(f"{MANIFEST} lists no config.json", where=str(path), fix="move the added file away")
         self.config_json = {**read_json(path / "config.json"), **(changes or {})}
         if self.config_json.get("auto_map"):
             warn_once(f"{path / 'config.json'} names code of its own (auto_map): it is not run, erniekit's own is used")
@@ -83,6 +84,8 @@ class ModelFolder:
             self.config = self.spec.settle(self.config, self.files)
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
+        if self.files:
+            check_sizes(self)
 
     def _layout(self) -> str:
         if self.spec.layout_of is not None:
@@ -148,10 +151,10 @@ class ModelFolder:
                 continue
             wanted = entry.write(torch.empty_like(state[entry.ours], device="meta"))
             for name, tensor in zip(entry.theirs, wanted):
-                found = self._file_of(name).get_slice(name).get_shape()
-                if list(tensor.shape) != found:
+                found = self.slices().shape(name)
+                if tuple(tensor.shape) != found:
                     raise CheckpointError(
-                        f"{name} has shape {found}, config.json asks for {list(tensor.shape)}",
+                        f"{name} has shape {list(found)}, config.json asks for {list(tensor.shape)}",
                         where=str(self.path),
                         fix="config.json and the weights are of different models",
                     )
@@ -181,29 +184,12 @@ class ModelFolder:
 
 def tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name -> file, from an index or from the files' own headers."""
+    listed = Listed(path)
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weights = read_json(index).get("weight_map")
-        if not isinstance(weights, dict) or not weights:
-            raise CheckpointError(f"{index.name} has no weight_map", where=str(path), fix="download it again")
-        outside = next(
-            (str(f) for f in weights.values() if Path(str(f)).is_absolute() or ".." in Path(str(f)).parts), None
-        )
-        if outside is not None:
-            raise CheckpointError(
-                f"the index names a file outside the folder: {outside}", where=str(index), fix="download it again"
-            )
-        files = {name: path / str(file) for name, file in weights.items()}
-        gone = sorted({f.name for f in files.values() if not f.is_file()})
-        if gone:
-            raise CheckpointError(
-                f"{len(gone)} files named in the index are missing: {', '.join(gone[:3])}",
-                where=str(index),
-                fix="finish the download, or copy the files of the other nodes here",
-            )
-        return files
+    if listed.has(index.name):
+        return _indexed(index, listed)
     whole = path / "model.safetensors"
-    singles = [whole] if whole.is_file() else sorted(path.glob("model*.safetensors"))
+    singles = [whole] if listed.has(whole.name) else listed.glob("model*.safetensors")
     if not singles:
         other = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pdparams", ".pdiparams"))
         raise CheckpointError(
@@ -213,7 +199,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
         )
     found: dict[str, Path] = {}
     for file in singles:
-        for name in _open_file(file).keys():  # noqa: SIM118
+        for name in check_safetensors(file).tensors:
             if name in found:
                 raise CheckpointError(
                     f"{name} is both in {found[name].name} and in {file.name}",
@@ -224,12 +210,40 @@ def tensor_files(path: Path) -> dict[str, Path]:
     return found
 
 
+def _indexed(index: Path, listed: Listed) -> dict[str, Path]:
+    """What an index names, all of it inside the folder and there."""
+    path, weights = index.parent, read_json(index, _MAX_INDEX).get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise CheckpointError(f"{index.name} has no weight_map", where=str(path), fix="download it again")
+    strange = [f for f in weights.values() if not isinstance(f, str) or not f]
+    if strange:
+        what = f"the index names {str(strange[0])[:60]!r} where a file's name belongs"
+        raise CheckpointError(what, where=str(index), fix=_AGAIN)
+    names = sorted(set(weights.values()))
+    outside = next((n for n in names if Path(n).is_absolute() or ".." in Path(n).parts), None)
+    if outside is not None:
+        raise CheckpointError(f"the index names a file outside the folder: {outside}", where=str(index), fix=_AGAIN)
+    other = next((n for n in names if not n.endswith(".safetensors")), None)
+    if other is not None:
+        raise CheckpointError(f"the index names {other[:60]}, no .safetensors file", where=str(index), fix=_AGAIN)
+    gone = [Path(name).name for name in names if not listed.has(name)]
+    if gone:
+        raise CheckpointError(
+            f"{len(gone)} files named in the index are missing: {', '.join(gone[:3])}",
+            where=str(index),
+            fix="finish the download, or copy the files of the other nodes here",
+        )
+    files = {name: path / name for name in names}
+    return {name: files[file] for name, file in weights.items()}
+
+
 def _open_file(file: Path) -> Any:
     refuse_special(file, CheckpointError)
     try:
-        with file.open("rb") as first:  # the library takes any error of the system for a file that is not there
-            first.read(8)
+        check_safetensors(file)  # the library lets some lies pass, and calls any error of the system a missing file
         return safe_open(str(file), framework="pt")
+    except CheckpointError:
+        raise
     except OSError as error:
         raise unreadable(file, error) from error
     except Exception as error:  # the library raises its own untyped errors for damaged headers

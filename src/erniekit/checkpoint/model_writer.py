@@ -13,6 +13,7 @@ import torch
 
 from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES
 from erniekit.checkpoint.shards import write_json, write_shards
+from erniekit.files.listed import Listed
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.names import Entry
@@ -48,8 +49,9 @@ def write_model(
 
 
 def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    listed = Listed(source)
     for name in names:
-        if (source / name).is_file() and (source / name).resolve() != (target / name).resolve():
+        if listed.has(name) and (source / name).resolve() != (target / name).resolve():
             shutil.copyfile(source / name, target / name)
 
 

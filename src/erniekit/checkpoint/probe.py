@@ -13,16 +13,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.shards import readable_by_all
 from erniekit.data.types import IGNORE, Batch
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import has_file
 
 FILE = "probe.safetensors"
 Answer = Callable[[torch.Tensor], torch.Tensor]  # token ids [1, n] -> logits [1, n, V]
 KEPT_ROWS = 4  # positions whose whole logit row is stored
+MAX_TOKENS = 1 << 16  # of a stored probe: it is run through the model whole
 
 
 FP8_BASE = "/fp8 base"  # ends the setting of one taken over frozen weights in fp8, which the stored ones do not repeat
@@ -66,12 +69,25 @@ def save(folder: Path, probe: Probe) -> None:
 
 
 def load(folder: Path) -> Probe | None:
-    if not (folder / FILE).is_file():
+    if not has_file(folder, FILE):
         return None
-    with safe_open(str(folder / FILE), framework="pt") as file:
-        meta = json.loads(file.metadata()["probe"])
-        ids, labels, rows = (file.get_tensor(n) for n in ("ids", "labels", "rows"))
-    return Probe(ids, labels, float.fromhex(meta["loss"]), rows, meta["digest"], meta["setting"])
+    path = folder / FILE
+    said = check_safetensors(path).metadata.get("probe", "")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            ids, labels, rows = (file.get_tensor(n) for n in ("ids", "labels", "rows"))
+        meta = json.loads(said)
+        loss, digest, setting = float.fromhex(meta["loss"]), str(meta["digest"]), str(meta["setting"])
+        whole = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
+        if not whole or ids.shape != labels.shape or ids.shape[1] > MAX_TOKENS or rows.ndim != 2 or int(ids.min()) < 0:
+            raise ValueError("its tensors are not those of a probe")
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{FILE} is not a probe that erniekit wrote: {str(error)[:200]}",
+            where=str(path),
+            fix="move it away: the folder is then used without this check",
+        ) from None
+    return Probe(ids, labels, loss, rows, digest, setting)
 
 
 @dataclass(frozen=True)

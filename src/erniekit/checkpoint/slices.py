@@ -19,6 +19,7 @@ from erniekit import heartbeat
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.safe import SafetensorsHeader, TensorEntry, check_safetensors
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import Listed
 from erniekit.models.names import Entry, verbatim
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class TensorFiles:
     @classmethod
     def of_stem(cls, folder: Path, stem: str) -> TensorFiles:
         """`stem.safetensors`, or the shards stem-0000k-of-0000n; empty when there are none."""
-        whole = folder / f"{stem}.safetensors"
-        files = [whole] if whole.is_file() else sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
+        whole, listed = folder / f"{stem}.safetensors", Listed(folder)
+        files = [whole] if listed.has(whole.name) else listed.glob(f"{stem}-*-of-*.safetensors")
         out = cls({})
         out._headers = {file: check_safetensors(file) for file in files}
         out.files = {name: file for file, header in out._headers.items() for name in header.tensors}

@@ -19,6 +19,8 @@ from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.shards import write_json
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError
+from erniekit.files import read_object
+from erniekit.files.listed import Listed
 
 FILE = "state.json"
 
@@ -71,13 +73,18 @@ def random_states(device: Device) -> dict[str, Any]:
 
 
 def restore_random(states: dict[str, Any], device: Device) -> None:
-    torch.set_rng_state(_unpack(states["torch"]))
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
-    if device.type in states:
-        device.set_rng_state(_unpack(states[device.type]))
+    try:
+        torch.set_rng_state(_unpack(states["torch"]))
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached))
+        if device.type in states:
+            device.set_rng_state(_unpack(states[device.type]))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{FILE} holds random states that cannot be used: {error}", where=FILE, fix="resume from another checkpoint"
+        ) from None
 
 
 def save(folder: Path, state: TrainState, extra: dict[str, Any]) -> None:
@@ -86,16 +93,38 @@ def save(folder: Path, state: TrainState, extra: dict[str, Any]) -> None:
 
 
 def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
+    path = folder / FILE
+    if not Listed(folder).allows(FILE):
+        raise CheckpointError(f"MANIFEST.json lists no {FILE}", where=str(folder), fix="resume from another checkpoint")
     try:
-        raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        known = {f.name for f in fields(TrainState)}
-        return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
+        raw = read_object(path, CheckpointError)
     except OSError as error:
-        raise unreadable(folder / FILE, error) from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise unreadable(path, error) from error
+    known = {f.name: f.type for f in fields(TrainState)}
+    for name, kind in known.items():
+        if name in raw and not _fits(raw[name], str(kind)):
+            raise CheckpointError(
+                f"{FILE} has {str(raw[name])[:60]!r} for {name!r}, a value of kind {kind} is needed",
+                where=f"{path}, key {name}",
+                fix="resume from another checkpoint",
+            )
+    if not isinstance(raw.setdefault("random", {}), dict):
         raise CheckpointError(
-            f"{FILE} cannot be read: {error}", where=str(folder), fix="resume from another checkpoint"
-        ) from None
+            f"{FILE} has no random states", where=f"{path}, key random", fix="resume from another checkpoint"
+        )
+    return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of an annotation of TrainState."""
+    if value is None:
+        return kind.endswith("None")
+    kind = kind.removesuffix(" | None")
+    if kind.startswith("dict"):
+        return isinstance(value, dict)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) and -1 <= value < 1 << 63 if kind == "int" else isinstance(value, int | float)
 
 
 def changed_promises(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from erniekit.cli.system_limits import NEEDED_BY_RANKS, require_descriptors
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.errors import ConfigError, DeviceError
 
@@ -56,6 +57,7 @@ def train_command(args: list[str]) -> int:
         launch = plan(cfg)
         if needed(launch, cfg):
             refuse_later(cfg)
+            require_descriptors(NEEDED_BY_RANKS)
             run.check_world(cfg, launch.world)
             run.take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])

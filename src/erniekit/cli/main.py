@@ -14,6 +14,7 @@ from types import ModuleType
 
 from erniekit.cli.installation import check_installation
 from erniekit.cli.launch_failure import record
+from erniekit.cli.system_limits import explained, require_descriptors
 from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
 
 
@@ -207,9 +208,7 @@ def main(argv: list[str] | None = None) -> int:
             check_installation()
         return _dispatch(args)
     except ErnieKitError as e:
-        if not record(e, e.exit_code):
-            print("\n".join(e.lines()), file=sys.stderr)
-        return e.exit_code
+        return _refused(e)
     except Preempted as e:
         if not record(e, e.exit_code):
             print(str(e) or "stopped by a signal; run the same command to go on", file=sys.stderr)
@@ -221,7 +220,16 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as e:
+        told = explained(e) if isinstance(e, OSError) else None
+        if told is not None:
+            return _refused(told)
         return 1 if record(e, 1) else _crash(args, e)
+
+
+def _refused(error: ErnieKitError) -> int:
+    if not record(error, error.exit_code):
+        print("\n".join(error.lines()), file=sys.stderr)
+    return error.exit_code
 
 
 class _Callable(ModuleType):
@@ -244,6 +252,8 @@ def _dispatch(args: list[str]) -> int:
     part = dict(COMMANDS[word].parts).get(rest[0]) if rest else None
     if part:
         return call(part, rest[1:])
+    if word not in ("help", "version", "config"):
+        require_descriptors()
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]

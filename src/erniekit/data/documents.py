@@ -22,6 +22,7 @@ from erniekit.data.mmap_files import TokenFiles
 from erniekit.data.tokens import default_cache_dir
 from erniekit.data.types import IGNORE, Sample
 from erniekit.errors import ConfigError, DataError
+from erniekit.files.unwritable import way_out
 
 PARTS = ("train", "eval", "test")
 IN_MEMORY = 1 << 20  # documents; the order of more is kept on disk, and only looked up
@@ -215,7 +216,7 @@ class DocumentRows:
             raise DataError(
                 f"the order of documents cannot be written: {error}",
                 where=str(folder),
-                fix="free some space, or set ERNIEKIT_CACHE to a folder on another disk",
+                fix=f"{way_out(error)}, or set ERNIEKIT_CACHE to a folder on another disk",
             ) from error
         bounds = np.load(folder / "bounds.npy", mmap_mode="r")
         return Epoch(np.load(folder / "order.npy", mmap_mode="r") if self.shuffle else None, bounds)

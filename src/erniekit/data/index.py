@@ -43,6 +43,7 @@ from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, Rows, in_parallel
 from erniekit.data.types import Problem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import refuse_special
+from erniekit.files.unwritable import way_out
 
 COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
 COMMIT_SECONDS = 10.0
@@ -109,7 +110,7 @@ def index_text(
             if lock.is_file() and not lock.is_symlink() and not lock.stat().st_size:
                 lock.unlink()  # those who wait hold it open, and find the result
         except OSError as error:
-            raise DataError(f"tokens cannot be written: {error}", where=str(output), fix="free some space") from error
+            raise DataError(f"tokens cannot be written: {error}", where=str(output), fix=way_out(error)) from error
     made.report.check(max_bad_fraction, bad_rows_of(output))
     return made
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import math
 import os
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +28,13 @@ CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 SUFFIXES = {"bin": (".bin", ".idx"), "npy": ("_ids.npy", "_idx.npz")}
 NPY_HEAD = 128  # bytes: what numpy itself writes before a list of integers
+_NPY_MAGIC = b"\x93NUMPY"
+_MAX_NPY_HEAD = 64 << 10  # bytes of a description
+_NPZ_ERRORS = (
+    zipfile.BadZipFile, zlib.error, ValueError, EOFError, NotImplementedError, RuntimeError, KeyError, TypeError,
+    SyntaxError, OverflowError, MemoryError, struct.error,
+)  # fmt: skip
+_array_1_0, _array_2_0 = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
 _STEP = 1 << 22  # entries looked at together when an index is checked
 WHOLE = 1 << 30  # bytes of tokens that are all read for the fingerprint; beyond, evenly spaced blocks of them
 
@@ -194,18 +203,48 @@ def _open_bin(prefix: str) -> TokenFiles:
 def _open_npy(prefix: str) -> TokenFiles:
     path, index = Path(prefix + "_ids.npy"), Path(prefix + "_idx.npz")
     dtype, count, first_byte = _npy_head(path)
+    _check_npz(index, count)
     try:
-        with np.load(index) as stored:
+        with np.load(index, allow_pickle=False) as stored:
             if "lens" not in stored:
                 raise _broken(index, f"it has {', '.join(stored.files) or 'nothing'}; `lens` is expected")
-            sizes = stored["lens"].astype(np.int32)
-            docs = stored["docs"].astype(np.int64) if "docs" in stored else np.arange(len(sizes) + 1)
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+            sizes = _whole_numbers(stored["lens"], "lens", index).astype(np.int32)
+            docs = np.arange(len(sizes) + 1)
+            if "docs" in stored:
+                docs = _whole_numbers(stored["docs"], "docs", index).astype(np.int64)
+    except _NPZ_ERRORS as error:
         raise _broken(index, f"not a readable .npz: {error}") from error
     ends = np.cumsum(sizes, dtype=np.int64)
     if len(ends) and int(ends[-1]) != count:
         raise _broken(path, f"{index.name} describes {int(ends[-1]):,} tokens, the file holds {count:,}")
     return TokenFiles(prefix, path, first_byte, dtype, sizes, (ends - sizes) * dtype.itemsize, docs)
+
+
+def _check_npz(index: Path, tokens: int) -> None:
+    """A few bytes can unpack to, or announce, terabytes: no more than an entry for each token, and room to spare."""
+    limit = 16 * tokens + (64 << 20)
+    try:
+        with zipfile.ZipFile(index) as file:
+            for entry in file.infolist():
+                if entry.file_size > limit:
+                    told = f"{entry.filename} unpacks to {entry.file_size:,} bytes for {tokens:,} tokens"
+                    raise _broken(index, told)
+                with file.open(entry) as stored:
+                    if stored.read(6) != _NPY_MAGIC:
+                        continue
+                    stored.seek(0)
+                    read = np.lib.format.read_magic(stored)
+                    head = (_array_1_0 if read == (1, 0) else _array_2_0)(stored)
+                    if head[2].hasobject or math.prod(head[0]) * head[2].itemsize > entry.file_size:
+                        raise _broken(index, f"{entry.filename} announces {head[0]} entries of {head[2]}")
+    except _NPZ_ERRORS as error:
+        raise _broken(index, f"not a readable .npz: {error}") from error
+
+
+def _whole_numbers(array: np.ndarray, name: str, index: Path) -> np.ndarray:
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _broken(index, f"`{name}` is {array.ndim}-dimensional {array.dtype}, a row of whole numbers is expected")
+    return array
 
 
 def _npy_head(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -215,10 +254,23 @@ def _npy_head(path: Path) -> tuple[np.dtype[Any], int, int]:
             magic = file.read(8)
             wide = magic[6] > 1
             (length,) = struct.unpack("<I" if wide else "<H", file.read(4 if wide else 2))
+            if magic[:6] != _NPY_MAGIC or length > _MAX_NPY_HEAD:
+                raise ValueError("no header")
             told = ast.literal_eval(file.read(length).decode("latin-1"))
             begin = file.tell()
         dtype, (count,) = np.dtype(told["descr"]), told["shape"]
-    except (IndexError, struct.error, SyntaxError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError("no size")
+    except (
+        IndexError,
+        struct.error,
+        SyntaxError,
+        ValueError,
+        KeyError,
+        TypeError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         raise _broken(path, "not a .npy file of one row of tokens") from error
     if dtype.kind not in "iu":
         raise DataError(f"{dtype} values are not tokens", where=str(path), fix="integers are expected")

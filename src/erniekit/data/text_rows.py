@@ -5,7 +5,6 @@ index.py asks for them; a document is a line of JSONL, a row of .json or .parque
 
 from __future__ import annotations
 
-import gzip
 import io
 import zlib
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, rows
+from erniekit.data.formats import files
+from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line
 from erniekit.data.types import Problem
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
@@ -63,7 +63,7 @@ def documents(path: Path, place: Place) -> Iterator[Found]:
         disk.seek(0)
         stream: Any = io.BufferedReader(disk, _BUFFER)
         if packed:  # no buffer around it: a cut archive would take with it what was unpacked before the cut
-            stream = gzip.GzipFile(fileobj=stream)
+            stream = Unpacked(stream, size)
         reader = _paragraphs if kind.endswith(".txt") else _lines
         number = place.row
         try:
@@ -81,13 +81,15 @@ def _line(stream: IO[bytes], first: bool) -> tuple[bytes, int]:
     line = stream.readline(MAX_ROW_BYTES + 2)
     size = len(line)
     if size > MAX_ROW_BYTES and not line.endswith(b"\n"):
-        while not line.endswith(b"\n") and (line := stream.readline(_BUFFER)):
-            size += len(line)
+        size, ended = skip_line(stream, size)
+        if not ended:
+            raise OSError(f"the line has more than {size >> 20} MiB")
         return b"", size
     return line.removeprefix(_BOM) if first else line, size
 
 
 def _lines(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[int, Raw, int]]:
+    blank = 0
     while True:
         line, size = _line(stream, number == 0)
         if not size:
@@ -96,13 +98,16 @@ def _lines(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[int, Ra
         if not line and size > MAX_ROW_BYTES:
             yield number, _too_long(path, number, size), number
         elif line := line.strip(_BLANK):
+            blank = 0
             yield number, line, number
+        else:
+            blank = _one_more(blank)
 
 
 def _paragraphs(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[int, Raw, int]]:
     """Lines up to a blank one, their breaks kept. One of more than the limit is cut there, at a line's end."""
     block: list[bytes] = []
-    first = size = 0
+    first = size = blank = 0
     while True:
         line, length = _line(stream, number == 0)
         number += 1
@@ -110,6 +115,7 @@ def _paragraphs(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[in
             yield number, _too_long(path, number, length), number
             continue
         ended = not line.strip(_BLANK)
+        blank = _one_more(blank) if ended and length else 0
         if not ended:
             first = first if block else number
             block.append(line)
@@ -119,6 +125,12 @@ def _paragraphs(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[in
             block, size = [], 0
         if not length:
             return
+
+
+def _one_more(blank: int) -> int:
+    if blank >= files.MAX_BLANK_LINES:
+        raise OSError(f"{blank:,} empty lines follow each other")
+    return blank + 1
 
 
 def _too_long(path: Path, number: int, size: int) -> Problem:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from erniekit.data.settings_files import read_added, read_settings, read_template
 from erniekit.data.vocabulary import (
     JsonVocabulary,
     Run,
@@ -25,6 +26,7 @@ from erniekit.data.vocabulary import (
 )
 from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
+from erniekit.files.listed import has_file, refuse_added_tokenizer
 
 SENTENCEPIECE_NAMES = ("tokenizer.model", "spm.model", "ernie_token_100k.model")
 SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -57,7 +59,7 @@ class _Settings:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder holds a vocabulary of its own: settings and templates alone are no tokenizer."""
-    return any((folder / name).is_file() for name in (*SENTENCEPIECE_NAMES, "tokenizer.json"))
+    return any(has_file(folder, name) for name in (*SENTENCEPIECE_NAMES, "tokenizer.json"))
 
 
 class Tokenizer:
@@ -247,6 +249,7 @@ class Tokenizer:
 def load_tokenizer(folder: str | Path, rows: int | None = None) -> Tokenizer:
     """rows: of the embedding its ids are for; a token beyond them is refused wherever it occurs."""
     folder = Path(folder)
+    refuse_added_tokenizer(folder)
     settings = _read_settings(folder)
     for name in (*SENTENCEPIECE_NAMES, "tokenizer.json"):
         refuse_special(folder / name, CheckpointError)
@@ -307,16 +310,16 @@ def _fingerprint(vocabulary: Vocabulary, settings: _Settings, main: Path, specia
 
 def _read_settings(folder: Path) -> _Settings:
     out = _Settings()
-    config, token_map, added = (_read_json(folder / name, out.files) for name in SETTINGS_NAMES)
+    files = [folder / name for name in SETTINGS_NAMES]
+    config, token_map, added = read_settings(files[0]), read_settings(files[1]), read_added(files[2])
+    out.files += [file for file in files if file.is_file()]
     for source in (token_map, config):  # the newer file, tokenizer_config.json, wins
         out.roles.update({role: text for role in ROLES if (text := _content(source.get(role)))})
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = source.get(key) or []
             values = listed.values() if isinstance(listed, dict) else listed
             out.extra += [text for value in values if (text := _content(value))]
-    for token, id in added.items():
-        if isinstance(id, int):
-            out.added[token] = id
+    out.added.update(added)
     for number, entry in (config.get("added_tokens_decoder") or {}).items():
         content = _content(entry)
         if content and str(number).isdigit():
@@ -327,7 +330,7 @@ def _read_settings(folder: Path) -> _Settings:
     out.add_bos, out.add_prefix_space = config.get("add_bos_token"), config.get("add_prefix_space")
     out.legacy = bool(config.get("legacy", False))
     _read_templates(folder, config, out)
-    model_type = _read_json(folder / "config.json", []).get("model_type")
+    model_type = read_settings(folder / "config.json").get("model_type")
     out.ernie = "ernie" in f"{config.get('tokenizer_class')} {model_type}".lower()
     return out
 
@@ -340,9 +343,8 @@ def _read_templates(folder: Path, config: dict[str, Any], out: _Settings) -> Non
         named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
         out.chat_template, out.tool_template = named.get("default"), named.get("tool_use")
     file = folder / "chat_template.jinja"
-    refuse_special(file, CheckpointError)
-    if file.is_file():
-        out.chat_template = file.read_text(encoding="utf-8")
+    if (text := read_template(file)) is not None:
+        out.chat_template = text
         out.files.append(file)
 
 
@@ -351,15 +353,3 @@ def _content(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
-
-
-def _read_json(path: Path, files: list[Path]) -> dict[str, Any]:
-    refuse_special(path, CheckpointError)
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON: {error}", where=str(path), fix="download the file again") from error
-    files.append(path)
-    return value if isinstance(value, dict) else {}

@@ -29,6 +29,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, refuse_special, settle
+from erniekit.files.unwritable import way_out
 
 REPORT = "report.json"
 _READ = 1 << 20
@@ -211,7 +212,7 @@ def _build(folder: Path, job: Job, num_proc: int, lines: int) -> DataReport:
         raise DataError(
             f"the token cache cannot be written: {error}",
             where=str(folder),
-            fix="free some space, or set ERNIEKIT_CACHE to a folder on another disk",
+            fix=f"{way_out(error)}, or set ERNIEKIT_CACHE to a folder on another disk",
         ) from error
 
 

@@ -15,6 +15,7 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import has_tokenizer
 from erniekit.errors import CheckpointError
 from erniekit.export.source import find_source
+from erniekit.files.listed import has_file
 from erniekit.log import say
 from erniekit.lora.base import find_base
 
@@ -147,8 +148,8 @@ def tokenizer_of(base: Path, adapters: Sequence[Path]) -> Path:
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:
-    return all(_content(one / name) == _content(other / name) for name in TOKENIZER_FILES)
+    return all(_content(one, name) == _content(other, name) for name in TOKENIZER_FILES)
 
 
-def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
+def _content(folder: Path, name: str) -> bytes | None:
+    return (folder / name).read_bytes() if has_file(folder, name) else None

@@ -10,6 +10,7 @@ from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import step_of
 from erniekit.checkpoint.manifest import Damaged, has_manifest, unreadable
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import Listed
 from erniekit.log import warn
 from erniekit.lora.adapter_files import is_adapter
 
@@ -63,7 +64,8 @@ def _weights_in(folder: Path) -> Source | None:
     try:
         if is_adapter(folder):
             return Source(folder, is_adapter=True)
-        has_weights = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+        listed = Listed(folder)
+        has_weights = listed.has("config.json") and bool(listed.glob("model*.safetensors"))
     except OSError as error:
         raise unreadable(folder, error) from error
     return Source(folder, is_adapter=False) if has_weights else None

@@ -3,7 +3,8 @@
 Every room that writes outside a checkpoint asks here first; checkpoints and exports carry a MANIFEST.json instead.
 """
 
+from erniekit.files.json_file import read_object
 from erniekit.files.record import RECORD, NotOurs, OwnedFiles, own, settle
 from erniekit.files.special import refuse_special
 
-__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own", "refuse_special", "settle"]
+__all__ = ["RECORD", "NotOurs", "OwnedFiles", "own", "read_object", "refuse_special", "settle"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from erniekit.errors import ConfigError
 from erniekit.files.record import RECORD, Entry, NotOurs, OwnedFiles, content_of, some
+from erniekit.files.unwritable import way_out
 
 RUN = "run"
 # What a run writes beside its checkpoints, and the files of a final model.
@@ -83,7 +84,7 @@ def open_output(output: str | Path, folders: Mapping[str, str], files: Mapping[s
         raise ConfigError(
             f"output_dir cannot be written: {error.strerror or error}",
             where=f"output_dir: {output}",
-            fix="make the folder writable, or choose another output_dir",
+            fix=f"{way_out(error)}, or choose another output_dir",
         ) from error
 
 

@@ -15,10 +15,12 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.hub import looks_like_id, resolve_model
 from erniekit.checkpoint.probe import Answer, Probe, Verdict
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import has_file
 from erniekit.log import warn
 from erniekit.lora import paddle_files, peft_files
 from erniekit.lora.stored import config_fields
 
+MAX_NAME = 4096  # characters of a path
 OTHERWISE = "override_base: True uses this base all the same"
 
 
@@ -26,15 +28,15 @@ def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -
     """The model an adapter sits on: as given, else where its config says, seen from here or from the adapter."""
     if given is not None:
         return _whole(resolve_model(str(given), hub))
-    config = adapter / (peft_files.CONFIG if (adapter / peft_files.CONFIG).is_file() else paddle_files.CONFIG)
+    config = adapter / (peft_files.CONFIG if has_file(adapter, peft_files.CONFIG) else paddle_files.CONFIG)
     name = config_fields(config).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
         raise CheckpointError(
             "the adapter does not say which model it was trained on",
             where=str(config),
             fix=f"name it: lora_path={adapter} model_name_or_path=DIR, or erniekit.load(..., base=DIR)",
         )
-    for place in (Path(name).expanduser(), adapter / name):
+    for place in (_at_home(name), adapter / name):
         if (place / "config.json").is_file():
             return place
     try:
@@ -46,6 +48,14 @@ def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -
             where=str(config),
             fix=f"{way}; if it is a hub id, {error.fix}" if looks_like_id(name) else way,
         ) from None
+
+
+def _at_home(name: str) -> Path:
+    """`~` as the user's folder; `~nobody` is a name like any other."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def _whole(folder: Path) -> Path:
@@ -134,7 +144,7 @@ def _ask(answer: Answer, probe: Probe, dtype: torch.dtype) -> Verdict | None:
 def trained_on(adapter: Path) -> str:
     """The base as the adapter's own files name it, for messages."""
     for name in (peft_files.CONFIG, paddle_files.CONFIG):
-        if (adapter / name).is_file():
+        if has_file(adapter, name):
             return str(config_fields(adapter / name).get("base_model_name_or_path") or "not named")
     return "not named"
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from erniekit.checkpoint.safe import read_json
 from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import has_file
 from erniekit.lora.adapter import Adapter, LowRank, places
 from erniekit.lora.projections import Projection, config_of, projections, short_names
 from erniekit.lora.settings import LoRASettings
@@ -203,9 +203,9 @@ def _upright(A: torch.Tensor, B: torch.Tensor, p: Projection) -> tuple[torch.Ten
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    if (folder / INDEX).is_file():
-        named = set(read_json(folder / INDEX).get("weight_map", {}).values())
-        gone = sorted(name for name in named if not (folder / str(name)).is_file())
+    if has_file(folder, INDEX):
+        named = {str(name) for name in config_fields(folder / INDEX).get("weight_map", {}).values()}
+        gone = sorted(name for name in named if not has_file(folder, name))
         if gone:
             raise CheckpointError(
                 f"{len(gone)} files named in the index are missing: {', '.join(gone[:3])}",

@@ -18,7 +18,15 @@ from erniekit.lora import peft_experts
 from erniekit.lora.adapter import Adapter, LowRank
 from erniekit.lora.projections import projections, short_names
 from erniekit.lora.settings import LoRASettings
-from erniekit.lora.stored import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
+from erniekit.lora.stored import (
+    ONE_FILE,
+    config_fields,
+    paired,
+    patterns_of,
+    plain_number,
+    rank_and_alpha,
+    read_tensors,
+)
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
@@ -95,7 +103,7 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
             )
     rank, alpha = rank_and_alpha(config, where)
     whole = LoRASettings(rank, alpha, bool(config.get("use_rslora", False)))
-    alphas = config.get("alpha_pattern") or {}
+    alphas = patterns_of(config.get("alpha_pattern"), f"{where}, key alpha_pattern")
 
     def scale(rank: int, *names: str) -> float:
         """As PEFT scales a module or parameter that goes by these names."""

@@ -14,8 +14,14 @@ from safetensors.torch import load_file
 
 from erniekit.checkpoint.safe import PICKLE_SUFFIXES, check_safetensors, read_json
 from erniekit.errors import CheckpointError
+from erniekit.files.listed import Listed
+from erniekit.models.fields import shown
 
+MAX_RANK, MAX_ALPHA = 1 << 16, 1e9
+_AGAIN = "download or copy the adapter again"
 ONE_FILE = 1e6  # GB: PEFT and ERNIEKit look for an adapter in a single file
+MAX_PATTERN = 1024  # characters
+_REPEATS = re.compile(r"(?<!\\)[*+{]")
 _SIDE = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?(?:\.weight)?")
 
 
@@ -28,10 +34,12 @@ def config_fields(path: Path) -> dict[str, Any]:
 
 def rank_and_alpha(config: dict[str, Any], where: str) -> tuple[int, float]:
     rank, alpha = config.get("r"), config.get("lora_alpha", 8)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise CheckpointError(f"r is {rank!r}, not a positive integer", where=where)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
-        raise CheckpointError(f"lora_alpha is {alpha!r}, not a positive number", where=where)
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        what = f"r is {shown(rank)}, not a positive integer up to {MAX_RANK}"
+        raise CheckpointError(what, where=f"{where}, key r", fix=_AGAIN)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= MAX_ALPHA:
+        what = f"lora_alpha is {shown(alpha)}, not a positive number up to {MAX_ALPHA:g}"
+        raise CheckpointError(what, where=f"{where}, key lora_alpha", fix=_AGAIN)
     return rank, float(alpha)
 
 
@@ -42,8 +50,9 @@ def plain_number(value: float) -> float:
 
 def read_tensors(folder: Path, patterns: list[str]) -> dict[str, torch.Tensor]:
     """Tensors of the first pattern that matches files here; a pickle beside no safetensors is refused by name."""
+    listed = Listed(folder)
     for pattern in patterns:
-        files = [f for f in sorted(folder.glob(pattern)) if not f.name.startswith(("optimizer", "master_", "probe"))]
+        files = [f for f in listed.glob(pattern) if not f.name.startswith(("optimizer", "master_", "probe"))]
         if files:
             out: dict[str, torch.Tensor] = {}
             for file in files:
@@ -75,3 +84,34 @@ def paired(tensors: dict[str, torch.Tensor], where: str) -> dict[str, tuple[torc
     if lone is not None:
         raise CheckpointError(f"{lone} has only one of lora_A and lora_B", where=where, fix="the file is incomplete")
     return {name: (pair["A"], pair["B"]) for name, pair in sides.items()}
+
+
+def patterns_of(value: Any, where: str) -> dict[str, float]:
+    """PEFT's alpha_pattern: regular expressions of module names with a number each. Those that could be matched in more
+    than a few ways are refused: one crafted expression keeps the matcher busy for years."""
+    if value is None:
+        return {}
+    fine = isinstance(value, dict) and all(
+        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= MAX_ALPHA for v in value.values()
+    )
+    if not fine:
+        raise CheckpointError(f"{shown(value)} is not a map of names to positive numbers", where=where, fix=_AGAIN)
+    for pattern in value:
+        try:
+            re.compile(pattern)
+            repeated = _repeated(pattern)
+            simple = len(pattern) <= MAX_PATTERN and len(repeated) <= 3 and ")" not in repeated
+        except (re.error, RecursionError, OverflowError):
+            simple = False
+        if not simple:
+            raise CheckpointError(
+                f"{shown(pattern)} is not a simple pattern of module names",
+                where=where,
+                fix="write the names themselves, or merge the adapter with peft and use the merged model as base",
+            )
+    return dict(value)
+
+
+def _repeated(pattern: str) -> list[str]:
+    """What stands before each repetition."""
+    return [pattern[found.start() - 1 : found.start()] for found in _REPEATS.finditer(pattern)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import CheckpointError, LaterError
+from erniekit.models.fields import shown
 from erniekit.registry import Registry
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ LATER = {
 def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
     """The family a config.json describes. Paddle writes dense ERNIE as `ernie4_5_moe` with no experts."""
     kind = config.get("model_type", "")
+    if not isinstance(kind, str):
+        raise CheckpointError(
+            f"model_type is {shown(kind)}, not a name", where=where, fix="supported: " + ", ".join(MODELS)
+        )
     if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
         kind = "ernie4_5"
     if kind in LATER:
@@ -38,7 +43,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
         )
     if kind not in MODELS:
         raise CheckpointError(
-            f"model_type {kind!r} is not one erniekit knows",
+            f"model_type {shown(kind)} is not one erniekit knows",
             where=where,
             fix="supported: " + ", ".join(MODELS),
         )

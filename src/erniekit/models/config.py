@@ -9,10 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from erniekit.errors import CheckpointError
-
-SCALINGS = ("default", "linear", "llama3")
-
 
 @dataclass(frozen=True)
 class MoEShape:
@@ -94,60 +90,6 @@ class DecoderConfig:
                 total += self._dense_layer()
         total += self.mtp_layers * self.further_layer()
         return total + (1 if self.tie_word_embeddings else 2) * self.vocab_size * H + H
-
-
-class Fields:
-    """Reads a config.json with typed, named errors: `need` for what has no sane default, `get` for the rest."""
-
-    def __init__(self, raw: dict[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
-
-    def need(self, key: str) -> int:
-        value = self.raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(
-                f"config.json needs a positive integer {key!r}, found {value!r}",
-                where=self.where,
-                fix="check that this folder is a complete model download",
-            )
-        return value
-
-    def get(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def only(self, key: str, *allowed: Any) -> None:
-        """A setting whose other values would need other arithmetic: refused, never ignored."""
-        value = self.raw.get(key)
-        if value is not None and value not in allowed:
-            raise CheckpointError(
-                f"config.json sets {key} to {value!r}; only {', '.join(map(repr, allowed))} is supported",
-                where=self.where,
-                fix="use a model of the supported kind",
-            )
-
-    def token(self, key: str, default: int | None) -> int | None:
-        """A special token's id; the first one where config.json lists several."""
-        value = self.get(key, default)
-        return value[0] if isinstance(value, list) else value
-
-    def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:
-        """transformers 5 nests theta and scaling in rope_parameters, older files and Paddle keep them at the top."""
-        nested = self.raw.get("rope_parameters") or {}
-        scaling = nested or self.raw.get("rope_scaling") or self._paddle_scaling()
-        theta = nested.get("rope_theta") or self.raw.get("rope_theta") or default_theta
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind not in SCALINGS:
-            raise CheckpointError(
-                f"rope scaling {kind!r} is not supported",
-                where=f"{self.where}, rope_parameters",
-                fix="supported: " + ", ".join(SCALINGS),
-            )
-        return float(theta), None if kind == "default" else {**scaling, "rope_type": kind}
-
-    def _paddle_scaling(self) -> dict[str, Any]:
-        kind = self.raw.get("rope_scaling_type")
-        return {"rope_type": kind, "factor": self.get("rope_scaling_factor", 1.0)} if kind else {}
 
 
 def hf_rope(config: DecoderConfig) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from erniekit.models.config import DecoderConfig, Fields, hf_dtype, hf_rope
+from erniekit.models.config import DecoderConfig, hf_dtype, hf_rope
+from erniekit.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH, Fields
 from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.names import Entry, grouped_qkv, hf_decoder_names, rows, transposed, verbatim
 from erniekit.models.spec import ModelSpec
@@ -12,39 +13,38 @@ from erniekit.models.spec import ModelSpec
 
 def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) -> DecoderConfig:
     f = Fields(raw, where)
-    heads = f.need("num_attention_heads")
     f.only("hidden_act", "silu", "swish")
     f.only("use_rmsnorm", True)
     theta, scaling = f.rope(500000.0)
-    if layout == "paddle" and f.get("compression_ratio", 1.0) != 1.0:
-        scaling = {"rope_type": "linear", "factor": f.get("compression_ratio", 1.0)}  # positions / ratio
+    ratio = f.number("compression_ratio", 1.0, 1e-6, 1e9)
+    if layout == "paddle" and ratio != 1.0:
+        scaling = {"rope_type": "linear", "factor": ratio}  # positions / ratio
     # Each world's classes default head_dim and tying differently; never guess where the files can tell.
-    head_dim = f.get("head_dim", 128 if layout == "hf" else f.need("hidden_size") // heads)
-    tie = f.get("tie_word_embeddings", not has_head)
-    bias = bool(f.get("use_bias", False))
+    heads, kv_heads, head_dim = f.heads(128 if layout == "hf" else None)
+    bias = f.flag("use_bias", False)
     return DecoderConfig(
         family="ernie4_5",
-        vocab_size=f.need("vocab_size"),
-        hidden_size=f.need("hidden_size"),
+        vocab_size=f.need("vocab_size", MAX_VOCABULARY),
+        hidden_size=f.need("hidden_size", MAX_WIDTH),
         intermediate_size=f.need("intermediate_size"),
-        num_layers=f.need("num_hidden_layers"),
+        num_layers=f.need("num_hidden_layers", MAX_LAYERS),
         num_heads=heads,
-        num_kv_heads=f.get("num_key_value_heads", heads),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=f.get("rms_norm_eps", 1e-5),
+        rms_norm_eps=f.number("rms_norm_eps", 1e-5, 0.0, 1.0),
         rope_theta=theta,
         rope_style="pairs",
-        tie_word_embeddings=bool(tie),
-        max_positions=f.get("max_position_embeddings", 131072),
+        tie_word_embeddings=f.flag("tie_word_embeddings", not has_head),
+        max_positions=f.size("max_position_embeddings", 131072, 1, MAX_POSITIONS),
         attention_bias=bias,
         mlp_bias=bias,
         # One flag for every projection in Paddle; transformers' dense class leaves its head without.
         head_bias=bias and layout == "paddle",
-        init_std=f.get("initializer_range", 0.02),
+        init_std=f.number("initializer_range", 0.02, 0.0, 100.0),
         rope_scaling=scaling,
-        bos_id=f.get("bos_token_id", 1),
+        bos_id=f.token("bos_token_id", 1),
         eos_id=f.token("eos_token_id", 2),
-        pad_id=f.get("pad_token_id", 0),
+        pad_id=f.token("pad_token_id", 0),
         raw=raw,
         raw_layout=layout,
     )

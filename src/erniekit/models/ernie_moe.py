@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from erniekit.models import ernie_dense
-from erniekit.models.config import DecoderConfig, Fields, MoEShape
+from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.models.ernie_dense import paddle_attention, paddle_head, paddle_mlp
+from erniekit.models.fields import MAX_EXPERTS, MAX_FURTHER, MAX_LAYERS, Fields
 from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.names import (
     Entry,
@@ -34,26 +35,30 @@ def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) ->
     f.only("moe_use_hard_gate", False)
     f.only("moe_group_experts", False)
     dense = ernie_dense.read_config(raw, "paddle", has_head, where)  # head_dim is hidden / heads in both worlds here
-    layers = f.need("num_hidden_layers")
-    end = f.get("moe_layer_end_index", layers - 1)
+    layers = f.need("num_hidden_layers", MAX_LAYERS)
+    end = f.size("moe_layer_end_index", layers - 1, -1, MAX_LAYERS)
     width = f.need("moe_intermediate_size")
-    capacity = f.get("moe_capacity", None)
-    experts = f.need("moe_num_experts")
+    experts = f.need("moe_num_experts", MAX_EXPERTS)
+    choices = f.need("moe_k", MAX_EXPERTS)
+    if choices > experts:
+        raise f.refuse("moe_k", f"at most moe_num_experts ({experts}) for", choices)
+    capacity = f.numbers("moe_capacity", 3)
+    balanced = f.flag("moe_use_aux_free", True)
     moe = MoEShape(
         experts=experts,
-        choices=f.need("moe_k"),
+        choices=choices,
         width=width,
-        shared_width=width * f.get("moe_num_shared_experts", 0),
-        start=f.get("moe_layer_start_index", 0),
+        shared_width=width * f.size("moe_num_shared_experts", 0, 0, MAX_EXPERTS),
+        start=f.size("moe_layer_start_index", 0, 0, MAX_LAYERS),
         end=min(end, layers - 1) if end >= 0 else layers - 1,  # -1, or past the last layer
-        interval=f.get("moe_layer_interval", 1),
-        norm_min=f.get("moe_norm_min", 1e-12),
-        bias=bool(f.get("moe_use_aux_free", True)),
-        biased=bool(f.get("moe_use_aux_free", True)),
+        interval=f.size("moe_layer_interval", 1, 1, MAX_LAYERS),
+        norm_min=f.number("moe_norm_min", 1e-12, 0.0, 1.0),
+        bias=balanced,
+        biased=balanced,
         # A factor of E gives every expert room for all tokens.
-        capacity=tuple(capacity) if capacity and min(capacity) < experts else None,
+        capacity=(capacity[0], capacity[1], capacity[2]) if capacity and min(capacity) < experts else None,
     )
-    mtp = f.get("num_nextn_predict_layers", 0)
+    mtp = f.size("num_nextn_predict_layers", 0, 0, MAX_FURTHER)
     return replace(dense, family="ernie4_5_moe", moe=moe, mtp_layers=mtp, raw=raw, raw_layout=layout)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from erniekit.models.config import DecoderConfig, Fields, hf_dtype, hf_rope
+from erniekit.models.config import DecoderConfig, hf_dtype, hf_rope
+from erniekit.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH, Fields
 from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.names import Entry, grouped_qkv, hf_decoder_names, transposed, verbatim
 from erniekit.models.spec import ModelSpec
@@ -12,30 +13,32 @@ from erniekit.models.spec import ModelSpec
 
 def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) -> DecoderConfig:
     f = Fields(raw, where)
-    heads, hidden = f.need("num_attention_heads"), f.need("hidden_size")
+    heads, kv_heads, head_dim = f.heads(None)
     theta, scaling = f.rope(10000.0)
     f.only("hidden_act", "silu", "swish")
+    for key in ("fuse_attention_qkv", "fuse_attention_ffn"):
+        f.flag(key, False)
     return DecoderConfig(
         family="llama",
-        vocab_size=f.need("vocab_size"),
-        hidden_size=hidden,
+        vocab_size=f.need("vocab_size", MAX_VOCABULARY),
+        hidden_size=f.need("hidden_size", MAX_WIDTH),
         intermediate_size=f.need("intermediate_size"),
-        num_layers=f.need("num_hidden_layers"),
+        num_layers=f.need("num_hidden_layers", MAX_LAYERS),
         num_heads=heads,
-        num_kv_heads=f.get("num_key_value_heads", heads),
-        head_dim=f.get("head_dim", hidden // heads),
-        rms_norm_eps=f.get("rms_norm_eps", 1e-6),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=f.number("rms_norm_eps", 1e-6, 0.0, 1.0),
         rope_theta=theta,
         rope_style="halves",
-        tie_word_embeddings=bool(f.get("tie_word_embeddings", False)),
-        max_positions=f.get("max_position_embeddings", 2048),
-        attention_bias=bool(f.get("attention_bias", False)),
-        mlp_bias=bool(f.get("mlp_bias", False)),
-        init_std=f.get("initializer_range", 0.02),
+        tie_word_embeddings=f.flag("tie_word_embeddings", False),
+        max_positions=f.size("max_position_embeddings", 2048, 1, MAX_POSITIONS),
+        attention_bias=f.flag("attention_bias", False),
+        mlp_bias=f.flag("mlp_bias", False),
+        init_std=f.number("initializer_range", 0.02, 0.0, 100.0),
         rope_scaling=scaling,
-        bos_id=f.get("bos_token_id", 1),
+        bos_id=f.token("bos_token_id", 1),
         eos_id=f.token("eos_token_id", 2),
-        pad_id=raw.get("pad_token_id"),
+        pad_id=f.token("pad_token_id", None),
         raw=raw,
         raw_layout=layout,
     )

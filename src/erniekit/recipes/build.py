@@ -22,6 +22,7 @@ from erniekit.data.collate import one_document
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
+from erniekit.errors import DeviceError
 from erniekit.log import say
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
@@ -171,6 +172,8 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     if cfg.lora.fp8_base:
         check(device.handle, world.size, folder.config.moe is not None, cfg.origin("frozen_base"))
     experts.settle_config(cfg, folder)
+    if not cfg.model.continue_training:
+        _refuse_oversized(folder, device, world)
     whole, model = (folder.spec.cast(folder.meta(), stored) for _ in range(2))
     for each in (whole, model):
         experts.set_further(cfg, each)
@@ -225,6 +228,20 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     return Built(
         folder, whole, engine, sharding, world, device, dtype, settings, save_format, tokenizer_folder, seed, base_name
     )
+
+
+def _refuse_oversized(folder: ModelFolder, device: Device, world: World) -> None:
+    """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
+    Counted are its 16-bit weights alone, spread over all ranks: whoever exceeds that cannot train it in any way."""
+    count = folder.config.parameters()
+    each = 2 * count / world.size
+    if device.total_memory and each > device.total_memory:
+        raise DeviceError(
+            f"config.json describes a model of {count:,} parameters: {each / 2**30:,.0f} GiB of weights for each of "
+            f"{world.size} ranks, which have {device.total_memory / 2**30:,.0f} GiB",
+            where=str(folder.path / "config.json"),
+            fix="check its sizes (num_hidden_layers, hidden_size, vocab_size, ...), or use more devices",
+        )
 
 
 def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:

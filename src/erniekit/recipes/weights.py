@@ -32,6 +32,7 @@ def from_whole(values: Mapping[str, torch.Tensor], sharding: Sharding, rank: int
 def from_folder(folder: ModelFolder, sharding: Sharding, rank: int) -> Fill:
     """Only the bytes this rank holds are read."""
     folder.check_names()
+    folder.check_shapes(folder.meta())
     entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
     files = folder.slices()
 

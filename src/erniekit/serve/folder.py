@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from erniekit.config import RunConfig, need
 from erniekit.config.sources import BARE
 from erniekit.errors import ConfigError
+from erniekit.files.listed import has_file
 
 if TYPE_CHECKING:
     from erniekit.api_load import Found
@@ -40,14 +40,13 @@ def choose_folder(cfg: RunConfig) -> tuple[str, str | None]:
 
 def stop_ids(found: Found) -> list[int]:
     """Ends the model's own files name; a chat release may list more than its tokenizer's one eos."""
+    from erniekit.checkpoint.model_folder import read_json
+
     out: list[int] = []
     places = [folder / "generation_config.json" for folder in (found.adapter, found.weights.path) if folder]
-    side = next((file for file in places if file.is_file()), places[-1])
-    try:
-        told = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"generation_config.json is not JSON: {error}", where=str(side)) from None
+    side = next((file for file in places if has_file(file.parent, file.name)), None)
+    told = read_json(side) if side else {}
     for source in (found.weights.config_json, told):
-        ends = source.get("eos_token_id") if isinstance(source, dict) else None
+        ends = source.get("eos_token_id")
         out += [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
-    return [id for id in out if id < found.weights.config.vocab_size]
+    return [id for id in out if 0 <= id < found.weights.config.vocab_size]

@@ -156,7 +156,7 @@ def test_an_os_lock_held_by_a_process_we_cannot_see_is_respected(tmp_path, chang
 
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot lock the output folder"):
+    with pytest.raises(CheckpointError, match="nothing can be written into the folder"):
         RunLock(tmp_path / "file" / "out").acquire()
 
 

@@ -128,7 +128,7 @@ def test_a_damaged_file_is_refused_by_name(folder, damage):
     data = file.read_bytes()
     file.write_bytes({"cut": data[: len(data) // 2], "header": b"\xff" * 64 + data[64:], "empty": b""}[damage])
     error = refusal(folder)
-    assert "model.safetensors is damaged" in error.what
+    assert "model.safetensors is not a sound safetensors file" in error.what
 
 
 def test_a_missing_tensor_is_named(folder):
@@ -148,13 +148,13 @@ def test_an_unexpected_tensor_is_named(folder):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"vocab_size": 600}, "model.embed_tokens.weight"),
+        ({"vocab_size": 600}, "vocab_size 600, the weight files have an embedding of [512, 64]"),
         ({"head_dim": 16}, "q_proj"),
         # The same number of fused rows, cut elsewhere: 6 + 2 x 1 heads instead of 4 + 2 x 2.
         ({"num_attention_heads": 6, "num_key_value_heads": 1}, "q_proj"),
         ({"intermediate_size": 32}, "gate_proj"),
-        ({"num_hidden_layers": 4}, "missing"),
-        ({"num_hidden_layers": 2}, "unexpected"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers 4, the weight files hold 3 layers"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2, the weight files hold 3 layers"),
         ({"tie_word_embeddings": False}, "lm_head.weight"),
         ({"use_bias": True}, "missing"),
     ],

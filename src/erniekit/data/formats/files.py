@@ -12,9 +12,11 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from erniekit import heartbeat
 from erniekit.data.types import Problem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
@@ -22,6 +24,10 @@ from erniekit.files import refuse_special
 
 Raw = bytes | dict[str, Any] | list[Any] | Problem
 MAX_ROW_BYTES = 64 << 20
+MAX_SKIPPED_BYTES = 1 << 30  # of one row that is too long: what goes on further is no dataset
+MAX_SKIPPED_MARKS = 500_000  # runs of brackets, and quotes, of one array row that is skipped: about a second
+MAX_BLANK_LINES = 100_000  # in a row
+MAX_EXPANSION, EXPANDS_FROM = 200, 256 << 20  # text of a .gz to its size on disk, once there is so much text
 _CHUNK = 1 << 20
 _BOM = codecs.BOM_UTF8
 
@@ -42,10 +48,34 @@ def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple
         if magic == b"PAR1" or path.suffix.lower() == ".parquet":
             yield from _parquet(path)
         elif magic[:2] == b"\x1f\x8b":
-            with gzip.open(file, "rb") as stream:
+            with Unpacked(file, path.stat().st_size) as stream:
                 yield from _text_rows(stream, path, max_row_bytes)
         else:
             yield from _text_rows(file, path, max_row_bytes)
+
+
+class Unpacked(gzip.GzipFile):
+    """The text of a .gz; an archive that unpacks to hundreds of times its size is refused as damaged."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        super().__init__(fileobj=file, mode="rb")
+        self._limit = max(EXPANDS_FROM, MAX_EXPANSION * size)
+        self._since = 0  # bytes since the position was last compared with the limit: asking for it at each line is slow
+
+    def _counted(self, data: bytes) -> bytes:
+        self._since += len(data)
+        if self._since >= _CHUNK:
+            self._since = 0
+            heartbeat.beat()
+            if self.tell() > self._limit:
+                raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size: made to fill a memory")
+        return data
+
+    def read(self, size: int | None = -1) -> bytes:
+        return self._counted(super().read(size))
+
+    def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+        return self._counted(super().readline(-1 if size is None else size))
 
 
 def decode(raw: Raw) -> Any:
@@ -75,25 +105,42 @@ def _is_array(head: bytes, path: Path) -> bool:
 
 
 def _lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
-    number = 0
+    number = blank = 0
     while line := stream.readline(limit + 2):
         number += 1
         if len(line) > limit and not line.endswith(b"\n"):
-            size = len(line)
-            while not line.endswith(b"\n") and (line := stream.readline(_CHUNK)):
-                size += len(line)
-            yield number, _too_big(path, number, size, limit)
+            size, ended = skip_line(stream, len(line))
+            yield number, _too_big(path, number, size, limit, ended)
+            if not ended:
+                return
             continue
         if number == 1:
             line = line.removeprefix(_BOM)
         line = line.strip(b" \t\r\n")
         if line:
+            blank = 0
             yield number, line
+        elif (blank := blank + 1) > MAX_BLANK_LINES:
+            yield number, Problem(str(path), number, "unreadable", f"{blank:,} empty lines; the rest is not read")
+            return
 
 
-def _too_big(path: Path, number: int, size: int, limit: int) -> Problem:
+def skip_line(stream: IO[bytes], size: int) -> tuple[int, bool]:
+    """To the end of a line of which `size` bytes are read: its size, and whether it ended within the bound."""
+    while size <= MAX_SKIPPED_BYTES:
+        line = stream.readline(_CHUNK)
+        size += len(line)
+        heartbeat.beat()
+        if not line or line.endswith(b"\n"):
+            return size, True
+    return size, False
+
+
+def _too_big(path: Path, number: int, size: int, limit: int, ended: bool = True) -> Problem:
     reason = f"the row has {size / 2**20:.0f} MiB or more; the limit is {limit / 2**20:.0f} MiB"
-    return Problem(str(path), number, "row_too_long", reason)
+    return Problem(
+        str(path), number, "row_too_long", reason if ended else f"{reason}; the rest of the file is not read"
+    )
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Raw]]:
@@ -138,7 +185,8 @@ class _Window:
 
 
 _BLANK = " \t\r\n"
-_STRUCTURE = re.compile(r'["{}\[\],]')
+_STRUCTURE = re.compile(r'["},\]]|[{\[]+')
+_INSIDE = re.compile(r'"|[{\[]+|[}\]]+')
 _IN_STRING = re.compile(r'["\\]')
 _scan_once = json.JSONDecoder().raw_decode
 
@@ -162,7 +210,7 @@ def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw
             return
         value = _element(window, path, number, limit)
         if isinstance(value, Problem) and not _skip_element(window):
-            yield number, value
+            yield number, replace(value, reason=f"{value.reason}; the rest of the file is not read")
             return
         yield number, value
 
@@ -194,28 +242,34 @@ _SCALAR = "a row must be an object, not a single value"
 
 
 def _skip_element(window: _Window) -> bool:
-    """Step over a value that does not parse, by its brackets alone. False when the file ends first."""
-    depth, in_string = 0, False
-    while True:
-        found = (_IN_STRING if in_string else _STRUCTURE).search(window.text, window.at)
+    """Step over a value that does not parse, by its brackets alone. False when the file ends first, or when it goes on
+    for more than a row may."""
+    depth, in_string, marks, size = 0, False, 0, 0
+    while marks < MAX_SKIPPED_MARKS and size < MAX_SKIPPED_BYTES:
+        marks += 1
+        found = (_IN_STRING if in_string else _INSIDE if depth else _STRUCTURE).search(window.text, window.at)
         if not found:
+            size += len(window.text) - window.at
             window.at = len(window.text)
             if not window.more():
                 return False
+            heartbeat.beat()
             continue
-        char, window.at = found.group(), found.end()
-        if char == "\\":
+        run, window.at = found.group(), found.end()
+        if run == "\\":
             if window.at == len(window.text):
                 window.more()
             window.at += 1
-        elif char == '"':
+        elif run == '"':
             in_string = not in_string
-        elif char in "{[":
-            depth += 1
-        elif depth == 0:  # the comma or bracket behind a bare word
-            window.at -= 1
+        elif run[0] in "{[":
+            depth += len(run)
+        elif depth == 0 and run != "}":  # the comma or bracket behind a bare word; a lone brace is part of the damage
+            window.at = found.start()
             return True
-        elif char in "}]":
-            depth -= 1
-            if depth == 0:
-                return True
+        elif 0 < depth <= len(run):
+            window.at = found.start() + depth
+            return True
+        elif depth:
+            depth -= len(run)
+    return False

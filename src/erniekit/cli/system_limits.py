@@ -1,0 +1,63 @@
+"""What the system refuses a command: descriptors, permissions, space. Said as an error of three lines, by its own name.
+
+Called by cli/main.py around every command and by cli/launch.py before ranks are started. No torch in here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.files.unwritable import way_out
+
+NEEDED = 64  # descriptors of one process: libraries, a model's files, a socket or two
+NEEDED_BY_RANKS = 128  # where ranks talk to each other: some connections for each group of them
+WANTED = 4096
+_FULL = (errno.EMFILE, errno.ENFILE)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def require_descriptors(needed: int = NEEDED) -> None:
+    """Raises this process's own limit as far as the system lets it; refuses where that is not enough. Libraries below
+    us wait or retry for ever when they run out."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = WANTED if hard == unlimited else min(WANTED, hard)
+    if soft != unlimited and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):
+            pass
+    if soft != unlimited and soft < needed:
+        raise ConfigError(
+            f"this process may have {soft} files open at a time; {needed} at least are needed",
+            where="ulimit -n (RLIMIT_NOFILE)",
+            fix="raise it: ulimit -n 4096, or LimitNOFILE= of the service, or --ulimit nofile= of the container",
+        )
+
+
+def explained(error: OSError) -> ErnieKitError | None:
+    """An error of the system that a user can mend, in three lines; None for any other."""
+    named = os.fspath(error.filename) if isinstance(error.filename, str | os.PathLike) else ""
+    if error.errno in _FULL:
+        return ConfigError(
+            f"{error.strerror}: this process or this machine may not open another one",
+            where=named or "ulimit -n (RLIMIT_NOFILE)",
+            fix="raise it: ulimit -n 4096; lsof -p PID shows what is open",
+        )
+    if error.errno in _FORBIDDEN and named:
+        return ConfigError(f"{error.strerror}: {named}", where=named, fix=f"{way_out(error)}, or choose another folder")
+    if error.errno in _NO_SPACE:
+        return ConfigError(
+            f"{error.strerror or 'no space left'}",
+            where=named or "the disk of the output or of ERNIEKIT_CACHE",
+            fix="make room, or choose a folder on another disk",
+        )
+    return None

@@ -1,0 +1,52 @@
+"""A JSON file from a stranger's folder, read within bounds: size, nesting, and an object at the top.
+
+Called for every small JSON file of a model, an adapter or a checkpoint. Errors of the system pass through.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import ErnieKitError
+from erniekit.files.special import refuse_special
+
+MAX_BYTES = 16 << 20  # config.json and its like have some kilobytes
+MAX_DEPTH = 64  # of lists and objects in each other; what is written from it nests as deep again
+_FIX = "download or copy the file again"
+
+
+def read_value(path: Path, error: type[ErnieKitError], max_bytes: int = MAX_BYTES) -> Any:
+    """The JSON value in `path`. Raises `error` for what is no JSON, too large or too deep; OSError as it comes."""
+    refuse_special(path, error)
+    with path.open("rb") as file:
+        raw = file.read(max_bytes + 1)
+    if len(raw) > max_bytes:
+        limit = f"{max_bytes >> 20} MiB" if max_bytes >> 20 else f"{max_bytes} bytes"
+        raise error(f"{path.name} is larger than {limit}, the limit of such files", where=str(path), fix=_FIX)
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{path.name} is not JSON: {reason}", where=str(path), fix=_FIX) from None
+    if not _is_flat(value):
+        raise error(f"{path.name} is nested more than {MAX_DEPTH} deep", where=str(path), fix=_FIX)
+    return value
+
+
+def read_object(path: Path, error: type[ErnieKitError], max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    value = read_value(path, error, max_bytes)
+    if not isinstance(value, dict):
+        raise error(f"{path.name} is not a JSON object", where=str(path), fix=_FIX)
+    return value
+
+
+def _is_flat(value: Any) -> bool:
+    """Level by level: a recursive walk would fail on the very thing it looks for."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+        if not level:
+            return True
+    return not level
