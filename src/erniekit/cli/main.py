@@ -249,11 +249,11 @@ def _dispatch(args: list[str]) -> int:
     rest = args[1:]
     if word not in COMMANDS:
         raise _unknown(word)
+    if word not in ("help", "version", "config"):
+        require_descriptors()
     part = dict(COMMANDS[word].parts).get(rest[0]) if rest else None
     if part:
         return call(part, rest[1:])
-    if word not in ("help", "version", "config"):
-        require_descriptors()
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]

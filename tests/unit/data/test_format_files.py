@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,12 @@ def test_memory_stays_flat_over_a_long_file(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text(line * 50_000)
     assert memory_to_read(lines, array) < 16  # MiB, for two files of 33 MB: buffers of 1 MiB, one row at a time
+
+
+@pytest.mark.parametrize("text", ["[}", '[{"a": 1}, }]', '[{"a": 1} }, {"b": 2}]', "[x}   "])
+def test_a_lone_brace_in_an_array_is_a_problem_once_and_not_for_ever(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    found = list(islice(rows(path), 10))
+    assert len(found) <= 3
+    assert sum(isinstance(raw, Problem) for _, raw in found) == 1
