@@ -227,12 +227,12 @@ def _message(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, list):
-        other = next((part.type for part in content if part.type != "text" or part.text is None), None)
+        other = next((part["type"] for part in content if part["type"] != "text" or part.get("text") is None), None)
         if other is not None:
             raise Problem(
                 400, f"a message part of type {other!r} is not supported: this model takes text", param="messages"
             )
-        content = "".join(part.text or "" for part in content)
+        content = "".join(part.get("text") or "" for part in content)
     out: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:
         out["tool_calls"] = [_call(call) for call in message.tool_calls]

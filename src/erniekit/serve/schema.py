@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
 
 MOST_ANSWERS = 128  # of one request: prompts times n
 Word = Annotated[str, Field(max_length=64)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+# fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 
 
 class _Object(BaseModel):
@@ -80,14 +82,16 @@ class Wishes(_Object):
     ignore_eos: bool = Field(False, description="Go on past the model's own end, up to max_tokens.")
 
 
-class TextPart(_Object):
-    type: str = Field(max_length=32)
-    text: str | None = None
+class TextPart(TypedDict, total=False):
+    """A dict: a message may have hundreds, and a model of each costs ten times as much to check."""
+
+    type: Required[Annotated[str, Field(max_length=32)]]
+    text: str | None
 
 
 class Message(_Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, max_length=128)
     tool_call_id: str | None = Field(None, max_length=256)
 
@@ -98,7 +102,7 @@ class Tool(_Object):
 
 
 class ChatRequest(Wishes):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="OpenAI's newer word for max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -110,8 +114,8 @@ class ChatRequest(Wishes):
 
 
 class CompletionRequest(Wishes):
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32)] = Field(
-        description=f"Prompts times n are {MOST_ANSWERS} at most."
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32, fail_fast=True)] = (
+        Field(description=f"Prompts times n are {MOST_ANSWERS} at most.")
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
