@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.library import custom_op, triton_op
 
 
@@ -30,9 +31,13 @@ def has_triton() -> bool:
 
 
 def kernel_op(name: str) -> Any:
-    """Decorator of an operator whose body launches Triton kernels; compiled layers see into it. Without triton it is
-    only declared, as an opaque one: torch looks for kernels in a triton_op at once and logs a warning for each."""
-    return (custom_op if find_spec("triton") is None else triton_op)(name, mutates_args=())
+    """Decorator of an operator whose body launches Triton kernels; compiled layers see into it.
+
+    Without a card or without triton it is only declared, as an opaque one: to look for kernels in a triton_op torch
+    imports its compiler at once (seconds), and without triton it logs a warning for each.
+    """
+    launches = find_spec("triton") is not None and torch.cuda.is_available()
+    return (triton_op if launches else custom_op)(name, mutates_args=())
 
 
 def loaded(name: str, *needed: str) -> ModuleType | None:

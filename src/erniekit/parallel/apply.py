@@ -20,10 +20,10 @@ from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.graphed import GraphedLayers
 from erniekit.parallel.mesh import Layout, World
-from erniekit.parallel.pipeline import Pipeline, cut
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
+from erniekit.parallel.stages import cut
 from erniekit.parallel.tensor import apply_tensor_parallel, blocks
 
 
@@ -118,6 +118,8 @@ def parallelise(
     pipeline_group = world.group("pp")
     pipeline = None
     if pipeline_group is not None:
+        from erniekit.parallel.pipeline import Pipeline  # torch's schedules import its compiler: seconds
+
         pipeline = Pipeline(parts, world, pipeline_group, device, loss, options.schedule)
     sync = GradientSync([plain(n) for n in names], sharding, world) if world.size > 1 else None
     return Engine(parts, world, device, loss, sync, averaged_over, pipeline, compute, one_document)

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
 
 from erniekit.parallel.collectives import gather_from
 
@@ -111,6 +110,8 @@ class ContextAttention(nn.Module):
 
 def _tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of the last len(q) places of k, v [n, heads, D]."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds
+
     ends_aligned = causal_lower_right(q.shape[0], k.shape[0])  # on a card this makes no mask
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=ends_aligned, enable_gqa=True)[0].transpose(0, 1)

@@ -6,7 +6,7 @@ Built by apply.py; train/step.py, train/evaluate.py and the probe see only this,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
-from erniekit.parallel.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from erniekit.parallel.pipeline import Pipeline
 
 Loss = Callable[..., torch.Tensor]  # (model, batch, hidden states or nothing) -> the sum of a batch's token losses
 

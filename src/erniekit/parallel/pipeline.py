@@ -1,11 +1,10 @@
-"""Pipeline parallelism: the model cut in stages, and torch's schedules run over them. Called by apply.py and engine.py.
+"""Pipeline parallelism: torch's schedules run over the stages of stages.py. Called by apply.py and engine.py.
 
 Every rank reads the batch itself, so only hidden states travel; a stage finds its batch by counting its forward calls.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,43 +23,11 @@ from torch.distributed.pipelining import (
 from erniekit.errors import PlanError
 from erniekit.parallel.fsdp import sync_gradients
 from erniekit.parallel.mesh import World
-from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.world import check_schedule
 
 Loss = Callable[..., torch.Tensor]  # (part, batch, hidden states) -> the sum of token losses
 HiddenShape = Callable[[Any], tuple[tuple[int, ...], torch.dtype]]  # of what travels between stages
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
-
-
-class Skip(nn.Module):
-    """Where a layer of another stage would be: names and numbers of the others stay as they are."""
-
-    def forward(self, x: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return x
-
-
-def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, nn.Module]]:
-    """(stage number, that part of the model) for each stage this rank holds."""
-    stages = sharding.stages()
-    if len(stages) == 1:
-        return [(0, model)]
-    out = []
-    for number in range(world.at["pp"], len(stages), world.layout.pp):
-        part = copy.copy(model)  # modules are shared, the table of them is not
-        part._modules = dict(model._modules)
-        held = stages[number]
-        part.layers = nn.ModuleList(
-            layer if i in held else Skip()
-            for i, layer in enumerate(model.layers)  # type: ignore[arg-type]
-        )
-        part.first, part.last = number == 0, number == len(stages) - 1  # type: ignore[assignment]
-        if not part.first and not (part.last and sharding.embeds_last):
-            part._modules.pop("embed")
-        if not part.last:
-            for name in ("norm", "head", "mtp"):
-                part._modules.pop(name, None)
-        out.append((number, part))
-    return out
 
 
 class Stage(PipelineStage):

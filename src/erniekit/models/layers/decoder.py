@@ -60,11 +60,17 @@ class DecoderLayer(nn.Module):
         return x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
 
 
+def _embedding(count: int, width: int) -> nn.Embedding:
+    """On the meta device nothing is drawn: there torch would import its compiler (seconds) to draw nothing."""
+    weight = torch.empty(count, width)
+    return nn.Embedding(count, width, _weight=weight) if weight.is_meta else nn.Embedding(count, width)
+
+
 class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.mtp_layers:
