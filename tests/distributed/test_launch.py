@@ -179,7 +179,7 @@ def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     process.kill(signal.SIGINT)
     assert process.wait() == 130
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8, "not the 30 s of the save"
     assert process.said()[-1] == "stopped by SIGINT without a save"
     assert not list(tmp_path.glob("saved-*"))
 

@@ -93,8 +93,13 @@ def nothing(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "change", "named"),
     [
-        (dict(learning_rate=2e-3, seed=7), nothing, ("learning_rate: 0.001 on node 0", "seed: 42 on node 0")),
-        (dict(max_steps=6), nothing, ("max_steps: 4 on node 0", "6 on node 1")),
+        pytest.param(
+            dict(learning_rate=2e-3, seed=7),
+            nothing,
+            ("learning_rate: 0.001 on node 0", "seed: 42 on node 0"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(dict(max_steps=6), nothing, ("max_steps: 4 on node 0", "6 on node 1"), marks=pytest.mark.full),
         ({}, edit, ("train data", "base model")),
         pytest.param(dict(save_steps=2), nothing, ("save_steps: 500 on node 0",), marks=pytest.mark.full),
         pytest.param(dict(gradient_accumulation_steps=2), nothing, ("gradient_acc",), marks=pytest.mark.full),

@@ -59,6 +59,7 @@ def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
         assert code == 2
 
 
+@pytest.mark.full  # what every other test of ranks needs
 def test_like_ranks_join_and_reduce() -> None:
     assert [said.strip() for _, said in start(["cpu", "cpu"])] == ["joined 2 3", "joined 2 3"]
 

@@ -28,7 +28,7 @@ OURS = re.compile(r"(warning: |where: |fix:   )")  # of stderr; results go to st
 FOREIGN = re.compile(r"^[WE]\d{4} |Warning: |site-packages")
 
 
-@pytest.mark.parametrize("triton", ["with Triton", "without Triton"])
+@pytest.mark.parametrize("triton", ["with Triton", pytest.param("without Triton", marks=pytest.mark.full)])
 def test_training_evaluating_and_exporting_print_only_our_own_lines(triton: str, tmp_path: Path, root: Path):
     hooks = tmp_path / "hooks"
     hooks.mkdir()

@@ -61,7 +61,9 @@ def test_an_evaluation_that_stands_still_still_ends_for_a_restart(server: RankSe
         row.note = f"limit {LIMIT:.0f} s: ended after {took:.1f} s, the step's checkpoint written before"
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["in front", "in the background"])
+@pytest.mark.parametrize(
+    "behind", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in front", "in the background"]
+)
 def test_a_save_longer_than_the_hang_limit_is_left_alone_on_the_ranks_that_wait_too(
     server: RankServer, behind: bool
 ) -> None:
@@ -107,7 +109,9 @@ def terminated_while_it_waits(run: Started) -> Ended:
     return run.wait(20)
 
 
-@pytest.mark.parametrize("every", [4, 3], ids=["a step that is saved", "a step that is not"])
+@pytest.mark.parametrize(
+    "every", [4, pytest.param(3, marks=pytest.mark.full)], ids=["a step that is saved", "a step that is not"]
+)
 def test_a_signal_in_an_evaluation_leaves_between_two_batches_and_the_run_goes_on_bit_for_bit(
     server: RankServer, dp: Reference, every: int
 ) -> None:

@@ -180,7 +180,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 x cp2": dict(tp=2, cp=2, sequence_parallel=True),
     "pp2 x cp2": dict(pp=2, cp=2),
 }
-PER_COMMIT = ("tp2 with sequence parallel", "pp2", "cp2")
+PER_COMMIT = ("pp2", "cp2")
 
 
 def named(*names: str, per_commit: tuple[str, ...] = PER_COMMIT) -> list[Any]:
