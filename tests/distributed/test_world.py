@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import os, sys, time
 from types import SimpleNamespace
