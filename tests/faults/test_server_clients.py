@@ -173,6 +173,29 @@ def test_a_server_asked_to_leave_ends_its_streams_in_words_and_one_killed_frees_
         row.note = f"told so within {longest:.1f} s; the port taken again at once"
 
 
+def test_a_second_signal_ends_streams_in_words_too(folder: Path):
+    server = Program(folder, "port=0", "max_model_len=512", "drain_timeout=60")
+    try:
+        url = server.ready()
+        lines: list[str] = []
+        begun = threading.Event()
+        reader = threading.Thread(target=listen, args=(url, lines, begun))
+        reader.start()
+        assert begun.wait(30)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        answering = reader.is_alive()
+        began = time.monotonic()
+        code = server.end(signal.SIGTERM)
+        assert time.monotonic() - began < 8, "not the 60 s of drain_timeout"
+        reader.join(30)
+        assert not answering or "the server is stopping" in lines[-1] or lines[-1] == "data: [DONE]"
+        assert code == 0, server.text
+        assert "Traceback" not in server.text
+    finally:
+        server.close()
+
+
 @pytest.mark.full
 def test_a_short_answer_is_finished_after_sigterm_and_new_ones_are_turned_away(folder: Path):
     server = Program(folder, "port=0", "max_model_len=512", "drain_timeout=60")

@@ -142,8 +142,14 @@ def _read_yaml(text: str, name: str) -> dict[str, Entry]:
 def _compose(text: str, name: str) -> Any:
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        depth = 0
+        for event in yaml.parse(text, Loader=loader):  # compose() recurses: depth must be known before
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _too_much(name)
+        return yaml.compose(text, Loader=loader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark and not name.startswith(("flag", "key=")) else name

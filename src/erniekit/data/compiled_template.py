@@ -13,14 +13,12 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from erniekit.data.prefix_renderer import instrumented
 from erniekit.data.template_limit import limited
+from erniekit.data.template_operations import BoundedEnvironment
 from erniekit.data.thinking import FIELDS
 from erniekit.errors import CheckpointError
-
-MOST_REPEATED = 2**20  # characters, or items, that `*` may make
 
 # ERNIE's text form, for folders without a template of their own.
 BUILT_IN = (
@@ -46,23 +44,6 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """A single operation may not go on for long either: no limit of time can look into it."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        lengths = [len(side) for side in (left, right) if hasattr(side, "__len__")]
-        if operator == "**":
-            costly = isinstance(left, int) and isinstance(right, int) and (abs(left) > 2**64 or right > 64)
-        else:
-            times = [side for side in (left, right) if isinstance(side, int)]
-            costly = any(length * number > MOST_REPEATED for length in lengths for number in times)
-        if costly:
-            raise jinja2.TemplateError(f"{operator!r} would give something too large")
-        return super().call_binop(context, operator, left, right)
-
-
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -78,7 +59,7 @@ class Compiled:
 @functools.lru_cache(maxsize=16)
 def compiled(source: str) -> Compiled:
     """Same names and blank handling as in transformers."""
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    env = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     env.filters["tojson"] = to_json
     env.globals["raise_exception"] = _refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

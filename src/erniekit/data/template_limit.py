@@ -15,7 +15,7 @@ import jinja2
 from jinja2 import nodes
 
 RENDER_S = 30.0  # of this thread's processor time, for one rendering: it takes milliseconds
-_EVERY = 64  # ticks between two looks at the clock
+_EVERY = 4  # ticks between two looks at the clock
 
 
 class TookTooLong(Exception):

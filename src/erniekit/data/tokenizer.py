@@ -28,6 +28,7 @@ from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 from erniekit.files.listed import has_file, refuse_added_tokenizer
 
+MAX_BYTES = 256 << 20  # of a tokenizer's main file; the largest known ones have some 35 MB
 SENTENCEPIECE_NAMES = ("tokenizer.model", "spm.model", "ernie_token_100k.model")
 SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
@@ -266,6 +267,12 @@ def load_tokenizer(folder: str | Path, rows: int | None = None) -> Tokenizer:
             f"no tokenizer in {folder.name or folder}",
             where=str(folder),
             fix="the folder needs tokenizer.model (SentencePiece) or tokenizer.json next to its config.json",
+        )
+    if main.stat().st_size > MAX_BYTES:
+        raise CheckpointError(
+            f"{main.name} has {main.stat().st_size / 2**20:,.0f} MiB; the limit is {MAX_BYTES >> 20} MiB",
+            where=str(main),
+            fix="no tokenizer is that large: download it again",
         )
     vocabulary: Vocabulary
     if main == json_file:

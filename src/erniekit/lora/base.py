@@ -145,7 +145,8 @@ def trained_on(adapter: Path) -> str:
     """The base as the adapter's own files name it, for messages."""
     for name in (peft_files.CONFIG, paddle_files.CONFIG):
         if has_file(adapter, name):
-            return str(config_fields(adapter / name).get("base_model_name_or_path") or "not named")
+            told = str(config_fields(adapter / name).get("base_model_name_or_path") or "not named")
+            return "".join(c if c.isprintable() else "?" for c in told[:200])
     return "not named"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
 import time
 from collections import Counter
@@ -31,6 +32,8 @@ BATCH = 8  # connections accepted before other work gets its turn
 SWEEP_S = 0.25
 LINGER_S = 1.0  # for a refused client to read why
 YIELD_S = 2.0  # a body or a reader this far behind makes room for a new connection
+CHUNKS, CHUNK_BYTES = 4096, 1024  # chunks of under 256 bytes: so many, and one more for each so many bytes
+_TINY = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # their heads
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WHY = b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":"connections"}}'
 BUSY = (
@@ -140,6 +143,7 @@ class LimitedProtocol(H11Protocol):
         now = time.monotonic()
         self.since = now  # it connected, its request began, or its last response was complete
         self.first: float | None = None  # when the first byte of an incomplete head came
+        self.wire = self.tiny = 0  # bytes and small chunks of a body so far
         self.unsent, self.read_at, self.level_at, self.closing_at = 0, now, now, 0.0
         self.taken = self.shared.add(self)
         if not self.taken:
@@ -154,11 +158,24 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if not self.taken:
             return
+        if self._in_tiny_chunks(data):
+            self.shared.drop(self)
+            return
         if not self.active and self.first is None:
             self.first = time.monotonic()
         super().data_received(data)
         if self.active and self.first is not None:
             self.first, self.since = None, time.monotonic()
+
+    def _in_tiny_chunks(self, data: bytes) -> bool:
+        """A chunked body in more pieces than its size explains: each costs the parser as much as a whole request."""
+        if not (self.active and self.cycle.more_body):
+            self.wire = self.tiny = 0
+            return False
+        self.wire, self.tiny = self.wire + len(data), self.tiny + len(_TINY.findall(data))
+        if self.tiny <= CHUNKS + self.wire // CHUNK_BYTES:
+            return False
+        return any(name == b"transfer-encoding" for name, _ in self.scope["headers"])
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -7,6 +7,7 @@ rebinding) and then read what answers here; the Host header still holds that nam
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from erniekit.config.address import is_loopback
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ANY = "*"
+_HOST = re.compile(r"(\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/?#\\\s]+))(:\d{1,5})?")
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,9 @@ class Hosts:
 
 
 def host_name(host: str) -> str:
-    """`[::1]:7860`, `localhost:7860` -> the name."""
-    if host.startswith("[") and "]" in host:
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    """`[::1]:7860`, `localhost:7860` -> the name; empty for what is no Host."""
+    found = _HOST.fullmatch(host)
+    return (found["v6"] or found["name"]) if found else ""
 
 
 def is_address(name: str) -> bool:

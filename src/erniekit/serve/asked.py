@@ -12,6 +12,7 @@ from typing import Any
 
 from erniekit.data.tokenizer import BEGIN, Tokenizer
 from erniekit.serve.engines.base import Choosing, Job
+from erniekit.serve.nesting import DEPTH, nests_deeper
 from erniekit.serve.problem import Problem
 from erniekit.serve.prompt_work import RENDER_S
 from erniekit.serve.prompt_worker import Conversation, Failed, Texts, Work, prepare
@@ -19,6 +20,8 @@ from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, M
 from erniekit.serve.speech import THINK
 
 MOST_NAMED = 16  # ignored fields that a response names
+MOST_ARGUMENTS = 2**18  # characters of tool calls' arguments that are read as JSON, of a whole request
+MOST_LOGPROBS = 2**18  # numbers in one answer: putting it together holds the event loop up
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ def read_chat(request: ChatRequest, served: Served, defaults: Defaults) -> Quest
     more = {} if thinking is None else {"enable_thinking": thinking}
     more |= request.chat_template_kwargs or {}
     messages = [_message(message) for message in request.messages]
+    _parse_arguments(messages)
     return Question(request, served, defaults, Conversation(messages, _tools(request) or None, more))
 
 
@@ -207,6 +211,10 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]]:
     return [tool.model_dump() for tool in request.tools or ()] if request.tool_choice != "none" else []
 
 
+def _answers(request: Wishes) -> int:
+    return request.n * (len(_prompts(request)) if isinstance(request, CompletionRequest) else 1)
+
+
 def _most_tokens(request: Wishes) -> int | None:
     """That an answer may have, where the request says it."""
     return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
@@ -240,17 +248,27 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Clients send back a call's arguments as text; templates want them as they were."""
+    """Clients send back a call's arguments as text; templates want them as they were (_parse_arguments)."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Problem(400, "a tool call needs function: {name, arguments}", param="messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    return {**call, "function": dict(function)}
+
+
+def _parse_arguments(messages: list[dict[str, Any]]) -> None:
+    """The text of arguments is what gate.py has not looked into. Too long or too deep a one stays text."""
+    left = MOST_ARGUMENTS
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        text = function.get("arguments")
+        if not isinstance(text, str) or len(text) > left:
+            continue
+        left -= len(text)
         try:
-            arguments = json.loads(arguments)
+            value = json.loads(text)
         except (ValueError, RecursionError):
-            pass  # then as the text it is
-    return {**call, "function": {**function, "arguments": arguments}}
+            continue
+        if not nests_deeper(value, DEPTH):
+            function["arguments"] = value
 
 
 def _job(request: Wishes, prompt: list[int], served: Served, defaults: Defaults, logprobs: int | None) -> Job:
@@ -262,6 +280,14 @@ def _job(request: Wishes, prompt: list[int], served: Served, defaults: Defaults,
     def wish(name: str) -> Any:
         given = getattr(request, name)
         return getattr(defaults, name) if given is None else given
+
+    if logprobs is not None and limit * _answers(request) * (logprobs + 1) > MOST_LOGPROBS:
+        raise Problem(
+            400,
+            f"{limit} tokens x {_answers(request)} answers x {logprobs + 1} log probabilities are more than "
+            f"{MOST_LOGPROBS}: ask for less of one of them",
+            param="logprobs",
+        )
 
     choosing = Choosing(
         max_tokens=limit,

@@ -19,11 +19,11 @@ from erniekit.log import warn
 from erniekit.net.hosts import Hosts, client_group, from_another_site
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.metrics import Metrics
+from erniekit.serve.nesting import DEPTH, nests_deeper
 from erniekit.serve.problem import Problem, as_json
 
 BODY_BYTES = 8 * 2**20
 BODY_S = 60.0  # for a whole body to arrive
-DEPTH = 64
 VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
 OPEN = ("/health",)  # without a key: for load balancers
 
@@ -97,8 +97,9 @@ class Gate:
         """A browser can be made to send requests here by any page it shows; without a key nothing else tells them
         from those of a program of this machine."""
         headers = {name.lower(): value for name, value in scope["headers"]}
-        host = headers.get(b"host")  # browsers always send it; a health check over HTTP/1.0 may not
-        if host is not None and not hosts.knows(host.decode("latin-1"), scope["path"] in OPEN):
+        host = headers.get(b"host")  # a health check over HTTP/1.0 may have none
+        known = scope["path"] in OPEN if host is None else hosts.knows(host.decode("latin-1"), scope["path"] in OPEN)
+        if not known:
             raise Problem(
                 403,
                 "this server does not go by the name in the Host header: use its address, name it in server_names, "
@@ -136,7 +137,7 @@ async def read_json(request: Request, kind: type[Model]) -> Model:
         raise Problem(400, f"the body is not JSON: {error}"[:200]) from None
     if b"\\ud" in body.lower() and not _spells(value):
         raise Problem(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
-    if _deeper(value, DEPTH):
+    if nests_deeper(value, DEPTH):
         raise Problem(400, f"the body is nested deeper than {DEPTH}")
     try:
         return kind.model_validate(value)
@@ -184,21 +185,6 @@ def _spells(value: Any) -> bool:
         return bool(json.dumps(value, ensure_ascii=False).encode())
     except (UnicodeEncodeError, RecursionError):
         return False
-
-
-def _deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            item
-            for holder in level
-            if isinstance(holder, (dict, list))
-            for item in (holder.values() if isinstance(holder, dict) else holder)
-            if isinstance(item, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _unfit(error: ValidationError) -> Problem:

@@ -22,6 +22,7 @@ from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import say, warn
 from erniekit.net.hosts import Hosts
+from erniekit.serve.address import announce
 from erniekit.serve.engines import EMBEDDED
 
 if TYPE_CHECKING:
@@ -203,14 +204,23 @@ def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> i
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            say(f"ready: http://{shown}:{port}/v1 ({', '.join(shelf.models)}; {shelf.about})")
+            announce(f"http://{shown}:{port}/v1", f"{', '.join(shelf.models)}; {shelf.about}")
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
-                self.force_exit = True
+                try:
+                    asyncio.get_running_loop().call_soon_threadsafe(self._hurry)
+                except RuntimeError:  # the loop has ended already
+                    self.force_exit = True
             ending.within(AGAIN_S if self.should_exit else s.drain_timeout + LEFT_S + 1)
             gate.draining = True
-            super().handle_exit(sig, frame)
+            if not self.should_exit:
+                super().handle_exit(sig, frame)
+
+        def _hurry(self) -> None:
+            """Asked twice: whoever still waits is told so, and has a second to read it."""
+            gate.app.state.api.end_answers()
+            asyncio.get_running_loop().call_later(AGAIN_S / 2, setattr, self, "force_exit", True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             telling = asyncio.ensure_future(self._end_answers())
@@ -236,4 +246,4 @@ def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> i
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.within(AGAIN_S))
     say("stopped")
-    return 0
+    return 0 if ending.told else 1

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve.answer import Answering, Part
 from erniekit.serve.engines.base import Token
 from erniekit.serve.speech import Delta
@@ -28,6 +27,7 @@ class Shape:
         }
         self._offsets = [0] * len(answering.choices)
         self._begun: set[int] = set()
+        self._words: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
 
     # --- a stream
 
@@ -69,9 +69,11 @@ class Shape:
     # --- a whole answer
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        choices = []
-        for number, choice in enumerate(self.answering.choices):
-            deltas = [delta for part in parts if part.number == number for delta in part.deltas]
+        choices: list[dict[str, Any]] = []
+        by_choice: list[list[Delta]] = [[] for _ in self.answering.choices]
+        for part in parts:
+            by_choice[part.number] += part.deltas
+        for number, (choice, deltas) in enumerate(zip(self.answering.choices, by_choice)):
             logprobs = self._logprobs(choice.tokens, number) if self.logprobs else None
             body = {"message": _message(deltas)} if self.chat else {"text": self._text(number, deltas)}
             choices.append({"index": number, **body, "logprobs": logprobs, "finish_reason": choice.finish})
@@ -85,19 +87,31 @@ class Shape:
 
     def _logprobs(self, tokens: Sequence[Token], number: int) -> dict[str, Any]:
         if self.chat:
-            return {"content": [_chances(token, self.tokenizer) for token in tokens], "refusal": None}
-        words = [self.tokenizer.decode([token.id], skip_special=False) for token in tokens]
+            return {"content": [self._chances(token) for token in tokens], "refusal": None}
+        words = [self._word(token.id) for token in tokens]
         offsets = []
         for word in words:
             offsets.append(self._offsets[number])
             self._offsets[number] += len(word)
-        top = [{self.tokenizer.decode([id], skip_special=False): value for id, value in t.top} for t in tokens]
+        top = [{self._word(id): value for id, value in t.top} for t in tokens]
         return {
             "tokens": words,
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }
+
+    def _word(self, id: int) -> str:
+        if id not in self._words:
+            self._words[id] = self.tokenizer.decode([id], skip_special=False)
+        return self._words[id]
+
+    def _chances(self, token: Token) -> dict[str, Any]:
+        def one(id: int, value: float | None) -> dict[str, Any]:
+            word = self._word(id)
+            return {"token": word, "logprob": value, "bytes": list(word.encode("utf-8", "replace"))}
+
+        return {**one(token.id, token.logprob), "top_logprobs": [one(id, value) for id, value in token.top]}
 
 
 def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -110,11 +124,3 @@ def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _chances(token: Token, tokenizer: Tokenizer) -> dict[str, Any]:
-    def one(id: int, value: float | None) -> dict[str, Any]:
-        word = tokenizer.decode([id], skip_special=False)
-        return {"token": word, "logprob": value, "bytes": list(word.encode("utf-8", "replace"))}
-
-    return {**one(token.id, token.logprob), "top_logprobs": [one(id, value) for id, value in token.top]}

@@ -11,10 +11,9 @@ import hmac
 import os
 import secrets
 from collections.abc import Iterable, MutableMapping, Sequence
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from erniekit.config.address import is_loopback
 from erniekit.net.hosts import Hosts, from_another_site
@@ -60,6 +59,7 @@ class Guard:
             await self.app.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
+        headers[b"cookie"] = b";".join(value for name, value in scope["headers"] if name.lower() == b"cookie")
         wrong = self._site(headers) or self._path(scope)
         if wrong:
             await refuse(scope, send, wrong)
@@ -104,11 +104,10 @@ class Guard:
         return "" if any(folder in real.parents for folder in self.files) else "there is nothing here"
 
     def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
-        try:
-            jar = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
-        except CookieError:
-            return False
-        return self.cookie in jar and same(jar[self.cookie].value, self._mark())
+        """By hand: http.cookies gives up on all of them where one, of another program of this host, is not to its
+        taste."""
+        pairs = (pair.partition("=") for pair in headers.get(b"cookie", b"").decode("latin-1").split(";"))
+        return any(name.strip() == self.cookie and same(value.strip(), self._mark()) for name, _, value in pairs)
 
     def _mark(self) -> str:
         """What the cookie holds: whoever reads it does not have the token of the URL."""
@@ -116,7 +115,7 @@ class Guard:
 
     async def _admit(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
         """The token moves from the URL, which is seen and kept, into a cookie."""
-        target = "/" + scope["path"].lstrip("/") + (f"?{urlencode(query)}" if query else "")
+        target = "/" + quote(scope["path"].lstrip("/")) + (f"?{urlencode(query)}" if query else "")
         secure = "; Secure" if scope.get("scheme") == "https" else ""
         # Lax, as a Strict cookie would not come back when the address is followed from a page, such as a notebook's
         # terminal. Requests that do something are POSTs, and those of other pages are refused by their origin.

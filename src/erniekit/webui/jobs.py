@@ -27,16 +27,17 @@ from erniekit.files import OwnedFiles
 from erniekit.files.record import some
 from erniekit.files.walk import foreign_files
 from erniekit.webui import forms, process
-from erniekit.webui.paths import Roots
+from erniekit.webui.paths import KEY_FILE, Roots
 
 State = Literal["running", "ended", "failed", "stopped", "lost"]
 TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
 MAX_RECIPE = 100_000  # characters
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
-KEY_FILE = "server.key"  # what a server of ours is asked with; for this account's eyes alone
-JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE)
+ADDRESS_FILE = "server.address"  # where it answers, written by itself
+JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE, ADDRESS_FILE)
 TOKEN_VARIABLE, KEY_VARIABLE = "ERNIEKIT_WEBUI_TOKEN", "ERNIEKIT_API_KEY"
+ADDRESS_VARIABLE = "ERNIEKIT_ADDRESS_FILE"  # the name of serve/address.py as well
 MAX_RUNNING = 16  # jobs at once
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
@@ -184,6 +185,10 @@ class Jobs:
             for other in self.list():
                 if other.is_running and Path(os.path.realpath(other.output_dir or os.sep)).is_relative_to(folder):
                     raise JobError(f"job {other.id} is writing into this one's folder", where=id, fix="stop it first")
+                if other.id != id and other.word == "train" and Path(other.output_dir or os.sep).is_relative_to(folder):
+                    raise JobError(
+                        f"job {other.id} has its result in this one's folder", where=id, fix="delete that job first"
+                    )
             foreign = [str(path.relative_to(folder)) for path in foreign_files(folder, frozenset(JOB_FILES))]
             if foreign:
                 raise JobError(
@@ -229,8 +234,11 @@ class Jobs:
         job = self.get(id)
         if job.word != "server" or not job.is_running:
             return ""
-        found = re.findall(r"^ready: (http://\S+)", self.log_tail(id).text, re.MULTILINE)
-        return found[-1] if found else ""
+        # Not from the log: the names of models and adapters in it are whatever their authors chose.
+        try:
+            return (Path(job.folder) / ADDRESS_FILE).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return ""
 
     def server_key(self, id: str) -> str:
         return _read_secret(Path(self.get(id).folder) / KEY_FILE)
@@ -242,10 +250,11 @@ class Jobs:
             raise JobError(f"{MAX_RUNNING} jobs are running", where="jobs", fix="stop one, or wait for one to end")
 
     def _refuse_shared(self, word: str, output: str) -> None:
-        """Two trainings in one folder: the second would be refused by the trainer, later and less plainly."""
-        if word != "train":
-            return
-        for job in self.list():
+        """Two trainings in one folder: the second would be refused by the trainer, later and less plainly. A result in
+        another job's folder would be deleted with that job."""
+        for job in self.list() if word == "train" and output else ():
+            if output != job.output_dir and Path(os.path.realpath(output)).is_relative_to(job.folder):
+                raise JobError(f"output_dir lies in the folder of job {job.id}", where="output_dir", fix="another one")
             if job.is_running and job.word == "train" and job.output_dir == output:
                 raise JobError(
                     f"job {job.id} is training into the same folder",
@@ -308,7 +317,7 @@ def start_process(argv: list[str], log: Path, folder: Path) -> subprocess.Popen[
     env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     env |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     if key := _read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
-        env[KEY_VARIABLE] = key
+        env |= {KEY_VARIABLE: key, ADDRESS_VARIABLE: str(log.with_name(ADDRESS_FILE))}
     with log.open("ab") as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True

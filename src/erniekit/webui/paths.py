@@ -26,6 +26,9 @@ KEYS = tuple(KINDS)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
+KEY_FILE = "server.key"  # of a job: what a server of the page is asked with
+
+
 class PathError(ConfigError):
     """A path that is none, or that leads out of the roots."""
 
@@ -48,6 +51,8 @@ class Roots:
             real = Path(os.path.realpath(self.folders[0] / Path(text).expanduser()))
         except (OSError, ValueError, RuntimeError) as error:
             raise PathError(f"{key} is no path: {error}", where=key, fix="check the path") from None
+        if real.name == KEY_FILE:
+            raise PathError(f"{key} names a secret of this page", where=key, fix="another file")
         if not self.holds(real):
             raise self._leads_out(key, f"{key} leads outside the folders of this page: {_short(text)}")
         return real

@@ -77,6 +77,8 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
     ("text", "name"),
     [
         ("a: " + "[" * 3000 + "]" * 3000, "r.yaml"),
+        ("a: " + "[" * 50_000, "r.yaml"),  # the C loader would recurse until the process dies
+        ("- " * 50_000, "r.yaml"),
         ("a: &a [*a]", "r.yaml"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "r.json"),
         ("a: " + "x" * 1_000_001, "r.yaml"),

@@ -274,3 +274,11 @@ def test_the_text_path_imports_neither_transformers_nor_torch(paddle: Path) -> N
         "sys.exit(bool({'transformers', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_of_gigabytes_is_refused_by_its_size(tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(8 << 30)  # sparse: no bytes on the disk
+    with pytest.raises(CheckpointError, match="limit"):
+        load_tokenizer(tmp_path)

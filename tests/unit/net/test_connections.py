@@ -122,6 +122,23 @@ def test_a_body_that_does_not_come_ends_the_connection_also_after_an_early_answe
         assert comes(lambda: app.cut == 1), "the application is told"
 
 
+def test_a_body_in_tiny_chunks_is_cut_off_and_one_in_useful_ones_is_not():
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    tiny, useful = b"1\r\n \r\n" * 200_000, b"400\r\n" + b"x\r\n" * 341 + b"x\r\n"[:1]
+    with serving(ConnectionLimits()) as (app, port, _):
+        began = time.process_time()
+        with connect(port) as link:
+            try:
+                link.sendall(head + tiny + b"0\r\n\r\n")
+            except OSError:
+                pass
+            assert closed_after(link) < 10
+        assert time.process_time() - began < 3  # 200,000 chunks take the parser longer
+        assert comes(lambda: app.cut == 1)
+        with connect(port, head + (useful + b"\r\n") * 500 + b"0\r\n\r\n") as link:
+            assert link.recv(65536).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_does_not_read_is_cut_off_and_one_that_reads_slowly_is_not():
     with serving(ConnectionLimits(stalled_s=1.2)) as (_, port, shared):
         slow = connect(port, GET.replace(b"/ ", b"/large ", 1))

@@ -12,6 +12,7 @@ OWN = ["localhost", "localhost:8188", "LocalHost:1", "localhost.", "127.0.0.1", 
 FOREIGN = [
     "evil.example", "evil.example:8188", "localhost.evil.example", "127.0.0.1.nip.io", "evil@localhost", "", ":80",
     "localhost:80:80", "0x7f.1", "127.1", "[::1", "xn--localhost", "localhost\x00", "evil.example#localhost",
+    "[::1].evil.example:80", "[::1]evil.example", "localhost:80@evil.example", "localhost:evil.example",
 ]  # fmt: skip
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.serve.asked import Defaults, Served, ask_chat, ask_completion
+from erniekit.serve.asked import MOST_ARGUMENTS, Defaults, Served, ask_chat, ask_completion, read_chat
 from erniekit.serve.problem import Problem
 from erniekit.serve.schema import ChatRequest, CompletionRequest
 
@@ -105,3 +107,35 @@ def test_a_token_that_the_model_has_no_row_for_is_the_requests_problem(served: S
     with pytest.raises(Problem, match=f"the model's embedding {rows} rows") as caught:
         ask_chat(ChatRequest(messages=[{"role": "user", "content": text}]), small, Defaults())
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def with_arguments(*arguments: str) -> ChatRequest:
+    calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
+    return ChatRequest(messages=[{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def test_arguments_of_tool_calls_are_read_within_bounds_and_stay_text_beyond(served: Served):
+    deep = "[" * 900 + "]" * 900
+    huge = "[" + "[]," * 2_000_000 + "[]]"
+    request = with_arguments('{"a": 1}', "no json", deep, huge, '"' + "x" * MOST_ARGUMENTS + '"', "2")
+    began = time.process_time()
+    question = read_chat(request, served, Defaults())
+    assert time.process_time() - began < 0.5
+    calls = question.work.messages[0]["tool_calls"]
+    kept = [call["function"]["arguments"] for call in calls]
+    assert kept[:3] == [{"a": 1}, "no json", deep]
+    assert all(isinstance(text, str) for text in kept[3:5])
+    assert kept[5] == 2
+    assert json.loads(request.messages[0].tool_calls[0]["function"]["arguments"]) == {"a": 1}, (
+        "the request is as it was"
+    )
+
+
+def test_more_log_probabilities_than_an_answer_can_hold_are_refused(served: Served):
+    wide = replace(served, longest=100_000)
+    few = CompletionRequest(prompt="a", max_tokens=4096, logprobs=20)
+    assert ask_completion(few, wide, Defaults()).jobs[0].choosing.logprobs == 20
+    many = CompletionRequest(prompt=["a"] * 16, n=8, max_tokens=400, logprobs=20)
+    with pytest.raises(Problem) as caught:
+        ask_completion(many, wide, Defaults())
+    assert (caught.value.status, caught.value.param) == (400, "logprobs")

@@ -156,6 +156,30 @@ def test_every_answer_carries_the_headers_and_keeps_those_it_has() -> None:
     assert refused["x-frame-options"] == "DENY"
 
 
+@pytest.mark.parametrize(
+    "other", ['prefs={"theme":"dark","n":1}', "name=\xe5\xbc\xa0", "x[y]=1", "flag", "a=b c", "=", "a"]
+)
+def test_cookies_of_other_programs_of_this_host_lock_nobody_out(open_guard: Guard, other: str) -> None:
+    there = {"host": "10.0.0.1"}
+    name = ask(open_guard, there, query="token=right-token")[1]["set-cookie"].partition(";")[0]
+    for cookies in (f"{other}; {name}", f"{name}; {other}", f"{other};{name};{other}"):
+        assert ask(open_guard, {**there, "cookie": cookies})[0] == 200
+    assert ask(open_guard, {**there, "cookie": other})[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/\t/evil.example", "//evil.example", "/\r\nX: y", "/\\evil.example", "/a b/%"])
+def test_the_way_back_from_the_token_stays_on_this_page(open_guard: Guard, path: str) -> None:
+    status, headers = ask(open_guard, {"host": "10.0.0.1"}, path=path, query="token=right-token")
+    if status == 303:
+        target = headers["location"]
+        assert target.startswith("/")
+        assert not target.startswith(("//", "/\\"))
+        assert target.isprintable()
+        assert " " not in target
+    else:
+        assert status == 403
+
+
 def test_two_pages_on_one_machine_have_cookies_of_their_own() -> None:
     one, other = (Guard(page, "0.0.0.0", port, token="t") for port in (1, 2))
     assert one.cookie != other.cookie

@@ -272,11 +272,31 @@ def test_where_a_server_answers_is_known_once_it_is_ready(jobs: Jobs, stand: Sta
     job = jobs.start("server", "model_name_or_path: model\nport: 0\n")
     assert jobs.server_url(job.id) == ""
     with job.log.open("a") as log:
-        log.write("ready: http://127.0.0.1:4711/v1 (model; fp32)\n")
+        log.write("ready: http://127.0.0.1:9/v1 (an adapter's author chose the name of its base)\n")
+    assert jobs.server_url(job.id) == ""
+    (Path(job.folder) / "server.address").write_text("http://127.0.0.1:4711/v1\n")
     assert jobs.server_url(job.id) == "http://127.0.0.1:4711/v1"
     jobs.stop(job.id)
     until(jobs, job.id, lambda job: not job.is_running)
     assert jobs.server_url(job.id) == ""
+
+
+def test_a_run_does_not_end_up_in_the_folder_of_another_job_and_is_not_deleted_with_it(
+    jobs: Jobs, stand: Stand
+) -> None:
+    stand.program = "pass"
+    first = jobs.start("train", RECIPE)
+    until(jobs, first.id, lambda job: not job.is_running)
+    for inside in (first.folder, f"{first.folder}/mine", f"{first.output_dir}/deeper"):
+        with pytest.raises(JobError, match=first.id):
+            jobs.start("train", RECIPE + f"output_dir: {inside}\n")
+    second = jobs.start("train", RECIPE + f"output_dir: {first.output_dir}\n")  # goes on in the same folder
+    until(jobs, second.id, lambda job: not job.is_running)
+    with pytest.raises(JobError, match=second.id):
+        jobs.delete(first.id)
+    jobs.delete(second.id)
+    jobs.delete(first.id)
+    assert jobs.list() == []
 
 
 def test_the_real_command_line_says_what_is_wrong_into_the_log(room: Path) -> None:

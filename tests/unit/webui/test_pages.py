@@ -16,6 +16,7 @@ from erniekit.webui.jobs import Jobs
 from erniekit.webui.pages.chat import _growing, _plain, _turn
 from erniekit.webui.pages.desk import Desk, Labels, notice, problems_html
 from erniekit.webui.pages.fields import Fields, recipe, uploaded
+from erniekit.webui.pages.runs import RunsPage
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs
 
@@ -81,6 +82,25 @@ def test_a_file_that_was_not_uploaded_is_not_read(tmp_path: Path, monkeypatch: p
     for name in ("secret.yaml", "uploads/../secret.yaml", "uploads/link.yaml"):
         with pytest.raises(gr.Error, match="not uploaded"):
             uploaded(str(tmp_path / name))
+
+
+def test_an_uploaded_recipe_is_taken_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    file = tmp_path / "recipe.yaml"
+    file.write_text("max_steps: 3\n" + "# comment\n" * 15_000 + "learning_rate: 0.5\n")
+    with pytest.raises(gr.Error, match="more than"):
+        uploaded(str(file))
+    file.write_bytes("run_name: 张三\n".encode("gbk"))
+    with pytest.raises(gr.Error, match="UTF-8"):
+        uploaded(str(file))
+
+
+def test_deleting_runs_clears_the_choice_that_named_them(desk: Desk) -> None:
+    gone = "20260101-000000-abcdef"
+    page = RunsPage.__new__(RunsPage)
+    page.desk = desk
+    _, choice = page.rows("en", [gone])
+    assert choice["value"] == [], "else the next event sends a name that is no choice any more"
 
 
 def test_what_is_wrong_is_escaped_before_it_is_shown() -> None:

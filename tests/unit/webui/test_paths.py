@@ -100,3 +100,12 @@ def test_one_path_that_leads_out_is_enough(roots: Roots, key: str, value: object
 def test_a_root_that_is_no_folder_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         Roots([tmp_path / "none"])
+
+
+def test_the_key_of_a_jobs_server_is_no_file_to_work_on(tmp_path: Path) -> None:
+    secret = tmp_path / "jobs" / "x" / "server.key"
+    secret.parent.mkdir(parents=True)
+    secret.write_text("key")
+    for values in ({"data_filelist": str(secret)}, {"data_weights": str(secret)}, {"train_dataset_path": str(secret)}):
+        with pytest.raises(PathError, match="secret"):
+            Roots([tmp_path]).settle(values)

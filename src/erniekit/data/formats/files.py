@@ -175,16 +175,21 @@ class _Window:
         self.ended = not data
         return bool(data)
 
-    def next_char(self, skip: str) -> str:
-        """The next character that is not in `skip`, not yet consumed; empty at the end."""
+    def next_char(self, skip: re.Pattern[str]) -> str:
+        """The next character that `skip` finds, not yet consumed; empty at the end."""
         while True:
-            while self.at < len(self.text) and self.text[self.at] in skip:
-                self.at += 1
-            if self.at < len(self.text) or not self.more():
-                return self.text[self.at : self.at + 1]
+            if (found := skip.search(self.text, self.at)) is not None:
+                self.at = found.start()
+                return found.group()
+            self.at = len(self.text)
+            heartbeat.beat()
+            if not self.more():
+                return ""
 
 
-_BLANK = " \t\r\n"
+_BEGIN = re.compile("[^ \t\r\n\ufeff]")
+_TEXT = re.compile(r"[^ \t\r\n]")
+_NEXT = re.compile(r"[^ \t\r\n,]")
 _STRUCTURE = re.compile(r'["},\]]|[{\[]+')
 _INSIDE = re.compile(r'"|[{\[]+|[}\]]+')
 _IN_STRING = re.compile(r'["\\]')
@@ -193,14 +198,14 @@ _scan_once = json.JSONDecoder().raw_decode
 
 def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
     window = _Window(stream)
-    window.next_char(_BLANK + "\ufeff")
+    window.next_char(_BEGIN)
     window.at += 1  # the opening bracket
     number = 0
     while True:
-        char = window.next_char(_BLANK + ",")
+        char = window.next_char(_NEXT)
         if char == "]":
             window.at += 1
-            if window.next_char(_BLANK):
+            if window.next_char(_TEXT):
                 reason = "text follows the end of the array; rows after a damaged one may be lost"
                 yield number + 1, Problem(str(path), number + 1, "bad_json", reason)
             return

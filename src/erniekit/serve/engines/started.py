@@ -22,6 +22,7 @@ from typing import IO
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import say, warn
+from erniekit.serve.address import announce
 from erniekit.serve.engines import STARTED, guard
 from erniekit.serve.engines.launch import Launch, Target
 
@@ -155,7 +156,7 @@ class Child:
             if not ready and self._healthy():
                 ready = True
                 names = ", ".join([self.target.name, *self.target.adapters])
-                say(f"ready: http://{self.target.host}:{self.target.port}/v1 ({names}; {self.name})")
+                announce(f"http://{self.target.host}:{self.target.port}/v1", f"{names}; {self.name}")
 
     def _healthy(self) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.target.host, self.target.host)

@@ -127,7 +127,14 @@ def uploaded(file: str) -> dict[str, Any]:
     if Path(os.path.realpath(os.environ.get("GRADIO_TEMP_DIR", os.devnull))) not in real.parents:
         raise notice(ConfigError("this file was not uploaded", where="recipe", fix="choose it again"))
     try:
-        with real.open(encoding="utf-8", errors="replace") as opened:
-            return from_yaml(opened.read(MAX_RECIPE))
+        with real.open(encoding="utf-8") as opened:
+            text = opened.read(MAX_RECIPE + 1)
+        if len(text) > MAX_RECIPE:
+            raise ConfigError(
+                f"the recipe has more than {MAX_RECIPE:,} characters", where="recipe", fix="a shorter one"
+            )
+        return from_yaml(text)
+    except UnicodeDecodeError:
+        raise notice(ConfigError("the recipe is not UTF-8", where="recipe", fix="save it as UTF-8")) from None
     except ErnieKitError as error:
         raise notice(error) from None

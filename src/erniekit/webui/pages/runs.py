@@ -87,7 +87,7 @@ class RunsPage:
                 self.desk.jobs.delete(id)
         except ErnieKitError as error:
             raise notice(error) from None
-        return [*self.rows(lang, []), ""]
+        return [*self.rows(lang, chosen), ""]
 
 
 def _name(row: RunRow, lang: str) -> str:
