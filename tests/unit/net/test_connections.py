@@ -140,10 +140,10 @@ def test_a_body_in_tiny_chunks_is_cut_off_and_one_in_useful_ones_is_not():
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_one_that_reads_slowly_is_not():
-    with serving(ConnectionLimits(stalled_s=1.2)) as (_, port, shared):
+    with serving(ConnectionLimits(stalled_s=2.5)) as (_, port, shared):
         slow = connect(port, GET.replace(b"/ ", b"/large ", 1))
         stalled = connect(port, GET.replace(b"/ ", b"/large ", 1))
-        size, end = 0, time.monotonic() + 2.2  # longer than the stalled one is given
+        size, end = 0, time.monotonic() + 3.5  # longer than the stalled one is given
         while time.monotonic() < end:
             size += len(slow.recv(2**16))
             time.sleep(0.01)
