@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.hub import resolve_model
-from erniekit.checkpoint.model_folder import TOKENIZER_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base

@@ -22,10 +22,7 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
     """A folder as typed, or the newest cached snapshot of a hub id."""
     if not name:
         raise CheckpointError("no model given", where="model_name_or_path", fix="set it to a folder or a hub id")
-    try:
-        folder = Path(name).expanduser()
-    except RuntimeError:  # ~nobody: a user this machine does not know
-        folder = Path(name)
+    folder = expanded(name)
     if _is_model(folder):
         return folder
     if folder.is_dir():
@@ -45,6 +42,14 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
     )
 
 
+def expanded(name: str) -> Path:
+    """With `~` as the home folder. `~name` stays as it is where this machine has no user of that name."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def looks_like_id(name: str) -> bool:
     """`owner/name`; a relative path of two words looks the same, so a folder of that name counts first."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
@@ -53,7 +58,7 @@ def looks_like_id(name: str) -> bool:
 def lasting_name(name: str, folder: Path) -> str:
     """What to store as the place of a model that `name` was resolved to: the hub id of a cached snapshot, else a path
     that means the same wherever it is read."""
-    return str(folder.resolve()) if _is_model(Path(name).expanduser()) else name
+    return str(folder.resolve()) if _is_model(expanded(name)) else name
 
 
 def _cached_snapshot(name: str) -> Path | None:

@@ -29,16 +29,6 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
 
-TOKENIZER_FILES = (
-    "tokenizer.model",
-    "spm.model",
-    "ernie_token_100k.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 GENERATION_FILES = ("generation_config.json",)
 SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
 # Buffers some exporters store that are derived, not weights.

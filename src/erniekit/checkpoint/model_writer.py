@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES
+from erniekit.checkpoint.model_folder import SIDE_FILES
 from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.files.listed import Listed
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.names import Entry

@@ -9,11 +9,11 @@ import errno
 import os
 
 from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.files.descriptors import raise_descriptors
 from erniekit.files.unwritable import way_out
 
 NEEDED = 64  # descriptors of one process: libraries, a model's files, a socket or two
 NEEDED_BY_RANKS = 128  # where ranks talk to each other: some connections for each group of them
-WANTED = 4096
 _FULL = (errno.EMFILE, errno.ENFILE)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -22,20 +22,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 def require_descriptors(needed: int = NEEDED) -> None:
     """Raises this process's own limit as far as the system lets it; refuses where that is not enough. Libraries below
     us wait or retry for ever when they run out."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    wanted = WANTED if hard == unlimited else min(WANTED, hard)
-    if soft != unlimited and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-        except (OSError, ValueError):
-            pass
-    if soft != unlimited and soft < needed:
+    soft = raise_descriptors()
+    if soft < needed:
         raise ConfigError(
             f"this process may have {soft} files open at a time; {needed} at least are needed",
             where="ulimit -n (RLIMIT_NOFILE)",
@@ -44,7 +32,7 @@ def require_descriptors(needed: int = NEEDED) -> None:
 
 
 def explained(error: OSError) -> ErnieKitError | None:
-    """An error of the system that a user can mend, in three lines; None for any other."""
+    """A system error that the user can fix, as an error of three lines; None for any other."""
     named = os.fspath(error.filename) if isinstance(error.filename, str | os.PathLike) else ""
     if error.errno in _FULL:
         return ConfigError(

@@ -85,7 +85,7 @@ def _is_costly(operator: str, left: Any, right: Any) -> bool:
 def _check_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """name: of a method of a text, which is the first argument, of a filter, likewise, or of anything else."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MOST_REPEATED and name not in ("strftime_now", "tick"):
+        if isinstance(value, int) and abs(value) > MOST_REPEATED:
             raise _too_large(f"{name}({value})")
     text = args[0] if args and isinstance(args[0], str) else ""
     size = 0

@@ -27,10 +27,9 @@ from erniekit.data.vocabulary import (
 from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 from erniekit.files.listed import has_file, refuse_added_tokenizer
+from erniekit.files.tokenizer_names import SENTENCEPIECE_NAMES, SETTINGS_NAMES
 
 MAX_BYTES = 256 << 20  # of a tokenizer's main file; the largest known ones have some 35 MB
-SENTENCEPIECE_NAMES = ("tokenizer.model", "spm.model", "ernie_token_100k.model")
-SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 BEGIN, END = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 # Tags an assistant writes itself: vocabulary wherever they stand, even if a folder lists them as special.

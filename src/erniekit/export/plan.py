@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.checkpoint.hub import looks_like_id, resolve_model
-from erniekit.checkpoint.model_folder import TOKENIZER_FILES, read_json
+from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import has_tokenizer
 from erniekit.errors import CheckpointError
 from erniekit.export.source import find_source
 from erniekit.files.listed import has_file
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import say
 from erniekit.lora.base import find_base
 

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from erniekit.checkpoint import probe as probes
-from erniekit.checkpoint.model_folder import SIDE_FILES, TOKENIZER_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
@@ -23,6 +23,7 @@ from erniekit.export.plan import Plan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import paint, say, typed, warn
 from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter

@@ -29,7 +29,7 @@ def read_value(path: Path, error: type[ErnieKitError], max_bytes: int = MAX_BYTE
         value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as reason:
         raise error(f"{path.name} is not JSON: {reason}", where=str(path), fix=_FIX) from None
-    if not _is_flat(value):
+    if nests_deeper(value):
         raise error(f"{path.name} is nested more than {MAX_DEPTH} deep", where=str(path), fix=_FIX)
     return value
 
@@ -41,12 +41,12 @@ def read_object(path: Path, error: type[ErnieKitError], max_bytes: int = MAX_BYT
     return value
 
 
-def _is_flat(value: Any) -> bool:
+def nests_deeper(value: Any, limit: int = MAX_DEPTH) -> bool:
     """Level by level: a recursive walk would fail on the very thing it looks for."""
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
+    for _ in range(limit):
         inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
         level = [inner for inner in inside if isinstance(inner, dict | list)]
         if not level:
-            return True
-    return not level
+            return False
+    return bool(level)

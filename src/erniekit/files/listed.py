@@ -13,14 +13,11 @@ from pathlib import Path
 
 from erniekit.errors import CheckpointError
 from erniekit.files.output import MANIFEST, MODEL_FILES
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import warn_once
 
-# Names that a reader of ours would open; a README.md or a note beside them is nobody's business.
+# Names that a reader of ours would open; no reader opens a README.md beside them.
 READ_NAMES = (*MODEL_FILES, "optimizer*.safetensors*", "master_weights*.safetensors*", "state.json")
-TOKENIZER_NAMES = (
-    "tokenizer.json", "tokenizer.model", "spm.model", "ernie_token_100k.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
 _MAX_BYTES = 64 << 20
 _OURS = b'{\n "format": '  # how a manifest of ours begins, whole or cut short
 
@@ -62,7 +59,7 @@ def has_file(folder: Path, name: str) -> bool:
 def refuse_added_tokenizer(folder: Path) -> None:
     """A vocabulary or a chat template put beside a published model would change every prompt: refused, not ignored,
     as whoever put it there expects it to act."""
-    found = [name for name in Listed(folder).added() if name in TOKENIZER_NAMES]
+    found = [name for name in Listed(folder).added() if name in TOKENIZER_FILES]
     if found:
         raise CheckpointError(
             f"{', '.join(found)} is not listed in {MANIFEST}: it was added after this folder was written",

@@ -14,6 +14,7 @@ from typing import Any
 
 from erniekit.errors import ConfigError
 from erniekit.files.record import RECORD, Entry, NotOurs, OwnedFiles, content_of, some
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.files.unwritable import way_out
 
 RUN = "run"
@@ -26,8 +27,7 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "model*.safetensors*",
     "adapter_config.json", "adapter_model*.safetensors*", "lora_config.json", "peft_model*.safetensors*",
     "base_model.json",
-    "probe.safetensors", "tokenizer.json", "tokenizer.model", "spm.model", "ernie_token_100k.model",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "probe.safetensors", *TOKENIZER_FILES,
 )  # fmt: skip
 # A folder with nothing but these counts as empty: what a shell, a scheduler or a file system puts there first.
 INCIDENTAL = (".*", "lost+found", "*.log", "*.out", "*.err", "nohup.out")

@@ -12,7 +12,7 @@ from torch import nn
 
 from erniekit.checkpoint import identity as identities
 from erniekit.checkpoint import probe as probes
-from erniekit.checkpoint.hub import looks_like_id, resolve_model
+from erniekit.checkpoint.hub import expanded, looks_like_id, resolve_model
 from erniekit.checkpoint.probe import Answer, Probe, Verdict
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
@@ -36,7 +36,7 @@ def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -
             where=str(config),
             fix=f"name it: lora_path={adapter} model_name_or_path=DIR, or erniekit.load(..., base=DIR)",
         )
-    for place in (_at_home(name), adapter / name):
+    for place in (expanded(name), adapter / name):
         if (place / "config.json").is_file():
             return place
     try:
@@ -48,14 +48,6 @@ def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -
             where=str(config),
             fix=f"{way}; if it is a hub id, {error.fix}" if looks_like_id(name) else way,
         ) from None
-
-
-def _at_home(name: str) -> Path:
-    """`~` as the user's folder; `~nobody` is a name like any other."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
 
 
 def _whole(folder: Path) -> Path:

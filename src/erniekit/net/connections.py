@@ -21,13 +21,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from erniekit.config.address import is_loopback
+from erniekit.files.descriptors import raise_descriptors
 from erniekit.log import warn
 from erniekit.net.hosts import client_group
 
 MOST = 1024  # connections, where descriptors allow
 LEAST = 4
 RESERVE = 32  # descriptors for files, and for connections that are accepted and not yet counted
-DESCRIPTORS = 4096  # what the soft limit is raised to
 BATCH = 8  # connections accepted before other work gets its turn
 SWEEP_S = 0.25
 LINGER_S = 1.0  # for a refused client to read why
@@ -274,23 +274,6 @@ class Listener(socket.socket):
                 loop.default_exception_handler(context)
 
         loop.set_exception_handler(handle)
-
-
-def raise_descriptors(wanted: int = DESCRIPTORS) -> int:
-    """The soft limit, raised as far as the hard one lets it."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft < most:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-        except (OSError, ValueError):
-            pass  # then with what there is
-    return soft
 
 
 def most_connections() -> int:

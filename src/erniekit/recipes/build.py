@@ -14,7 +14,7 @@ from torch import nn
 
 from erniekit.checkpoint.hub import lasting_name, resolve_model
 from erniekit.checkpoint.identity import model_identity, write_base
-from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, TOKENIZER_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.config import RunConfig
 from erniekit.config.note import Note
@@ -23,6 +23,7 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import DeviceError
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import say
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter

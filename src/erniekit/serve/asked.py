@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from erniekit.data.tokenizer import BEGIN, Tokenizer
+from erniekit.files.json_file import nests_deeper
 from erniekit.serve.engines.base import Choosing, Job
-from erniekit.serve.nesting import DEPTH, nests_deeper
 from erniekit.serve.problem import Problem
 from erniekit.serve.prompt_work import RENDER_S
 from erniekit.serve.prompt_worker import Conversation, Failed, Texts, Work, prepare
@@ -267,7 +267,7 @@ def _parse_arguments(messages: list[dict[str, Any]]) -> None:
             value = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if not nests_deeper(value, DEPTH):
+        if not nests_deeper(value):
             function["arguments"] = value
 
 

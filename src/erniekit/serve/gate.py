@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from erniekit.files.json_file import MAX_DEPTH, nests_deeper
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts, client_group, from_another_site
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.metrics import Metrics
-from erniekit.serve.nesting import DEPTH, nests_deeper
 from erniekit.serve.problem import Problem, as_json
 
 BODY_BYTES = 8 * 2**20
@@ -132,13 +132,13 @@ async def read_json(request: Request, kind: type[Model]) -> Model:
     except UnicodeDecodeError:
         raise Problem(400, "the body is not UTF-8") from None
     except RecursionError:
-        raise Problem(400, f"the body is nested deeper than {DEPTH}") from None
+        raise Problem(400, f"the body is nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:
         raise Problem(400, f"the body is not JSON: {error}"[:200]) from None
     if b"\\ud" in body.lower() and not _spells(value):
         raise Problem(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
-    if nests_deeper(value, DEPTH):
-        raise Problem(400, f"the body is nested deeper than {DEPTH}")
+    if nests_deeper(value):
+        raise Problem(400, f"the body is nested deeper than {MAX_DEPTH}")
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -21,15 +21,14 @@ from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import say, warn
+from erniekit.net.address import KEY_VARIABLE, announce
 from erniekit.net.hosts import Hosts
-from erniekit.serve.address import announce
 from erniekit.serve.engines import EMBEDDED
 
 if TYPE_CHECKING:
     from erniekit.serve.gate import Gate
     from erniekit.serve.shelf import Shelf
 
-KEY_VARIABLE = "ERNIEKIT_API_KEY"
 ENGINE_S = 2.0  # for the engine's thread to end, once it is told to
 LEFT_S = 5.0  # beyond drain_timeout, for the last words to be sent
 

@@ -26,6 +26,7 @@ from erniekit.errors import ConfigError
 from erniekit.files import OwnedFiles
 from erniekit.files.record import some
 from erniekit.files.walk import foreign_files
+from erniekit.net.address import ADDRESS_VARIABLE, KEY_VARIABLE
 from erniekit.webui import forms, process
 from erniekit.webui.paths import KEY_FILE, Roots
 
@@ -36,8 +37,7 @@ MAX_RECIPE = 100_000  # characters
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
 ADDRESS_FILE = "server.address"  # where it answers, written by itself
 JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE, ADDRESS_FILE)
-TOKEN_VARIABLE, KEY_VARIABLE = "ERNIEKIT_WEBUI_TOKEN", "ERNIEKIT_API_KEY"
-ADDRESS_VARIABLE = "ERNIEKIT_ADDRESS_FILE"  # the name of serve/address.py as well
+TOKEN_VARIABLE = "ERNIEKIT_WEBUI_TOKEN"
 MAX_RUNNING = 16  # jobs at once
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")

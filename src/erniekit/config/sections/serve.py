@@ -48,7 +48,7 @@ class ServeSection:
     )
     allow_unauthenticated: bool = key(False, "Listen to other machines without a key.")
     server_names: tuple[str, ...] = key((), "Further names of a server without a key; *: any name.", commas=True)
-    max_queue: int = key(64, "Answers that may wait; more are told to come back.", low=0)
+    max_queue: int = key(64, "Answers that may wait; further requests get 429 with Retry-After.", low=0)
     request_timeout: float = key(600.0, "Seconds an answer may take, waiting included.", low=0.1)
     drain_timeout: float = key(25.0, "Seconds running answers may go on after SIGTERM.", low=0)
     metrics_port: int = key(8001, "Port of the metrics (fastdeploy); else they are at /metrics.", low=0, high=65535)

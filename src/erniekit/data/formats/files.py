@@ -175,10 +175,10 @@ class _Window:
         self.ended = not data
         return bool(data)
 
-    def next_char(self, skip: re.Pattern[str]) -> str:
-        """The next character that `skip` finds, not yet consumed; empty at the end."""
+    def next_char(self, wanted: re.Pattern[str]) -> str:
+        """The next character that `wanted` finds, not yet consumed; empty at the end."""
         while True:
-            if (found := skip.search(self.text, self.at)) is not None:
+            if (found := wanted.search(self.text, self.at)) is not None:
                 self.at = found.start()
                 return found.group()
             self.at = len(self.text)

@@ -22,7 +22,7 @@ from typing import IO
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import say, warn
-from erniekit.serve.address import announce
+from erniekit.net.address import announce
 from erniekit.serve.engines import STARTED, guard
 from erniekit.serve.engines.launch import Launch, Target
 

@@ -11,10 +11,10 @@ import gradio as gr
 
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.webui.forms import FieldSpec, Problem, check, from_yaml, to_yaml
+from erniekit.webui.jobs import MAX_RECIPE
 from erniekit.webui.pages.desk import Desk, as_problem, folders, notice
 from erniekit.webui.words import help_of, label_of
 
-MAX_RECIPE = 100_000  # characters
 FEW = 4  # choices that fit side by side
 
 
