@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from erniekit.kernels.expert_mlp import Update, expert_mlp
 from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
+from erniekit.kernels.stored import Stored
 
 E, K, H, W, RANK = 64, 6, 2560, 1536, 32
 
@@ -108,7 +109,7 @@ def kernels(tokens: int = 8192, kind: str = "even") -> None:
         lambda: rows_.activate_backward(act, z_down, middle, z, g, u, d, flat, row_of, ends),
         6 * R * W * GB,
     )
-    show("sum of choices", lambda: rows_.sum_choices(rows, place_of, K), (R + tokens) * H * GB)
+    show("sum of choices", lambda: rows_.sum_choices(rows, place_of, K, ends), (R + tokens) * H * GB)
     pair = [(z[:, :RANK], 1.0), (z[:, RANK:], 1.0)]
     show("dA of gate and up, from tokens", lambda: products.outer(s.x, pair, ends, row_of, K), R * H * GB)
     show("dA of gate and up, from rows", lambda: products.outer(rows, pair, ends), R * H * GB)
@@ -138,7 +139,9 @@ def before(
     x: torch.Tensor, w: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor, *factors: torch.Tensor
 ) -> torch.Tensor:
     """The path of other devices, as it is compiled."""
-    from erniekit.kernels.grouped_gemm import grouped_linear as linear
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
     gate_a, gate_b, up_a, up_b, down_a, down_b = factors
     rows, ends = gather(x, order, K), order.ends
@@ -153,7 +156,8 @@ def before(
 def now(
     x: torch.Tensor, w: torch.Tensor, order: Order, gate_up: torch.Tensor, down: torch.Tensor, *factors: torch.Tensor
 ) -> torch.Tensor:
-    return expert_mlp(x, order, w, gate_up, down, *(Update(a, b, 2.0) for a, b in zip(factors[::2], factors[1::2])))
+    base = Stored(gate_up), Stored(down)
+    return expert_mlp(x, order, w, *base, *(Update(a, b, 2.0) for a, b in zip(factors[::2], factors[1::2])))
 
 
 def blocks(tokens: int = 8192, kinds: tuple[str, ...] = ("even", "zipf")) -> None:

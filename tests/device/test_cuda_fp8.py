@@ -19,9 +19,19 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels import fp8_product as fp8
-from erniekit.kernels.expert_mlp import Update, expert_mlp
+from erniekit.kernels.expert_mlp import Update
+from erniekit.kernels.expert_mlp import expert_mlp as op
 from erniekit.kernels.lora_linear import RowUpdate, lora_linear
 from erniekit.kernels.moe_permute import Order, by_expert
+from erniekit.kernels.quantised_rows import (
+    by_expert_reference,
+    dequantised,
+    quantised,
+    quantised_by_expert,
+    quantised_with,
+    reference,
+)
+from erniekit.kernels.stored import Stored, kind_named, kind_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -32,6 +42,17 @@ SEVERAL = 0.12  # of what passes three or four such products, or is left when mo
 
 def normal(*shape: int, std: float = 1.0, grad: bool = False) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda") * std).bfloat16().requires_grad_(grad)
+
+
+def packed(weight: torch.Tensor) -> Stored:
+    if weight.dim() == 2:
+        return kind_named("fp8").pack(weight)
+    return kind_named("fp8").pack(weight.flatten(0, 1)).of_experts(weight.shape[0])
+
+
+def expert_mlp(x, order, weights, gate_up, down, *updates):  # type: ignore[no-untyped-def]
+    base = (w if isinstance(w, Stored) else Stored(w) for w in (gate_up, down))
+    return op(x, order, weights, *base, *updates)
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -57,33 +78,50 @@ def test_rows_are_rounded_as_defined(width: int) -> None:
     torch.manual_seed(0)
     x = normal(257, width) * torch.logspace(-9, 9, 257, device="cuda").bfloat16()[:, None]
     x[5] = 0
-    (got, scale), (want, right) = without_waiting(lambda: fp8.quantised(x)), fp8.reference(x)
+    (got, scale), (want, right) = without_waiting(lambda: quantised(x)), reference(x)
     assert torch.allclose(scale, right, rtol=1e-6, atol=0)
     steps = (got.view(torch.int8).int() - want.view(torch.int8).int()).abs()
     assert int(steps.max()) <= 1, "a quotient on the edge between two numbers may fall to either"
     assert float((steps > 0).float().mean()) < 0.02  # of bf16 numbers, one row in seven has many such quotients
     halves = normal(8, 2 * width)[:, width:]  # rows that lie apart
-    assert torch.equal(fp8.quantised(halves)[0].float(), fp8.quantised(halves.contiguous())[0].float())
+    assert torch.equal(quantised(halves)[0].float(), quantised(halves.contiguous())[0].float())
 
 
 def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:
     x = torch.zeros(4, 64, device="cuda", dtype=torch.bfloat16)
     x[1, 3], x[2, 3], x[3, 3] = float("nan"), float("inf"), 1.0
-    out = fp8.product(*fp8.quantised(x), *fp8.quantised(torch.ones(64, 64, device="cuda")))
+    out = fp8.product(*quantised(x), *quantised(torch.ones(64, 64, device="cuda")))
     assert not out[0].any()
     assert not out[1:3].isfinite().any()
     assert torch.equal(out[3], torch.ones_like(out[3]))
-    assert fp8.product(*fp8.quantised(x[:0]), *fp8.quantised(torch.ones(64, 64, device="cuda"))).shape == (0, 64)
+    assert fp8.product(*quantised(x[:0]), *quantised(torch.ones(64, 64, device="cuda"))).shape == (0, 64)
+
+
+def test_factors_of_experts_go_into_rows_and_matrices_are_transposed() -> None:
+    torch.manual_seed(0)
+    order, _ = routed(517, 12)
+    x, factor = normal(517, H), torch.rand(12, H, device="cuda") * 1e-3
+    for given in ((normal(517 * K, H), factor, order.ends), (x, factor, order.ends, order.row_of, K)):
+        (got, scale), (want, right) = (
+            without_waiting(lambda g=given: quantised_by_expert(*g)),
+            by_expert_reference(*given),
+        )
+        assert torch.allclose(scale, right, rtol=1e-5, atol=0)
+        assert apart(dequantised(got, scale), dequantised(want, right)) < 0.01
+    (got, scale), (want, right) = quantised_with(x, factor[0]), reference(x.float() * factor[0])
+    assert apart(dequantised(got, scale), dequantised(want, right)) < 0.01
+    image = torch.randint(0, 256, (3, 136, 272), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    assert torch.equal(fp8.transposed(image).view(torch.uint8), image.view(torch.uint8).transpose(1, 2))
 
 
 def product_errors() -> dict[str, float]:
     torch.manual_seed(0)
     x, weight = normal(1000, H), normal(3584, H, std=0.02)
-    (x8, xs), (w8, ws) = fp8.quantised(x), fp8.quantised(weight)
+    (x8, xs), (w8, ws) = quantised(x), quantised(weight)
     got = without_waiting(lambda: fp8.product(x8, xs, w8, ws))
     errors = {
         "to exact": apart(got, x.float() @ weight.float().t()),
-        "to definition": apart(got, fp8.dequantised(x8, xs) @ fp8.dequantised(w8, ws).t()),
+        "to definition": apart(got, dequantised(x8, xs) @ dequantised(w8, ws).t()),
     }
     assert errors["to exact"] < ONE_PRODUCT, errors
     assert errors["to definition"] < 0.01, errors  # the card sums in less than fp32 (fast accumulation), then bf16
@@ -94,18 +132,18 @@ def grouped_errors() -> dict[str, float]:
     torch.manual_seed(0)
     order, _ = routed(517, 12)
     rows, weight = normal(517 * K, H), normal(12, 2 * W, H, std=0.02)
-    held = fp8.fp8_weight(weight)
-    r8, rs = fp8.quantised(rows)
-    got = without_waiting(lambda: fp8.grouped(r8, rs, held.rows, held.row_scale, order.ends))
+    held = packed(weight)
+    r8, rs = quantised(rows)
+    got = without_waiting(lambda: fp8.grouped(r8, rs, held.data, held.scale, order.ends))
     bounds = [0, *order.ends.tolist()]
     spans = list(enumerate(pairwise(bounds)))
     exact = torch.cat([rows[a:b].float() @ weight[e].float().t() for e, (a, b) in spans])
-    w32 = fp8.dequantised(held.rows, held.row_scale)
-    rounded = torch.cat([fp8.dequantised(r8[a:b], rs[a:b]) @ w32[e].t() for e, (a, b) in spans])
-    back = fp8.grouped(*fp8.quantised(got), held.columns, held.column_scale, order.ends)
-    exact_back = torch.cat([got[a:b].float() @ weight[e].float() for e, (a, b) in spans])
+    w32 = dequantised(held.data, held.scale)
+    rounded = torch.cat([dequantised(r8[a:b], rs[a:b]) @ w32[e].t() for e, (a, b) in spans])
+    back = without_waiting(lambda: kind_of(held).turned_grouped(got, held, order.ends, got.dtype))
+    same_back = torch.cat([got[a:b].float() @ w32[e] for e, (a, b) in spans])  # by what forward multiplied by
     errors = {
-        "to exact": apart(got, exact), "to definition": apart(got, rounded), "of the gradient": apart(back, exact_back)
+        "to exact": apart(got, exact), "to definition": apart(got, rounded), "of the gradient": apart(back, same_back)
     }  # fmt: skip
     assert errors["to exact"] < ONE_PRODUCT, errors
     assert errors["of the gradient"] < ONE_PRODUCT, errors
@@ -142,7 +180,7 @@ def block_errors() -> dict[str, float]:
         return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
 
     want = run(gate_up, down)
-    held = fp8.fp8_weight(gate_up), fp8.fp8_weight(down)
+    held = packed(gate_up), packed(down)
     got = without_waiting(lambda: run(*held))
     errors = {name: apart(a, b) for name, a, b in zip(("y", *names), got, want)}
     half = run(held[0], down)  # adapters on gate and up alone leave down as it was
@@ -162,10 +200,10 @@ def linear_errors() -> dict[str, float]:
     leaves, upstream = [x, *(t for u in updates for t in u[:2])], normal(2, 1024, 3584)
 
     def run(base: Any) -> list[torch.Tensor]:
-        y = lora_linear(x, base, None, updates)
+        y = lora_linear(x, base if isinstance(base, Stored) else Stored(base), None, updates)
         return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
 
-    want, held = run(weight), fp8.fp8_weight(weight)
+    want, held = run(weight), packed(weight)
     got = without_waiting(lambda: run(held))
     names = ("y", "x", *(f"{part} {side}" for part in "qkv" for side in "AB"))
     errors = {name: apart(a, b) for name, a, b in zip(names, got, want)}
@@ -185,7 +223,7 @@ def test_a_linear_with_adapters_and_their_gradients_stay_near_bf16s() -> None:
 
 def test_the_block_compiles_whole_with_an_fp8_base() -> None:
     x, order, weights, gate_up, down, updates = block(256)
-    held, leaves = (fp8.fp8_weight(gate_up), fp8.fp8_weight(down)), [x, *(t for u in updates for t in u[:2])]
+    held, leaves = (packed(gate_up), packed(down)), [x, *(t for u in updates for t in u[:2])]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return x + expert_mlp(x, order, weights, *held, *updates)
@@ -212,22 +250,22 @@ def ms(call: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def product_times(label: str, weight: torch.Tensor, rows: int, ends: torch.Tensor | None) -> None:
-    """Forward and to the input, ms in bf16, in fp8, and how many times as fast."""
-    held, shown = fp8.fp8_weight(weight), []
-    turned = weight.transpose(-2, -1)
-    for way, second, w8, ws in (
-        ("forward", turned, held.rows, held.row_scale),
-        ("to input", weight, held.columns, held.column_scale),
-    ):
-        x = normal(rows, w8.shape[-1])
-        x8, xs = fp8.quantised(x)
+    """Forward and to the input, ms in bf16, in fp8 with the rounding of rows and the transposed weight, and how many
+    times as fast."""
+    held, shown = packed(weight), []
+    kind, (out, width) = kind_of(held), weight.shape[-2:]
+    for way, second, count in (("forward", weight.transpose(-2, -1), width), ("to input", weight, out)):
+        x, turned = normal(rows, count), way == "to input"
         if ends is None:
-            plain, small = partial(torch.mm, x, second), partial(fp8.product, x8, xs, w8, ws)
+            plain = partial(torch.mm, x, second)
+            small = partial(kind.turned_product if turned else kind.product, x, held)
         else:
-            plain, small = partial(F.grouped_mm, x, second, offs=ends), partial(fp8.grouped, x8, xs, w8, ws, ends)
+            plain = partial(F.grouped_mm, x, second, offs=ends)
+            small = partial(kind.turned_grouped if turned else kind.grouped, x, held, ends, x.dtype)
         a, b = ms(plain), ms(small)
         shown.append(f"{way} {a:6.3f} {b:6.3f} {a / b:5.2f}")
-    print(f"  {label:16s} {'   '.join(shown)}", flush=True)
+    moved = ms(partial(fp8.transposed, held.data))
+    print(f"  {label:16s} {'   '.join(shown)}   transposed {moved:6.3f}", flush=True)
 
 
 def timings() -> None:
@@ -241,13 +279,13 @@ def timings() -> None:
         product_times(name, normal(out, width, std=0.02), TOKENS, None)
     print("rows to fp8: ms, TB/s")
     for count, width in ((TOKENS, H), (rows, W), (rows, 2 * W), (TOKENS, 3584)):
-        took = ms(partial(fp8.quantised, normal(count, width)))
+        took = ms(partial(quantised, normal(count, width)))
         print(f"  {count:6d} x {width:5d} {took:6.3f} {3 * count * width / took / 1e9:5.2f}", flush=True)
     take_times(order)
     torch.cuda.empty_cache()
     x, order, weights, gate_up, down, updates = block(TOKENS)
     upstream, leaves = normal(*x.shape), [x, weights, *(t for u in updates for t in u[:2])]
-    for label, base in (("bf16", (gate_up, down)), ("fp8", (fp8.fp8_weight(gate_up), fp8.fp8_weight(down)))):
+    for label, base in (("bf16", (gate_up, down)), ("fp8", (packed(gate_up), packed(down)))):
 
         def both(base: Any = base) -> Any:
             return torch.autograd.grad(expert_mlp(x, order, weights, *base, *updates), leaves, upstream)
@@ -259,7 +297,7 @@ def take_times(order: Order) -> None:
     from erniekit.kernels.triton import expert_rows
 
     x, lows = normal(TOKENS, H), [(normal(E, RANK, H), 1.0) for _ in range(2)]
-    x8, xs = fp8.quantised(x)
+    x8, xs = quantised(x)
     a = ms(lambda: expert_rows.take(x, order.row_of, K, order.ends, lows))
     b = ms(lambda: expert_rows.take_fp8(x, (x8, xs), order.row_of, K, order.ends, lows))
     print(f"  taking {TOKENS * K} rows with two low ranks: bf16 {a:6.3f}, fp8 {b:6.3f}", flush=True)

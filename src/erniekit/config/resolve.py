@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     layout.interleaved_micro_batches_divide,
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
-    stages.fp8_base_is_of_adapters_on_one_device,
+    stages.fp8_base_is_of_adapters,
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
     stages.preference_training_has_no_dropout,

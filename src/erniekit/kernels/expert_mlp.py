@@ -1,33 +1,35 @@
-"""The expert block in one op: take rows by expert, gate and up, SwiGLU, down, sum, with low-rank updates in the passes
-over rows that happen anyway. Called by models/layers/experts.py.
+"""The experts of one layer in one op: rows by expert, gate and up, SwiGLU, down, with low-rank updates in the passes
+over rows that happen anyway. Every dispatch, stored kind, LoRA rank and device goes through it. Called by
+models/layers/experts.py.
+
+Its ends are gather and combine: tokens are taken by `row_of`, answers summed by `place_of`. Rows that have travelled
+to another rank are tokens of one choice and no weight, put in order and back. Choices may be without a row: their
+experts are elsewhere, or the capacity was reached.
 
 A token's routing weight multiplies its activation before the down product, so the answer is a plain sum over choices
 and the weight's gradient falls out of SwiGLU's backward. Kept for backward: the tokens, gate_up's answer without its
-update, and the low ranks; the rest is computed again. Frozen matrices may be in fp8 (expert_fp8.py).
-T tokens, K choices, R = T * K rows, E experts, H hidden,
-W width.
+update, and the low ranks; the rest is computed again. T tokens, K choices, R rows, E experts, H hidden, W width.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from erniekit.kernels import expert_fp8, expert_mlp_rows, hopper_products
+from erniekit.kernels import expert_reference
 from erniekit.kernels.available import has_triton
-from erniekit.kernels.expert_fp8 import EXTRAS, Matrices, matrices
-from erniekit.kernels.expert_mlp_rows import Low, Tail, spans
-from erniekit.kernels.fp8_product import Fp8Weight
-from erniekit.kernels.grouped_gemm import ALIGNED
+from erniekit.kernels.expert_reference import Low
+from erniekit.kernels.grouped_gemm import ALIGNED, on_card
 from erniekit.kernels.moe_permute import Order
+from erniekit.kernels.op_arguments import WEIGHT, OpArguments
+from erniekit.kernels.quantised_rows import Rows, quantised, quantised_by_expert
+from erniekit.kernels.stored import Stored, kind_of
 
-HIGHEST_RANK = 128  # what the kernels hold in registers
-READY = has_triton() and hasattr(F, "grouped_mm")
-Weight = torch.Tensor | Fp8Weight
+HIGHEST_RANK = 128  # what the Triton kernels hold in registers
 
 
 class Update(NamedTuple):
@@ -38,67 +40,47 @@ class Update(NamedTuple):
     scale: float
 
 
-def fits(x: torch.Tensor, gate_up: Weight, down: Weight, *updates: Update | None) -> bool:
-    """Whether the kernels of an NVIDIA card take these."""
-    factors = [t for update in updates if update is not None for t in (update.A, update.B)]
-    plain = [weight for weight in (gate_up, down) if not isinstance(weight, Fp8Weight)]
-    sixteen = all(t.dtype == torch.bfloat16 for t in (x, *plain, *factors))
-    aligned = x.shape[1] % ALIGNED == 0 and matrices(down).rows.shape[2] % ALIGNED == 0
-    low = all(update.A.shape[1] <= HIGHEST_RANK for update in updates if update is not None)
-    return READY and x.is_cuda and sixteen and aligned and low and x.shape[0] > 0
-
-
 def expert_mlp(
     x: torch.Tensor,
     order: Order,
-    weights: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
+    weights: torch.Tensor | None,
+    gate_up: Stored,
+    down: Stored,
     of_gate: Update | None = None,
     of_up: Update | None = None,
     of_down: Update | None = None,
 ) -> torch.Tensor:
     """x [T, H], weights [T, K], gate_up [E, 2 * W, H], down [E, H, W] -> y [T, H] = sum over k of weight * expert(x).
 
-    Every choice must be of some expert. Frozen tensors form no gradient.
+    weights None: one choice a token, which counts whole. order.row_of may be cut after the last row of an expert.
+    Frozen tensors form no gradient.
     """
-    given = as_given(x, order, weights, gate_up, down, of_gate, of_up, of_down)
-    out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(*given)
+    values: dict[str, Any] = {"x": x, **order._asdict(), "weights": weights, "gate_up": gate_up, "down": down}
+    for name, update in zip(("gate", "up", "down"), (of_gate, of_up, of_down)):
+        values[f"{name}_a"], values[f"{name}_b"] = update[:2] if update else (None, None)
+    values["scales"] = [update.scale if update else 0.0 for update in (of_gate, of_up, of_down)]
+    out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(*ARGUMENTS.flat(values))
     return out[0]
 
 
-def as_given(
-    x: torch.Tensor, order: Order, weights: torch.Tensor, gate_up: Weight, down: Weight, *updates: Update | None
-) -> tuple[Any, ...]:
-    """What the op is called with."""
-    factors = [t for update in updates for t in (update[:2] if update else (None, None))]
-    scales = [update.scale if update else 0.0 for update in updates]
-    first, second = matrices(gate_up), matrices(down)
-    tokens = (x, order.row_of, order.place_of, order.ends, weights)
-    return *tokens, first.rows, second.rows, *factors, scales, *first[1:], *second[1:]
+ARGUMENTS = OpArguments(
+    x="Tensor", row_of="Tensor", place_of="Tensor", ends="Tensor", weights="Tensor?", gate_up=WEIGHT, down=WEIGHT,
+    gate_a="Tensor?", gate_b="Tensor?", up_a="Tensor?", up_b="Tensor?", down_a="Tensor?", down_b="Tensor?",
+    scales="float[]",
+)  # fmt: skip
+# What may want a gradient, in the order backward answers.
+GRADED = ("x", "weights", "gate_up", "down", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+# Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
+_LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
+_LIBRARY.define(f"expert_mlp({ARGUMENTS.schema}) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    f"expert_mlp_backward(Tensor grad, {ARGUMENTS.schema}, Tensor middle, Tensor z, Tensor z_down, bool[] wanted) "
+    "-> Tensor[]"
+)
 
 
-class TorchSteps:
-    """The block's steps in plain torch."""
-
-    take = staticmethod(expert_mlp_rows.take)
-    take_fp8 = staticmethod(expert_fp8.take)
-    activate = staticmethod(expert_mlp_rows.activate)
-    activate_backward = staticmethod(expert_mlp_rows.activate_backward)
-    sum_choices = staticmethod(expert_mlp_rows.sum_choices)
-    outer = staticmethod(expert_mlp_rows.outer)
-    outer_of_halves = staticmethod(expert_mlp_rows.outer_of_halves)
-    product = staticmethod(expert_mlp_rows.product)
-    add_low = staticmethod(expert_mlp_rows.add_low)
-
-    @staticmethod
-    def weight_gradient(grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """grad [R, out], rows [R, in] -> [E, out, in]."""
-        return torch.stack([grad[span].t() @ rows[span] for _, span in spans(ends)])
-
-
-def cuda_steps() -> Any:
-    """The same on an NVIDIA card."""
+@functools.cache
+def _triton_steps() -> Any:
     from erniekit.kernels.triton import expert_products, expert_rows
 
     class Steps:
@@ -110,23 +92,61 @@ def cuda_steps() -> Any:
         outer = staticmethod(expert_products.outer)
         outer_of_halves = staticmethod(expert_products.outer_of_halves)
         add_low = staticmethod(expert_products.add_low)
-
-        @staticmethod
-        def product(
-            rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float = 1.0
-        ) -> torch.Tensor:
-            return expert_products.add_low(hopper_products.grouped(rows, weight, ends), tails, scale, ends)
-
-        @staticmethod
-        def weight_gradient(grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            return F.grouped_mm(grad.t(), rows, offs=ends)
+        weight_gradient = staticmethod(expert_reference.weight_gradient)
 
     return Steps
 
 
-@functools.cache
-def steps_of(device: str) -> Any:
-    return cuda_steps() if device == "cuda" else TorchSteps
+def in_triton(x: torch.Tensor, rows: int, width: int, factors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the steps between products run in Triton kernels. factors: A of each update."""
+    given = [factor for factor in factors if factor is not None]
+    aligned = x.shape[1] % ALIGNED == 0 and width % ALIGNED == 0
+    low = all(factor.shape[1] <= HIGHEST_RANK for factor in given)
+    return has_triton() and rows > 0 and aligned and low and all(on_card(x, factor) for factor in (x, *given))
+
+
+def _steps(a: dict[str, Any]) -> Any | ModuleType:
+    _, width = kind_of(a["down"]).shape(a["down"])
+    factors = (a["gate_a"], a["up_a"], a["down_a"])
+    return _triton_steps() if in_triton(a["x"], a["row_of"].shape[0], width, factors) else expert_reference
+
+
+class _Op:
+    """One call: the arguments by name, and what forward and backward both make of them."""
+
+    def __init__(self, flat: Sequence[Any]) -> None:
+        a = ARGUMENTS.named(flat)
+        self.steps, self.a = _steps(a), a
+        self.x: torch.Tensor = a["x"].contiguous()
+        self.row_of, self.place_of, self.ends = a["row_of"], a["place_of"], a["ends"]
+        self.first, self.last = a["gate_up"], a["down"]
+        self.scales: list[float] = a["scales"]
+        given = a["weights"]
+        self.k = 1 if given is None else given.shape[1]
+        self.weights = self.x.new_ones(self.x.shape[0]) if given is None else given.reshape(-1)
+        self.gate, self.up = _low(a["gate_b"], self.scales[0]), _low(a["up_b"], self.scales[1])
+        self.below: Low | None = None if a["down_a"] is None else (a["down_a"], 1.0)
+
+    def taken(self, tokens: torch.Tensor, weight: Stored, lows: list[Low]) -> tuple[Rows, torch.Tensor]:
+        """Rows of tokens [T, in] as the product with `weight` wants them, and their low ranks. In fp8 tokens are
+        rounded before they are taken: one rounding serves all choices, and half the bytes are written."""
+        if not kind_of(weight).rows_in_fp8:
+            return self.steps.take(tokens, self.row_of, self.k, self.ends, lows)  # type: ignore[no-any-return]
+        small = quantised(tokens)
+        return self.steps.take_fp8(tokens, small, self.row_of, self.k, self.ends, lows)  # type: ignore[no-any-return]
+
+    def taken_turned(self, grad: torch.Tensor, weight: Stored, lows: list[Low]) -> tuple[Rows, torch.Tensor]:
+        """The same for the turned product: each expert has its own factor, so that rows are rounded one by one."""
+        factor = kind_of(weight).turned_factor(weight)
+        keep = factor is None
+        rows, low = self.steps.take(grad, self.row_of, self.k, self.ends, lows, keep)
+        return (rows if factor is None else quantised_by_expert(grad, factor, self.ends, self.row_of, self.k)), low
+
+    def product(self, rows: Rows, weight: Stored) -> torch.Tensor:
+        return kind_of(weight).grouped(rows, weight, self.ends, self.x.dtype)
+
+    def turned_product(self, rows: Rows, weight: Stored) -> torch.Tensor:
+        return kind_of(weight).turned_grouped(rows, weight, self.ends, self.x.dtype)
 
 
 def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
@@ -134,88 +154,51 @@ def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
     return None if factor is None else (factor.transpose(1, 2), scale)
 
 
-def _given(*lows: Low | None) -> list[Low]:
-    return [low for low in lows if low is not None]
-
-
-# Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
-_LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
-_FACTORS = "Tensor? gate_a, Tensor? gate_b, Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b"
-_TENSORS = "Tensor x, Tensor row_of, Tensor place_of, Tensor ends, Tensor weights, Tensor gate_up, Tensor down"
-INPUTS = f"{_TENSORS}, {_FACTORS}"
-TENSORS = 13  # of those
-GIVEN = TENSORS + 1 + 2 * EXTRAS  # with scales and what fp8 matrices have beside
-IN_FP8 = ", ".join(f"Tensor? {w}_{part}=None" for w in ("gate_up", "down") for part in Matrices._fields[1:])
-_LIBRARY.define(f"expert_mlp({INPUTS}, float[] scales, {IN_FP8}) -> (Tensor, Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"expert_mlp_backward(Tensor grad, {INPUTS}, Tensor middle, Tensor z, Tensor z_down, float[] scales, "
-    f"bool[] wanted, {IN_FP8}) -> Tensor[]"
-)
-
-
-def _held(gate_up: torch.Tensor, down: torch.Tensor, in_fp8: Sequence[torch.Tensor | None]) -> list[Matrices]:
-    return [Matrices(gate_up, *in_fp8[:EXTRAS]), Matrices(down, *in_fp8[EXTRAS:])]
-
-
-def forward(  # type: ignore[no-untyped-def]
-    x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, scales, *in_fp8
-):
+def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
     """y, and what backward wants: gate_up's rows, z of gate and up, z of down."""
-    (first, last), steps, k = _held(gate_up, down, in_fp8), steps_of(x.device.type), weights.shape[1]
-    flat, x = weights.reshape(-1), x.contiguous()
-    gate, up, below = _low(gate_b, scales[0]), _low(up_b, scales[1]), None if down_a is None else (down_a, 1.0)
-    lows = [(factor, 1.0) for factor in (gate_a, up_a) if factor is not None]
-    rows, z = expert_fp8.taken(steps, x, row_of, k, ends, lows, first)
-    middle = expert_fp8.forward(steps, rows, first, ends, [], 1.0, x.dtype)
+    op = _Op(flat)
+    steps, a, ends = op.steps, op.a, op.ends
+    rows, z = op.taken(op.x, op.first, [(factor, 1.0) for factor in (a["gate_a"], a["up_a"]) if factor is not None])
+    middle = op.product(rows, op.first)
     del rows
-    act, z_down = steps.activate(middle, z, gate, up, below, flat, row_of, ends)
-    tails = [] if down_b is None else [(z_down, down_b.transpose(1, 2))]
-    answers = expert_fp8.forward(steps, act, last, ends, tails, scales[2], x.dtype)
+    act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends)
+    answers = op.product(act, op.last)
     del act
-    return steps.sum_choices(answers, place_of, k), middle, z, z_down
+    if a["down_b"] is not None:
+        answers = steps.add_low(answers, [(z_down, a["down_b"].transpose(1, 2))], op.scales[2], ends)
+    return steps.sum_choices(answers, op.place_of, op.k, ends), middle, z, z_down
 
 
 @torch.library.register_fake("erniekit::expert_mlp")
-def empty_answers(  # type: ignore[no-untyped-def]
-    x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b, *_
-):
-    ranks = [0 if factor is None else factor.shape[1] for factor in (gate_a, up_a, down_a)]
-    rows = row_of.shape[0]
-    shapes = (gate_up.shape[1], ranks[0] + ranks[1], ranks[2])
-    return x.new_empty(x.shape), *(x.new_empty(rows, n) for n in shapes)
+def _(*flat: Any) -> tuple[torch.Tensor, ...]:
+    a = ARGUMENTS.named(flat)
+    ranks = [0 if a[name] is None else a[name].shape[1] for name in ("gate_a", "up_a", "down_a")]
+    x, rows, (both, _) = a["x"], a["row_of"].shape[0], kind_of(a["gate_up"]).shape(a["gate_up"])
+    return x.new_empty(x.shape), *(x.new_empty(rows, n) for n in (both, ranks[0] + ranks[1], ranks[2]))
 
 
-# What may want a gradient, in the order backward answers.
-GRADED = ("x", "weights", "gate_up", "down", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
-PLACES = (0, 4, 5, 6, 7, 8, 9, 10, 11, 12)  # of those among the op's inputs
-
-
-def backward(  # type: ignore[no-untyped-def]
-    grad, x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    middle, z, z_down, scales, wanted, *in_fp8,
-):  # fmt: skip
+def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
     """The gradients `wanted` of GRADED, those alone."""
-    (first, last), steps, k, out = _held(gate_up, down, in_fp8), steps_of(x.device.type), weights.shape[1], {}
-    want = dict(zip(GRADED, wanted))
-    flat, x = weights.reshape(-1), x.contiguous()
-    gate, up, below = _low(gate_b, scales[0]), _low(up_b, scales[1]), None if down_a is None else (down_a, 1.0)
-    split = 0 if gate_a is None else gate_a.shape[1]
+    flat, (middle, z, z_down, wanted) = given[: ARGUMENTS.count], given[ARGUMENTS.count :]
+    op, out, want = _Op(flat), dict[str, torch.Tensor](), dict(zip(GRADED, wanted))
+    steps, a, x, ends, scales = op.steps, op.a, op.x, op.ends, op.scales
+    split = 0 if a["gate_a"] is None else a["gate_a"].shape[1]
 
-    grad, low = grad.contiguous(), _given(_low(down_b, scales[2]))
-    rows, d_low = expert_fp8.taken(steps, grad, row_of, k, ends, low, last)
-    d_act = expert_fp8.backward(steps, rows, last, ends, [], x.dtype)
+    grad, low = grad.contiguous(), _low(a["down_b"], scales[2])
+    rows, d_low = op.taken_turned(grad, op.last, [] if low is None else [low])
+    d_act = op.turned_product(rows, op.last)
     if want["down_b"]:
         # Of rows in fp8 the tokens they came from are taken once more: adapters' gradients see nothing of fp8.
-        wide = (grad, ends, row_of, k) if isinstance(rows, tuple) else (rows, ends)
+        wide = (rows, ends) if isinstance(rows, torch.Tensor) else (grad, ends, op.row_of, op.k)
         (out["down_b"],) = steps.outer(wide[0], [(z_down, scales[2])], *wide[1:], turned=True)
     if not want["down"]:
         del rows
     d_middle, act, d_weights, d_z = steps.activate_backward(
-        d_act, d_low, middle, z, gate, up, below, flat, row_of, ends, want["down"] or want["down_a"]
+        d_act, d_low, middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends, want["down"] or want["down_a"]
     )
     del d_act
     if want["weights"]:
-        out["weights"] = d_weights.view_as(weights)
+        out["weights"] = d_weights.view_as(a["weights"])
     if want["down"]:
         out["down"] = steps.weight_gradient(rows, act, ends)
         del rows
@@ -231,52 +214,43 @@ def backward(  # type: ignore[no-untyped-def]
                 (out[f"{name}_b"],) = steps.outer(half, [(z[:, mine], scale)], ends, turned=True)
     asked = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, mine in halves if want[f"{name}_a"]]
     if asked:
-        out |= zip((name for name, _ in asked), steps.outer(x, [each for _, each in asked], ends, row_of, k))
+        found = steps.outer(x, [each for _, each in asked], ends, op.row_of, op.k)
+        out |= zip((name for name, _ in asked), found)
     if want["gate_up"]:
-        out["gate_up"] = steps.weight_gradient(d_middle, steps.take(x, row_of, k, ends, [])[0], ends)
+        out["gate_up"] = steps.weight_gradient(d_middle, steps.take(x, op.row_of, op.k, ends, [])[0], ends)
     if want["x"]:
-        tails = [(d_z[:, mine], a) for (_, mine), a in zip(halves, (gate_a, up_a)) if a is not None]
-        d_rows = expert_fp8.backward(steps, d_middle, first, ends, tails, x.dtype)
-        out["x"] = steps.sum_choices(d_rows, place_of, k)
+        d_rows = op.turned_product(d_middle, op.first)
+        tails = [(d_z[:, mine], a[f"{name}_a"]) for name, mine in halves if a[f"{name}_a"] is not None]
+        out["x"] = steps.sum_choices(steps.add_low(d_rows, tails, 1.0, ends), op.place_of, op.k, ends)
     return [out[name] for name in GRADED if want[name]]
 
 
+def _data(a: dict[str, Any], name: str) -> torch.Tensor:
+    value: torch.Tensor = a[name].data if isinstance(a[name], Stored) else a[name]
+    return value
+
+
 @torch.library.register_fake("erniekit::expert_mlp_backward")
-def _(  # type: ignore[no-untyped-def]
-    grad, x, row_of, place_of, ends, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b,
-    middle, z, z_down, scales, wanted, *in_fp8,
-):  # fmt: skip
-    like = (x, weights, gate_up, down, gate_a, gate_b, up_a, up_b, down_a, down_b)
-    return [tensor.new_empty(tensor.shape) for tensor, want in zip(like, wanted) if want]
+def _(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+    a, wanted = ARGUMENTS.named(given[: ARGUMENTS.count]), given[-1]
+    return [_data(a, name).new_empty(_data(a, name).shape) for name, want in zip(GRADED, wanted) if want]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors, (ctx.scales, *in_fp8) = inputs[:TENSORS], inputs[TENSORS:]
-    ctx.save_for_backward(*tensors, *output[1:], *in_fp8)
+    ARGUMENTS.save(ctx, inputs, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: torch.Tensor | None, *unused: Any) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
-        return (None,) * GIVEN
-    wanted = [bool(ctx.needs_input_grad[i]) for i in PLACES]
-    known, in_fp8 = ctx.saved_tensors[: TENSORS + 3], ctx.saved_tensors[TENSORS + 3 :]
-    found = torch.ops.erniekit.expert_mlp_backward(grad, *known, ctx.scales, wanted, *in_fp8)
-    return in_places(found, PLACES, wanted, GIVEN)
+        return ARGUMENTS.gradients({})
+    wanted = ARGUMENTS.wanted(ctx.needs_input_grad, GRADED)
+    flat, kept = ARGUMENTS.saved(ctx)
+    found = torch.ops.erniekit.expert_mlp_backward(grad, *flat, *kept, wanted)
+    return ARGUMENTS.gradients(dict(zip((name for name, want in zip(GRADED, wanted) if want), found)))
 
 
-def in_places(
-    found: Sequence[torch.Tensor], places: Sequence[int], wanted: Sequence[bool], count: int
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients found, those wanted of `places`, as autograd takes them: one or None for each of `count` inputs."""
-    grads: list[torch.Tensor | None] = [None] * count
-    for place, each in zip((place for place, want in zip(places, wanted) if want), found):
-        grads[place] = each
-    return tuple(grads)
-
-
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("expert_mlp", forward, _device)
-    _LIBRARY.impl("expert_mlp_backward", backward, _device)
+_LIBRARY.impl("expert_mlp", forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("expert_mlp_backward", backward, "CompositeExplicitAutograd")
 torch.library.register_autograd("erniekit::expert_mlp", _gradients, setup_context=_keep)

@@ -1,43 +1,61 @@
-"""All experts in one call: rows sorted by expert times that expert's weight. Called by models/layers/experts.py.
+"""All experts in one call: rows sorted by expert times that expert's matrix, and the sums of outer products that are
+its gradient. The plain-torch definition is a loop over experts.
 
-R rows, E experts.
+Called by kernels/stored and by the expert op's steps. R rows, E experts, `ends` int32 [E] one past each expert's last
+row; rows past the last end belong to no expert: what comes out there is undefined.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
-ALIGNED = 8  # widths in 16 bit are multiples of this: what the kernel's tiles can load
+from erniekit.kernels import hopper_products
+
+ALIGNED = 8  # widths in 16 bit that the kernel's tiles can load are multiples of this; others are padded with zeros
 
 
-def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """rows [R, in], weight [E, out, in], ends int32 [E] (one past each expert's last row) -> [R, out].
-
-    Rows past the last end belong to nobody: what comes out there, and the gradient that goes back, is undefined (see
-    `of_somebody`). A weight without gradient forms none.
-    """
-    if rows.shape[0] and _fits(rows, weight):
-        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-    return reference(rows, weight, ends)
-
-
-def of_somebody(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Zeros past the last end, in values and in gradients. torch's kernel leaves those rows as it found them, both
-    ways, so what may hold some goes through this before and after."""
-    known = torch.arange(rows.shape[0], device=rows.device) < ends[-1]
-    return torch.where(known[:, None], rows, 0)
-
-
-def reference(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The definition: one product an expert. Waits for the device to know the ends."""
+def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Waits for the device to know the ends."""
     bounds = [0, *ends.tolist()]
-    out = [F.linear(rows[a:b], w) for a, b, w in zip(bounds, bounds[1:], weight.unbind(0))]
-    out.append(rows.new_zeros(rows.shape[0] - bounds[-1], weight.shape[1]))
-    return torch.cat(out)
+    return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(bounds)))
 
 
-def _fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """torch's kernel: 16-bit on the device, with widths its tiles can load; small CPU products are quick in a loop."""
-    aligned = all(n % ALIGNED == 0 for n in weight.shape[1:])
-    return rows.is_cuda and rows.dtype == torch.bfloat16 == weight.dtype and aligned and hasattr(F, "grouped_mm")
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """rows [R, D], weight [E, D, W] of any strides -> [R, W]."""
+    if not (rows.shape[0] and on_card(rows, weight)):
+        return product_reference(rows, weight, ends)
+    width = weight.shape[2]
+    more, wider = -weight.shape[1] % ALIGNED, -width % ALIGNED
+    if more or wider:
+        rows, weight = F.pad(rows, (0, more)), F.pad(weight, (0, wider, 0, more))
+    out = hopper_products.grouped(rows.contiguous(), weight, ends)
+    return out[:, :width] if wider else out
+
+
+def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """left [R, M], right [R, N] -> left^T @ right, expert by expert [E, M, N]."""
+    if not (left.shape[0] and on_card(left, right)):
+        return outer_reference(left, right, ends)
+    M, N = left.shape[1], right.shape[1]
+    left, right = (F.pad(t, (0, -t.shape[1] % ALIGNED)).contiguous() for t in (left, right))
+    return F.grouped_mm(left.t(), right, offs=ends)[:, :M, :N]
+
+
+def product_reference(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The definition: one product an expert, zeros past the last end."""
+    out = [rows[span] @ weight[e] for e, span in spans(ends)]
+    done = sum(part.shape[0] for part in out)
+    return torch.cat([*out, rows.new_zeros(rows.shape[0] - done, weight.shape[2])])
+
+
+def outer_reference(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return torch.stack([left[span].t() @ right[span] for _, span in spans(ends)])
+
+
+def on_card(rows: torch.Tensor, other: torch.Tensor) -> bool:
+    """torch's kernel does it, in 16 bit and without waiting for the ends. On a CPU a loop is quick enough."""
+    return rows.is_cuda and rows.dtype == torch.bfloat16 == other.dtype and hasattr(F, "grouped_mm")

@@ -16,12 +16,10 @@ from torch import nn
 from torch.func import functional_call
 
 from erniekit.kernels.expert_mlp import Update
-from erniekit.kernels.fp8_product import Fp8Weight
-from erniekit.kernels.grouped_gemm import ALIGNED, grouped_linear
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
-from erniekit.lora.fp8_base import Fp8Base
+from erniekit.kernels.stored import Stored
 from erniekit.models.layers.experts import ExpertLinear
-from erniekit.models.layers.linear import FusedLinear, is_watched
+from erniekit.models.layers.linear import Linear, is_watched
 from erniekit.models.layers.router import Router, Routing
 
 SHARED = "shared"  # the key of a pair whose one A serves several projections
@@ -107,10 +105,13 @@ class LoRALayer(nn.Module):
 class LoRALinear(LoRALayer):
     """A linear, fused or plain."""
 
+    base: Linear
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        given = self.as_op(x)
-        if given is not None:
-            return lora_linear(x, *given)
+        if self.active and not is_watched(self.base):
+            given = self.base.stored(), self.base.added_bias, self.row_updates()
+            if in_one_op(x, *given):
+                return lora_linear(x, *given)
         y: torch.Tensor = self.base(x)
         if not self.active:
             return y
@@ -119,20 +120,6 @@ class LoRALinear(LoRALayer):
         A = pairs[0].A if len(pairs) == 1 else torch.cat([pair.A for pair in pairs])
         low = F.linear(x, A).split([pair.rank for pair in pairs], dim=-1)
         return self._added(y, [F.linear(low_pair, pair.B) for low_pair, pair in zip(low, pairs)])
-
-    def as_op(self, x: torch.Tensor) -> tuple[torch.Tensor | Fp8Weight, torch.Tensor | None, list[RowUpdate]] | None:
-        """Weight, bias and updates as kernels/lora_linear.py takes them; None: it does not take these."""
-        if not (self.active and self._base_is_itself()):
-            return None
-        weight = self.base.held if isinstance(self.base, Fp8Base) else self.base.weight
-        given = weight, self.base.bias, self.row_updates()
-        return given if in_one_op(x, *given) else None
-
-    def _base_is_itself(self) -> bool:
-        """Its weight and bias say all it does: nobody swapped it, its forward (tensor parallel does), or looks on."""
-        base = self.base
-        plain = type(base) in (nn.Linear, FusedLinear, Fp8Base) and "forward" not in base.__dict__
-        return plain and not is_watched(base)
 
     def row_updates(self) -> list[RowUpdate]:
         rows, start = {}, 0
@@ -146,11 +133,13 @@ class LoRALinear(LoRALayer):
 
 
 class LoRAExperts(LoRALayer):
-    """All experts of a projection: the updates go through the same sorted rows and grouped products as the weights."""
+    """All experts of a projection: the expert op adds their updates."""
 
-    def matrices(self) -> torch.Tensor | Fp8Weight:
+    base: ExpertLinear
+
+    def matrices(self) -> Stored:
         """[E, out, in], frozen."""
-        return cast("ExpertLinear | Fp8Base", self.base).matrices()
+        return self.base.matrices()
 
     def updates(self) -> dict[str, Update]:
         """By part; where parts share an A each has it."""
@@ -161,22 +150,9 @@ class LoRAExperts(LoRALayer):
                 out[part] = Update(A, b, pair.scale)
         return out
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.base(rows, ends)
-        if not self.active:
-            return y
-        pairs, E = list(self.pairs().values()), ends.shape[0]
-        spare = [-pair.rank % ALIGNED for pair in pairs]
-        # [E, r, in] and [E, rows, r]; rows and columns of zeros up to the aligned rank add nothing.
-        A = [F.pad(pair.A.unflatten(0, (E, pair.rank)), (0, 0, 0, n)) for pair, n in zip(pairs, spare)]
-        B = [F.pad(pair.B.unflatten(0, (E, pair.rows)), (0, n)) for pair, n in zip(pairs, spare)]
-        low = grouped_linear(rows, A[0] if len(A) == 1 else torch.cat(A, dim=1), ends)
-        lows = low.split([a.shape[1] for a in A], dim=-1)
-        return self._added(y, [grouped_linear(one.contiguous(), b, ends) for one, b in zip(lows, B)])
-
 
 class LoRARouter(LoRALayer):
-    """A router, for who asks for it by name: its fp32 weight is moved, so that all it answers follows."""
+    """A router, adapted where its name is among the targets: its fp32 weight is changed, and with it all it answers."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -198,7 +174,7 @@ class LoRARouter(LoRALayer):
 
 
 KINDS: dict[type[nn.Module], type[LoRALayer]] = {
-    nn.Linear: LoRALinear,
+    Linear: LoRALinear,
     ExpertLinear: LoRAExperts,
     Router: LoRARouter,
 }

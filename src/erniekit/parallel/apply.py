@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import ContextAttention
@@ -110,6 +112,7 @@ def parallelise(
         done: set[int] = set()
         for part in modules:
             _give_memory(part, home)
+            _pack(part, sharding, world, device, compute, fill)
             for name, param in part.named_parameters():
                 if id(param) not in done:
                     done.add(id(param))
@@ -123,6 +126,34 @@ def parallelise(
         pipeline = Pipeline(parts, world, pipeline_group, device, loss, options.schedule)
     sync = GradientSync([plain(n) for n in names], sharding, world) if world.size > 1 else None
     return Engine(parts, world, device, loss, sync, averaged_over, pipeline, compute, one_document)
+
+
+def _pack(
+    part: nn.Module,
+    sharding: Sharding,
+    world: World,
+    device: torch.device,
+    compute: torch.dtype,
+    fill: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Frozen weights that are not kept plain, one after the other: memory holds one of them both ways at most."""
+    for name, module in part.named_modules():
+        holder: Any = module
+        if getattr(holder, "plain_like", None) is None or holder.is_packed:
+            continue
+        weight = f"{plain(f'{name}.')}weight"
+        sharding.packed.add(weight)
+        piece = torch.empty(holder.held_shape, dtype=compute, device=device)
+        fill(weight, piece)
+        holder.pack(piece, _agree(world.group("tp")) if sharding.cuts_columns(weight, world.rank) else None)
+
+
+def _agree(group: ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return values
+
+    return largest
 
 
 def _give_memory(part: nn.Module, device: torch.device) -> None:

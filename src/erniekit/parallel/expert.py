@@ -1,4 +1,5 @@
 """Expert parallelism: how tokens reach experts on other ranks and answers come back, in the place of MoE.exchange.
+The experts themselves run the same op wherever they are.
 
 Called by apply.py on a model whose weights have no memory yet. T tokens, K choices of each, R rows (a token for one of
 its choices), H hidden, E experts.
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.kernels.moe_permute import Combine, Gather, Order, by_expert, count, gather
+from erniekit.kernels.moe_permute import Combine, Gather, Order, by_expert, count
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import Range, share
@@ -68,7 +69,7 @@ def _shrink_experts(experts: nn.Module, name: str, sharding: Sharding, world: Wo
         whole = f"{name}.{child}"
         total = sharding.expert_count(f"{whole}.weight")
         first, last = sharding.expert_share(f"{whole}.weight", place)
-        base.weight = local_like(base.weight, sharding.tp_shape(f"{whole}.weight", tp, place))
+        base.cut_to(sharding.tp_shape(f"{whole}.weight", tp, place))
         rows = base.parts
         if sharding.cuts_inside_experts and sharding.rule(f"{whole}.weight").kind == "experts":
             rows = tuple((part, _size(share(n, layout.tp, tp))) for part, n in rows)
@@ -78,7 +79,7 @@ def _shrink_experts(experts: nn.Module, name: str, sharding: Sharding, world: Wo
                 setattr(pair, side, local_like(getattr(pair, side), shape))
             pair.parts = tuple((part, dict(rows)[part]) for part, _ in pair.parts)
             pair.experts = last - first
-        base.experts, base.in_features = last - first, base.weight.shape[1]
+        base.experts, base.in_features = last - first, base.held_shape[1]
         base.parts = module.parts = rows
     return total
 
@@ -130,8 +131,7 @@ class SomeHere(nn.Module):
         here = (routing.ids >= first) & (routing.ids < last)
         order = by_expert(torch.where(here, routing.ids - first, last - first), last - first)
         n = int(order.ends[-1])  # waits for the device: rows of others' experts would take most of the memory
-        rows = _Take.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
-        return _Give.apply(experts(rows, order.ends), routing.weights, order.row_of[:n], order.place_of)
+        return experts(x_TH, order._replace(row_of=order.row_of[:n]), routing.weights)  # type: ignore[no-any-return]
 
 
 class AllToAll(nn.Module):
@@ -152,9 +152,7 @@ class AllToAll(nn.Module):
         rows = _Take.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
         rows = _Travel.apply(rows, sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
-        answers = experts(gather(rows, come, 1), come.ends)
-        answers = gather(answers, Order(come.place_of, come.row_of, come.ends), 1)
-        answers = _Travel.apply(answers, got, sent, self.group)
+        answers = _Travel.apply(experts(rows, come, None), got, sent, self.group)
         return _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
 
     @torch.no_grad()

@@ -61,6 +61,7 @@ class Sharding:
         self.num_layers, self.tied, self.part_rows = num_layers, tied, part_rows
         self._rules = {name: rule_of(plan, module_of(name)) for name in self.shapes}
         self.mtp_trained = False  # layers that predict further tokens embed them, on the last stage
+        self.packed: set[str] = set()  # frozen weights that are not plain: fully_shard does not cut these
 
     def names(self) -> list[str]:
         return list(self.shapes)
@@ -211,13 +212,13 @@ class Sharding:
         """cp ranks hold the same weights, so where fsdp shards at all it shards over both; experts that are spread over
         data ranks are sharded over the ranks with the same ones."""
         layout = self.layout
-        if layout.fsdp == 1:
+        if layout.fsdp == 1 or name in self.packed:
             return 1
         return layout.expert_copies if self._spread_over_data(name) else layout.fsdp * layout.cp
 
     def _shard(self, name: str, rank: int) -> int:
         layout, at = self.layout, self.layout.coords(rank)
-        if layout.fsdp == 1:
+        if layout.fsdp == 1 or name in self.packed:
             return 0
         return layout.expert_place(rank)[1] if self._spread_over_data(name) else at["fsdp"] * layout.cp + at["cp"]
 
@@ -240,6 +241,10 @@ class Sharding:
         return start, min(rows, start + size)
 
     # --- all together ---
+
+    def cuts_columns(self, name: str, rank: int) -> bool:
+        """Whether several ranks have the same rows of it, each with columns of its own."""
+        return self._cut_of(name, rank).columns is not None
 
     def holds(self, name: str, rank: int) -> bool:
         return self.layout.coords(rank)["pp"] in self.pp_ranks_of(name)

@@ -76,9 +76,14 @@ def local_like(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
 
 def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, tp: int) -> None:
     """Local weights, biases and adapters, and the row counts others read from the module."""
+    holder: Any = base
     for leaf, param in list(base.named_parameters(recurse=False)):
-        setattr(base, leaf, local_like(param, sharding.tp_shape(f"{name}.{leaf}", tp)))
-    if isinstance(base, nn.Linear):
+        if leaf != "weight" or not hasattr(base, "cut_to"):
+            setattr(base, leaf, local_like(param, sharding.tp_shape(f"{name}.{leaf}", tp)))
+    if hasattr(base, "cut_to"):
+        holder.cut_to(sharding.tp_shape(f"{name}.weight", tp))
+        holder.out_features, holder.in_features = holder.held_shape
+    elif isinstance(base, nn.Linear):
         base.out_features, base.in_features = base.weight.shape
     parts = getattr(base, "parts", None)
     if parts is not None:
@@ -115,7 +120,8 @@ def _entering(group: ProcessGroup, sp: bool) -> Callable[..., Any]:
 
 def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: bool) -> None:
     """The partial products are summed; the bias is added once, to the sum."""
-    base.forward = lambda x: F.linear(x, base.weight)  # type: ignore[method-assign,assignment]
+    assert hasattr(base, "adds_bias")
+    base.adds_bias = False  # type: ignore[assignment]
 
     def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         out = scatter_sum(out, SEQUENCE, group) if sp else sum_from(out, group)

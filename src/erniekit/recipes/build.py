@@ -27,7 +27,7 @@ from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import say
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
-from erniekit.lora.frozen import check, to_fp8
+from erniekit.lora.frozen import check, store_frozen
 from erniekit.lora.inject import inject, is_lora, is_lora_b
 from erniekit.lora.settings import LoRASettings
 from erniekit.optim.adamw import AdamW
@@ -171,7 +171,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
     # fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps the fp32 copies.
     stored = torch.float32 if world.layout.fsdp > 1 else dtype
     if cfg.lora.fp8_base:
-        check(device.handle, world.size, folder.config.moe is not None, cfg.origin("frozen_base"))
+        check(device.handle, folder.config.moe is not None, cfg.origin("frozen_base"))
     experts.settle_config(cfg, folder)
     if not cfg.model.continue_training:
         _refuse_oversized(folder, device, world)
@@ -186,6 +186,8 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
             settings = adapters.settings_from(start, cfg, whole)
         for each in (whole, model):
             inject(each, settings, cfg.train.seed)
+    if cfg.lora.fp8_base and (left := store_frozen(model, cfg.lora.frozen_base)):
+        say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are (widths no multiples of 16)")
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
     rank, seed = world.rank, cfg.train.seed
     if cfg.model.continue_training:
@@ -219,8 +221,6 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         ),
     )
     engine.ledger = ledger
-    if cfg.lora.fp8_base and (left := to_fp8(engine.parts)):
-        say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are (widths no multiples of 16)")
     experts.put_in(cfg, engine)
     engine.train()
     tokenizer_folder = Path(cfg.model.tokenizer_name).expanduser() if cfg.model.tokenizer_name else folder.path

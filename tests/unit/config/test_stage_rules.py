@@ -64,19 +64,17 @@ def test_a_benchmark_neither_evaluates_nor_saves_on_the_way(words):
     [
         ("fine_tuning=Full", "adapters leave frozen", "fine_tuning: LoRA"),
         ("compute_type=wint8", "weight_only_int8", "frozen_base: bf16"),
-        ("tensor_parallel_degree=2", "tensor_parallel_degree is 2", "tensor_parallel_degree: 1"),
-        ("sharding_parallel_degree=4", "sharding_parallel_degree is 4", "sharding_parallel_degree: 1"),
     ],
 )
-def test_an_fp8_base_is_refused_where_no_weight_is_frozen_on_one_device(word, why, way_out):
+def test_an_fp8_base_is_refused_where_no_weight_is_frozen(word, why, way_out):
     with pytest.raises(ConfigError, match=why) as caught:
         load(["frozen_base=fp8", word])
     assert way_out in caught.value.fix
     load(["frozen_base=bf16", word])
 
 
-@pytest.mark.parametrize("words", [[], ["stage=DPO"], ["sharding=stage1"]])
-def test_an_fp8_base_goes_with_every_stage_of_adapters(words):
+@pytest.mark.parametrize("words", [[], ["stage=DPO"], ["sharding=stage1"], ["tensor_parallel_degree=2"]])
+def test_an_fp8_base_goes_with_every_stage_and_layout_of_adapters(words):
     assert load(["frozen_base=fp8", *words]).lora.frozen_base == "fp8"
 
 

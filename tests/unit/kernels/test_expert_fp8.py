@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels.expert_mlp import Update, expert_mlp
-from erniekit.kernels.fp8_product import Fp8Weight, fp8_linear, fp8_weight
-from erniekit.kernels.grouped_gemm import reference
+from erniekit.kernels.grouped_gemm import product_reference
 from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
+from erniekit.kernels.stored import Stored, kind_named, kind_of
 
 T, K, E, H, W, RANK = 60, 3, 6, 32, 16, 4
 NAMES = ("y", "x", "weights", "gate A", "gate B", "up A", "up B", "down A", "down B")
@@ -34,16 +34,35 @@ class Case:
         ]
 
     def outcome(self, block, gate_up, down) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
-        y = block(self.x, self.order, self.weights, gate_up, down, *self.updates)
+        base = (w if isinstance(w, Stored) else Stored(w) for w in (gate_up, down))
+        y = block(self.x, self.order, self.weights, *base, *self.updates)
         leaves = [self.x, self.weights, *(t for u in self.updates for t in u[:2])]
         return dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y, leaves, self.upstream))))
 
 
+def fp8_weight(weight: torch.Tensor) -> Stored:
+    return kind_named("fp8").pack(weight.flatten(0, 1)).of_experts(weight.shape[0])
+
+
+class Grouped(torch.autograd.Function):
+    """Both products of a stored weight as its kind has them."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, ends):  # type: ignore[no-untyped-def,override]
+        ctx.weight, ctx.ends = weight, ends
+        return kind_of(weight).grouped(rows, weight, ends, rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+        return kind_of(ctx.weight).turned_grouped(grad, ctx.weight, ctx.ends, grad.dtype), None, None
+
+
 def by_pieces(x, order, weights, gate_up, down, *updates):  # type: ignore[no-untyped-def]
-    def times(rows: torch.Tensor, weight: torch.Tensor | Fp8Weight) -> torch.Tensor:
-        if isinstance(weight, Fp8Weight):
-            return fp8_linear(rows, weight, order.ends)
-        return reference(rows, weight, order.ends)
+    def times(rows: torch.Tensor, weight: torch.Tensor | Stored) -> torch.Tensor:
+        if isinstance(weight, Stored) and weight.kind == "fp8":
+            return Grouped.apply(rows, weight, order.ends)
+        weight = weight.data if isinstance(weight, Stored) else weight
+        return product_reference(rows, weight.transpose(1, 2), order.ends)
 
     def low(rows: torch.Tensor, update: Update) -> torch.Tensor:
         return update.scale * times(times(rows, update.A), update.B)
@@ -108,6 +127,7 @@ def test_what_is_kept_for_backward_holds_no_rows_of_tokens_in_fp8_either() -> No
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         expert_mlp(case.x, case.order, case.weights, *base, *case.updates)
-    given = [case.x, case.weights, *case.order, *base[0], *base[1], *(t for u in case.updates for t in u[:2])]
+    held = [t for w in base for t in w[:2]]
+    given = [case.x, case.weights, *case.order, *held, *(t for u in case.updates for t in u[:2])]
     new = [tuple(t.shape) for at, t in kept.items() if at not in {g.untyped_storage().data_ptr() for g in given}]
     assert sorted(new) == [(T * K, RANK), (T * K, 2 * RANK), (T * K, 2 * W)]

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.expert_mlp import Update, expert_mlp, fits
-from erniekit.kernels.grouped_gemm import reference
+from erniekit.kernels.expert_mlp import ARGUMENTS, Update, in_triton
+from erniekit.kernels.expert_mlp import expert_mlp as op
+from erniekit.kernels.grouped_gemm import product_reference
 from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
+from erniekit.kernels.stored import Stored
 
 SHAPES = [(13, 3, 5, 8, 6), (1, 2, 4, 5, 3), (40, 2, 3, 6, 7)]  # tokens, choices, experts, hidden, width
 RANKS = {
@@ -39,6 +41,14 @@ def updates_of(ranks: Sequence[int], experts: int, hidden: int, width: int) -> l
         Update(made(experts, r, i), made(experts, o, r), 1.5 - 0.25 * r) if r else None
         for r, (i, o) in zip(ranks, shapes)
     ]
+
+
+def expert_mlp(x, order, weights, gate_up, down, *updates):  # type: ignore[no-untyped-def]
+    return op(x, order, weights, Stored(gate_up), Stored(down), *updates)
+
+
+def reference(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return product_reference(rows, weight.transpose(1, 2), ends)
 
 
 def by_pieces(x, order, weights, gate_up, down, *updates):  # type: ignore[no-untyped-def]
@@ -142,12 +152,51 @@ def test_what_the_op_says_of_itself_holds(ranks: str) -> None:
     torch.manual_seed(0)
     order, base = choices(9, 2, 4), (made(4, 6, 5), made(4, 5, 3))
     updates = updates_of(RANKS[ranks], 4, 5, 3)
-    factors = [t for u in updates for t in (u[:2] if u else (None, None))]
-    inputs = (made(9, 5), *order, torch.rand(9, 2, requires_grad=True), *base, *factors)
-    torch.library.opcheck(torch.ops.erniekit.expert_mlp.default, (*inputs, [1.0, 2.0, 0.5]))
+    names = [f"{part}_{side}" for part in ("gate", "up", "down") for side in "ab"]
+    factors = dict(zip(names, (t for u in updates for t in (u[:2] if u else (None, None)))))
+    given = {"x": made(9, 5), **order._asdict(), "weights": torch.rand(9, 2, requires_grad=True), **factors}
+    held = {"gate_up": Stored(base[0]), "down": Stored(base[1]), "scales": [1.0, 2.0, 0.5]}
+    torch.library.opcheck(torch.ops.erniekit.expert_mlp.default, ARGUMENTS.flat({**given, **held}))
 
 
 def test_the_kernels_are_asked_only_for_what_they_take() -> None:
-    x, gate_up, down = torch.zeros(4, 16), torch.zeros(2, 16, 16), torch.zeros(2, 16, 8)
-    assert not fits(x, gate_up, down)
-    assert not fits(x.bfloat16(), gate_up.bfloat16(), down.bfloat16())  # not on a card
+    x = torch.zeros(4, 16)
+    assert not in_triton(x, 4, 8, [None])
+    assert not in_triton(x.bfloat16(), 4, 8, [None])  # not on a card
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_choices_without_a_row_add_nothing_and_learn_nothing(cut: bool) -> None:
+    """Their experts are on another rank, or the capacity was reached. cut: rows of no expert are not even there."""
+    torch.manual_seed(0)
+    tokens, k, experts, hidden, width = 13, 3, 5, 8, 6
+    ids = torch.rand(tokens, experts).topk(k).indices
+    ids[torch.rand(tokens, k) < 0.4] = experts
+    ids[4] = experts  # a token without any
+    order = by_expert(ids, experts)
+    known = int(order.ends[-1])
+    assert 0 < known < tokens * k - k
+    x, weights = made(tokens, hidden), torch.rand(tokens, k, requires_grad=True)
+    base, updates = (made(experts, 2 * width, hidden), made(experts, hidden, width)), updates_of((2, 2, 2), 5, 8, 6)
+    given = order._replace(row_of=order.row_of[:known]) if cut else order
+    inputs, upstream = leaves(x, weights, *base, updates=updates), torch.randn(tokens, hidden)
+    got = expert_mlp(x, given, weights, *base, *updates)
+    want = by_pieces(x, order, weights * (ids < experts), *base, *updates)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert not got[4].any()
+    got, want = (torch.autograd.grad(y, inputs, upstream) for y in (got, want))
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
+    assert not got[1][ids == experts].any()
+
+
+@pytest.mark.parametrize("rows", [17, 0])
+def test_rows_that_have_travelled_are_put_in_order_and_back_without_a_weight(rows: int) -> None:
+    torch.manual_seed(0)
+    order = by_expert(torch.randint(0, 4, (rows, 1)), 4)
+    x, base, updates = made(rows, 8), (made(4, 12, 8), made(4, 8, 6)), updates_of((2, 0, 3), 4, 8, 6)
+    inputs, upstream = leaves(x, *base, updates=updates), torch.randn(rows, 8)
+    got = expert_mlp(x, order, None, *base, *updates)
+    want = by_pieces(x, order, torch.ones(rows, 1), *base, *updates)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    got, want = (torch.autograd.grad(y, inputs, upstream) for y in (got, want))
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)

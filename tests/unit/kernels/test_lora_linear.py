@@ -8,6 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear, placed, reference
+from erniekit.kernels.stored import Stored
 
 IN, OUT = 5, 14
 
@@ -46,7 +47,7 @@ def updates(case: Case, factors: list[torch.Tensor]) -> list[RowUpdate]:
 
 
 def called(case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *factors: torch.Tensor):
-    return lora_linear(x, weight, bias, updates(case, list(factors)))
+    return lora_linear(x, Stored(weight), bias, updates(case, list(factors)))
 
 
 def merged(case: Case, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *factors: torch.Tensor):
@@ -63,6 +64,12 @@ def op_args(case: Case, dtype: torch.dtype = torch.float64) -> tuple[object, ...
     A, B = torch.cat(factors[::2]), placed(updates(case, factors), OUT)
     given = [t if t is None else t.detach().requires_grad_() for t in (x, weight, bias, A, B)]
     return (*given, list(case.scales), list(case.ranks))
+
+
+def flat(args: tuple[object, ...]) -> tuple[object, ...]:
+    """As the op takes them: its weight is a stored one."""
+    x, weight, *rest = args
+    return (x, *Stored(weight), *rest)
 
 
 def tensors(given: list[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -86,7 +93,7 @@ def test_the_answer_and_every_gradient_are_those_of_the_merged_weight(
 @cases
 def test_the_op_is_its_definition(case: Case) -> None:
     args = op_args(case)
-    got, want = torch.ops.erniekit.lora_linear(*args)[0], reference(*args)
+    got, want = torch.ops.erniekit.lora_linear(*flat(args))[0], reference(*args)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
     upstream, wrt = torch.randn_like(got), tensors(list(args[:5]))
     grads = [torch.autograd.grad(y, wrt, upstream) for y in (got, want)]
@@ -109,11 +116,11 @@ def test_just_the_wanted_gradients_are_formed(wanted: tuple[int, ...], scales: l
     *given, _, ranks = op_args(CASES["other ranks and scales"])
     args = (*given, scales, ranks)
     x, weight, _, A, B = given
-    y, low = torch.ops.erniekit.lora_linear(*args)
+    y, low = torch.ops.erniekit.lora_linear(*flat(args))
     upstream = torch.randn_like(y)
     with torch.no_grad():
         found = torch.ops.erniekit.lora_linear_backward(
-            upstream, x, low, weight, A, B, scales, ranks, [bool(w) for w in wanted]
+            upstream, x, low, *Stored(weight), A, B, scales, ranks, [bool(w) for w in wanted]
         )
     want = torch.autograd.grad(reference(*args), [t for t, w in zip(given, wanted) if w], upstream)
     torch.testing.assert_close(tuple(found), want, atol=1e-12, rtol=1e-12)
@@ -176,9 +183,9 @@ def test_compiled_without_a_break_it_answers_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", ["one for each part", "other ranks and scales"])
 def test_torch_finds_nothing_to_object_to_in_the_ops(name: str) -> None:
     args = op_args(CASES[name], torch.float32)
-    torch.library.opcheck(torch.ops.erniekit.lora_linear, args)
+    torch.library.opcheck(torch.ops.erniekit.lora_linear, flat(args))
     x, weight, _, A, B, scales, ranks = (t.detach() if isinstance(t, torch.Tensor) else t for t in args)
-    given = (torch.randn(7, OUT), x, torch.randn(7, sum(ranks)), weight, A, B, scales, ranks)
+    given = (torch.randn(7, OUT), x, torch.randn(7, sum(ranks)), *Stored(weight), A, B, scales, ranks)
     for wanted in ([True] * 5, [True, False, False, True, True], [False, False, False, False, True]):
         torch.library.opcheck(torch.ops.erniekit.lora_linear_backward, (*given, wanted))
 
@@ -187,7 +194,7 @@ def test_torch_finds_nothing_to_object_to_in_the_ops(name: str) -> None:
 def test_tensors_of_another_dtype_or_with_ways_of_their_own_are_not_for_the_op(at: int) -> None:
     case = CASES["one on all rows"]
     given = inputs(case, torch.float32)
-    assert in_one_op(*given[:3], updates(case, given[3:]))
+    assert in_one_op(given[0], Stored(given[1]), given[2], updates(case, given[3:]))
     for other in (given[at].bfloat16(), given[at].as_subclass(type("Wrapped", (torch.Tensor,), {}))):
         x, weight, bias, *factors = [*given[:at], other, *given[at + 1 :]]
-        assert not in_one_op(x, weight, bias, updates(case, factors))
+        assert not in_one_op(x, Stored(weight), bias, updates(case, factors))

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.fp8_product import Fp8Weight, fp8_linear, fp8_weight
+from erniekit.kernels.linear import linear
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
+from erniekit.kernels.stored import Stored, kind_named
 
 IN, OUT = 32, 48
 SPANS = ((0, 16), (16, 48))
@@ -23,9 +24,13 @@ def inputs(bias: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x, torch.randn(OUT, IN), torch.randn(OUT) if bias else None, updates
 
 
-def by_pieces(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None, updates: list[RowUpdate]) -> torch.Tensor:
+def fp8_weight(weight: torch.Tensor) -> Stored:
+    return kind_named("fp8").pack(weight)
+
+
+def by_pieces(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None, updates: list[RowUpdate]) -> torch.Tensor:
     low = torch.cat([u.scale * F.linear(F.linear(x, u.A), u.B) for u in updates], dim=-1)
-    y = fp8_linear(x, weight) + low
+    y = linear(x, weight) + low
     return y if bias is None else y + bias
 
 
@@ -50,7 +55,7 @@ def test_adapters_gradients_are_those_over_the_given_weight() -> None:
     """They depend on x, on the upstream gradient and on each other; none of these is rounded for them."""
     x, weight, _, updates = inputs()
     over_fp8 = gradients(lora_linear(x, fp8_weight(weight), None, updates), x, updates)
-    over_fp32 = gradients(lora_linear(x, weight, None, updates), x, updates)
+    over_fp32 = gradients(lora_linear(x, Stored(weight), None, updates), x, updates)
     for a, b in zip(over_fp8[1:], over_fp32[1:]):
         torch.testing.assert_close(a, b)
     apart = (over_fp8[0] - over_fp32[0]).norm() / over_fp32[0].norm()

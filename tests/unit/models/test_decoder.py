@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from erniekit.models import find
 from erniekit.models.init import init_weights
-from erniekit.models.layers.linear import parts_of
 
 RAW = {
     "model_type": "ernie4_5",
@@ -62,9 +61,8 @@ def test_token_zero_trains_like_any_other():
 
 def test_fused_projections_name_their_parts_in_row_order():
     layer = build().layers[0]
-    assert parts_of(layer.attn.qkv, "qkv") == (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))
-    assert parts_of(layer.mlp.gate_up, "gate_up") == (("gate_proj", 48), ("up_proj", 48))
-    assert parts_of(layer.attn.out, "o_proj") == (("o_proj", 32),)
+    assert layer.attn.qkv.parts == (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))
+    assert layer.mlp.gate_up.parts == (("gate_proj", 48), ("up_proj", 48))
 
 
 def test_a_model_whose_attention_was_swapped_asks_for_no_kernels_of_its_own():

@@ -10,12 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from erniekit.kernels.experts_and_shared import experts_and_shared
-from erniekit.lora.layers import LoRAExperts, LoRALinear, Pair
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers import experts as layers_experts
-from erniekit.models.layers import moe as layers_moe
 from erniekit.models.layers.moe import MoE
 from erniekit.models.layers.router import Router
 
@@ -85,61 +81,6 @@ def test_gradients_of_the_block_are_those_of_the_definition_and_unchosen_experts
     block(x, None).sum().backward()
     assert not block.experts.down.weight.grad.view(6, -1)[2:].any()
     assert block.router.bias.grad is None
-
-
-def adapted(block: MoE) -> MoE:
-    """Low ranks on the experts of both kinds; what they are put on is frozen."""
-
-    def pairs(parts: Any, base: nn.Module, experts: int) -> dict[str, Pair]:
-        return {name: Pair(((name, rows),), 2, 1.5, base.weight, experts) for name, rows in parts}
-
-    block.requires_grad_(False)
-    for name in ("gate_up", "down"):
-        experts, linear = getattr(block.experts, name), getattr(block.shared, name)
-        parts = getattr(linear, "parts", (("down_proj", 16),))
-        setattr(block.experts, name, LoRAExperts(experts, experts.parts, pairs(experts.parts, experts, 6)))
-        setattr(block.shared, name, LoRALinear(linear, parts, pairs(parts, linear, 1)))
-    for name, param in block.named_parameters():
-        if ".lora." in name:
-            nn.init.normal_(param, std=0.4)
-    return block
-
-
-def test_adapted_shared_experts_beside_the_others_train_as_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = adapted(filled(MoE(config(), 1)))
-    x, grad = torch.randn(2, 5, 16, requires_grad=True), torch.randn(2, 5, 16)
-    leaves = [x, *(p for p in block.parameters() if p.requires_grad)]
-    runs, calls = [], []
-    monkeypatch.setattr(layers_moe, "experts_and_shared", lambda *given: calls.append(1) or experts_and_shared(*given))
-    for fits in (False, True):  # who decides wants a card; the op itself has its definition for a CPU
-        monkeypatch.setattr(layers_experts, "fits", lambda *given, fits=fits: fits)
-        y = block(x, None)
-        runs.append((y, *torch.autograd.grad(y, leaves, grad)))
-    assert calls == [1], "the second time"
-    torch.testing.assert_close(runs[1], runs[0])
-
-
-@pytest.mark.parametrize(
-    "why", ["a bias", "a trained weight", "no adapters on down", "adapters switched off", "somebody looks on"]
-)
-def test_shared_experts_that_the_op_does_not_take_follow_the_others(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    block, calls = adapted(filled(MoE(replace(config(), mlp_bias=why == "a bias"), 1))), []
-    if why == "a trained weight":
-        block.shared.gate_up.base.weight.requires_grad_()
-    elif why == "no adapters on down":
-        block.shared.down = block.shared.down.base
-    elif why == "adapters switched off":
-        block.shared.gate_up.active = False
-    elif why == "somebody looks on":
-        block.shared.down.register_forward_hook(lambda *seen: calls.append(1))
-    monkeypatch.setattr(layers_experts, "fits", lambda *given: True)
-    monkeypatch.setattr(layers_moe, "experts_and_shared", lambda *given: pytest.fail("taken"))
-    x = torch.randn(2, 5, 16)
-    y = block(x, None)
-    y.sum().backward()
-    if why == "a trained weight":
-        assert block.shared.gate_up.base.weight.grad is not None
-    assert len(calls) == (why == "somebody looks on")
 
 
 def router(capacity: tuple[float, float, float] | None) -> Router:

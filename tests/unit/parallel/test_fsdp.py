@@ -36,8 +36,9 @@ def computed_in(axes: dict[str, Any]) -> tuple[dict[str, str], dict[str, tuple[i
     )  # fmt: skip
     seen: dict[str, str] = {}
     mlp = model.layers[0].mlp
-    for name, module in (("router", mlp.router), ("experts", mlp.experts.gate_up), ("shared", mlp.shared.gate_up)):
-        module.register_forward_hook(lambda m, *_, name=name: seen.update({name: str(m.weight.dtype)}))
+    held = {"router": mlp.router, "experts": mlp.experts.gate_up, "shared": mlp.shared.gate_up}
+    for name, called in (("router", mlp.router), ("experts", mlp.experts), ("shared", mlp.shared.gate_up)):
+        called.register_forward_hook(lambda *_, name=name: seen.update({name: str(held[name].weight.dtype)}))
     engine.train()
     engine.forward_backward([one_document(torch.arange(1, 9)[None], 8)], [8.0])
     grads = {n: tuple(p.to_local().shape) for n, p in model.named_parameters() if p.grad is not None}

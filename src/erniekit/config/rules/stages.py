@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from erniekit.config.flat import DEGREES, KEYS
+from erniekit.config.flat import KEYS
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
@@ -24,7 +24,7 @@ def alpha_follows_rank(run: View) -> Iterator[Note]:
         yield from run.set("lora_alpha", alpha, reason, quiet=not (run["lora"] and run["do_train"]))
 
 
-def fp8_base_is_of_adapters_on_one_device(run: View) -> tuple[Note, ...]:
+def fp8_base_is_of_adapters(run: View) -> tuple[Note, ...]:
     if run["frozen_base"] == "bf16" or not run["do_train"]:
         return ()
     where, fix = run.origin("frozen_base"), "frozen_base: bf16"
@@ -37,13 +37,6 @@ def fp8_base_is_of_adapters_on_one_device(run: View) -> tuple[Note, ...]:
     if run["weight_quantize_algo"]:
         algo = run["weight_quantize_algo"]
         raise ConfigError(f"frozen_base: fp8 and {algo} both say how frozen weights are held", where=where, fix=fix)
-    spread = next((name for name in DEGREES if run[name] > 1), None)
-    if spread is not None:
-        raise ConfigError(
-            f"frozen_base: fp8 runs on one device; {spread} is {run[spread]}",
-            where=f"{where} and {run.origin(spread)}",
-            fix=f"{fix}, or {spread}: 1",
-        )
     return ()
 
 

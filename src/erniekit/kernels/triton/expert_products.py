@@ -1,6 +1,6 @@
 """Products with a low rank in them, expert by expert, for NVIDIA cards. Called by kernels/expert_mlp.py.
 
-Same signatures and results as kernels/expert_mlp_rows.py, where they are defined.
+Same signatures and results as kernels/expert_reference.py, where they are defined.
 """
 
 from __future__ import annotations

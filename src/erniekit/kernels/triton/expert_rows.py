@@ -1,6 +1,6 @@
 """Row kernels of the expert block for NVIDIA cards: take, activate, its backward, sum. Called by kernels/expert_mlp.py.
 
-Same signatures and results as kernels/expert_mlp_rows.py, where they are defined. A program has BM rows of one expert
+Same signatures and results as kernels/expert_reference.py, where they are defined. A program has BM rows of one expert
 (as many programs are started as there can be; those with nothing left end at once, so no count is needed on the host)
 and walks their columns, so that the low-rank products of those rows come with the one pass over them.
 
@@ -103,7 +103,7 @@ def take_fp8(
     ends: torch.Tensor,
     lows: list[Low],
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """As kernels/expert_fp8.py's `take`; fp8 numbers are moved as the bytes they are."""
+    """fp8 numbers are moved as the bytes they are."""
     x8, scales = small
     out, out_scales = (t.new_empty(row_of.shape[0], t.shape[1]) for t in small)
     low = _taken(x, row_of, k, ends, lows, out.view(torch.uint8), True, x8.view(torch.uint8), scales, out_scales)
@@ -297,7 +297,7 @@ def activate_backward(
     (GB, sg), (UB, su), (DA, _) = (low or (None, 0.0) for low in (gate, up, down))
     ranks = _ranks(GB, UB, DA)
     out, act = torch.empty_like(gate_up), gate_up.new_empty((R, twice // 2) if keep else (0, twice // 2))
-    grad_weights, grad_z = torch.empty_like(weights), gate_up.new_empty(R, ranks["NG"] + ranks["NU"])
+    grad_weights, grad_z = torch.zeros_like(weights), gate_up.new_empty(R, ranks["NG"] + ranks["NU"])
     _activate_backward[(blocks_of(R, E, t.rows),)](
         gate_up, z, GB, UB, DA, weights, row_of, ends, grad, grad_low, out, act, grad_weights, grad_z,
         E, sg, su, 1.0, *strides(GB), *strides(UB), *strides(DA), KEEP=keep, **ranks,
@@ -307,18 +307,19 @@ def activate_backward(
 
 
 @triton.jit
-def _sum_choices(rows, place_of, out, W: tl.constexpr, K: tl.constexpr, BN: tl.constexpr):
+def _sum_choices(rows, place_of, last_end, out, W: tl.constexpr, K: tl.constexpr, BN: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BN,), tl.float32)
+    count = tl.load(last_end)
     for k in tl.static_range(K):
         place = tl.load(place_of + token * K + k).to(tl.int64)
-        total += tl.load(rows + place * W + cols, mask=cols < W, other=0.0).to(tl.float32)
+        total += tl.load(rows + place * W + cols, mask=(cols < W) & (place < count), other=0.0).to(tl.float32)
     tl.store(out + token * W + cols, total.to(out.dtype.element_ty), mask=cols < W)
 
 
-def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int) -> torch.Tensor:
+def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int, ends: torch.Tensor) -> torch.Tensor:
     T, W, t = place_of.shape[0] // k, rows.shape[1], SUM
     out = rows.new_empty(T, W)
-    _sum_choices[(T, triton.cdiv(W, t.cols))](rows, place_of, out, W=W, K=k, BN=t.cols, num_warps=t.warps)
+    _sum_choices[(T, triton.cdiv(W, t.cols))](rows, place_of, ends[-1:], out, W=W, K=k, BN=t.cols, num_warps=t.warps)
     return out

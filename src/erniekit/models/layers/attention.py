@@ -16,7 +16,7 @@ from erniekit.kernels.packed_attention import Packs, packed_attention
 from erniekit.kernels.rope import ROTATIONS
 from erniekit.kernels.turn import turned
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers.linear import FusedLinear
+from erniekit.models.layers.linear import FusedLinear, Linear
 
 
 class Context(NamedTuple):
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.qkv = FusedLinear(
             config.hidden_size, (("q_proj", q), ("k_proj", kv), ("v_proj", kv)), config.attention_bias
         )
-        self.out = nn.Linear(q, config.hidden_size, bias=config.attention_bias)
+        self.out = Linear(q, config.hidden_size, bias=config.attention_bias)
         self.inner = InnerAttention()
 
     def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:

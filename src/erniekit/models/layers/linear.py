@@ -1,14 +1,78 @@
-"""A linear layer whose rows are several projections end to end: one GEMM, and every part keeps its public name.
+"""Linears that hold a stored weight: plain, or fused from several projections end to end, each under its public name.
 
-Used by attention (q, k, v) and mlp (gate, up); LoRA and the weight-name tables read `parts`.
+Used by every block; LoRA, the weight-name tables and parallel/ read `parts`, `weight` and `stored`.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from erniekit.kernels.linear import linear
+from erniekit.kernels.stored import PLAIN, Agree, Stored, kind_named
+from erniekit.kernels.stored.base import SLOTS
 
-class FusedLinear(nn.Linear):
+
+class HoldsWeight(nn.Module):
+    """A weight [rows, in] as its kind keeps it. It starts plain, as the parameter `weight`; `store_as` makes it another
+    kind while it has no memory yet, and `pack` fills that from the plain numbers, which are then gone."""
+
+    weight: nn.Parameter | None
+    kind = PLAIN
+    plain_like: torch.Tensor | None = None  # of the shape that `pack` takes, on the meta device
+
+    def stored(self) -> Stored:
+        if self.weight is not None:
+            return Stored(self.weight)
+        data, scale, extra = (getattr(self, f"packed_{slot}") for slot in SLOTS)
+        return Stored(data, scale, extra, self.kind)
+
+    def store_as(self, kind: str) -> None:
+        assert self.weight is not None
+        self.kind, self.plain_like = kind, self.weight.detach().to("meta")
+        del self.weight
+        self.register_parameter("weight", None)
+
+    def cut_to(self, shape: tuple[int, ...]) -> None:
+        """A rank's share of the weight, before it has memory."""
+        if self.weight is None:
+            self.plain_like = torch.empty(shape, device="meta")
+        else:
+            data = torch.empty(shape, dtype=self.weight.dtype, device=self.weight.device)
+            self.weight = nn.Parameter(data, requires_grad=self.weight.requires_grad)
+
+    @property
+    def held_shape(self) -> tuple[int, int]:
+        held = self.plain_like if self.weight is None else self.weight
+        assert held is not None
+        rows, width = held.shape
+        return rows, width
+
+    @property
+    def is_packed(self) -> bool:
+        return hasattr(self, "packed_data")
+
+    @torch.no_grad()
+    def pack(self, plain: torch.Tensor, agree: Agree | None = None) -> None:
+        """plain [rows, in]. The packed tensors are buffers outside of state dicts: what saves or fills a model's
+        weights does not meet them."""
+        packed = kind_named(self.kind).pack(plain, agree)
+        for slot in SLOTS:
+            self.register_buffer(f"packed_{slot}", getattr(packed, slot), persistent=False)
+
+
+class Linear(nn.Linear, HoldsWeight):  # type: ignore[misc]  # torch's has always a weight
+    adds_bias = True  # False: the bias is added elsewhere, once the answers of several ranks have been summed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.stored(), self.added_bias)
+
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        return self.bias if self.adds_bias else None
+
+
+class FusedLinear(Linear):
     """parts: (public name, rows) in row order, e.g. (("q_proj", 2048), ("k_proj", 256), ("v_proj", 256))."""
 
     def __init__(self, in_features: int, parts: tuple[tuple[str, int], ...], bias: bool) -> None:
@@ -16,13 +80,8 @@ class FusedLinear(nn.Linear):
         self.parts = parts
 
 
-def parts_of(module: nn.Linear, name: str) -> tuple[tuple[str, int], ...]:
-    """The public projections inside a linear: its parts, or itself under `name`."""
-    return module.parts if isinstance(module, FusedLinear) else ((name, module.out_features),)
-
-
 def is_watched(module: nn.Module) -> bool:
-    """Somebody looks on as it is called, so that it must be."""
+    """Hooks are registered on it, so that it must be called."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 from erniekit.kernels.gate_up import gate_up_swiglu, serves
 from erniekit.kernels.swiglu import swiglu
-from erniekit.models.layers.linear import FusedLinear, is_watched
+from erniekit.models.layers.linear import FusedLinear, Linear, is_watched
 
 
 class MLP(nn.Module):
@@ -16,16 +16,16 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, width: int, bias: bool) -> None:
         super().__init__()
         self.gate_up = FusedLinear(hidden, (("gate_proj", width), ("up_proj", width)), bias)
-        self.down = nn.Linear(width, hidden, bias=bias)
+        self.down = Linear(width, hidden, bias=bias)
 
     def choose_kernels(self, device: torch.device) -> None:
-        """Once nobody puts adapters in or cuts weights into parts any more."""
-        plain = type(self.gate_up) is FusedLinear and self.gate_up.bias is None
-        self.in_one_op = plain and serves(self.gate_up.weight, device)
+        """Called once adapters are in and weights are cut into shards."""
+        weight = self.gate_up.weight if type(self.gate_up) is FusedLinear else None
+        self.in_one_op = weight is not None and self.gate_up.bias is None and serves(weight, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.in_one_op and not is_watched(self.gate_up):
             weight = self.gate_up.weight
-            if x.dtype == weight.dtype == torch.bfloat16:
+            if weight is not None and x.dtype == weight.dtype == torch.bfloat16:
                 return self.down(gate_up_swiglu(x, weight))
         return self.down(swiglu(self.gate_up(x)))

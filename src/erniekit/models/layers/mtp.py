@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.linear import Linear
 from erniekit.models.layers.norm import RMSNorm
 
 
@@ -19,7 +20,7 @@ class NextToken(nn.Module):
         super().__init__()
         H = config.hidden_size
         self.emb_norm, self.hidden_norm = RMSNorm(H, config.rms_norm_eps), RMSNorm(H, config.rms_norm_eps)
-        self.proj = nn.Linear(2 * H, H, bias=False)
+        self.proj = Linear(2 * H, H, bias=False)
         self.block = block
 
     def forward(self, ahead_BLH: torch.Tensor, hidden_BLH: torch.Tensor, ctx: object) -> torch.Tensor:

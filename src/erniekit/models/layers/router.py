@@ -20,7 +20,6 @@ class Routing(NamedTuple):
     probs: torch.Tensor  # fp32 [T, E]
     ids: torch.Tensor  # int64 [T, K]; E where a choice was dropped for want of room
     weights: torch.Tensor  # [T, K] in the tokens' dtype, summing to one
-    dropped: bool = False  # whether a choice may have been
 
 
 class Router(nn.Module):
@@ -52,7 +51,7 @@ class Router(nn.Module):
                 kept = _first_come(ids, self.experts, room)
                 ids, weights = torch.where(kept, ids, self.experts), weights * kept
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.norm_min)
-        return Routing(logits, probs, ids, weights.to(x_TH.dtype), dropped=room < x_TH.shape[0])
+        return Routing(logits, probs, ids, weights.to(x_TH.dtype))
 
     def room(self, tokens: int) -> int:
         """Tokens an expert takes. Paddle's rule: factors for training, evaluation and fewer tokens than experts."""

@@ -1,28 +1,19 @@
-"""The steps of the expert block in plain torch: what kernels/triton/expert_*.py compute. Called by expert_mlp.py.
+"""The steps of the expert op in plain torch: the definition of what kernels/triton/expert_*.py compute. Called by
+expert_mlp.py where those cannot run: CPUs, fp32, high ranks, odd widths.
 
-T tokens, K choices of each, R = T * K rows sorted by expert, E experts, `ends` int32 [E] one past each expert's last
-row. Loops over experts and waits for the device to know the ends: for CPUs and as the definition in tests.
+T tokens, K choices of each, R rows sorted by expert, E experts, `ends` int32 [E] one past each expert's last row. R is
+T * K, or less where the experts of some choices are elsewhere. Rows past the last end are no expert's: never read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import torch
+
+from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product, on_card
+from erniekit.kernels.quantised_rows import Scaled
 
 Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any strides, and what its product is scaled by
 Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, rank] and their factor [E, rank, width]
-
-
-def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    bounds = [0, *ends.tolist()]
-    return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(bounds)))
-
-
-def _by_expert(rows: torch.Tensor, factor: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """rows [R, in], factor [E, in, out] -> [R, out]."""
-    return torch.cat([rows[span] @ factor[e] for e, span in spans(ends)])
 
 
 def take(
@@ -31,7 +22,7 @@ def take(
     """Rows [R, W] of tokens x [T, W], and scale * rows @ factor^T of each of `lows` side by side [R, ranks].
     keep=False: the second alone, the first empty."""
     rows = x.index_select(0, row_of // k)
-    low = [_by_expert(rows, factor.transpose(1, 2), ends) * scale for factor, scale in lows]
+    low = [grouped_product(rows, factor.transpose(1, 2), ends) * scale for factor, scale in lows]
     return (rows if keep else rows[:0].clone()), torch.cat([rows[:, :0], *low], dim=1)
 
 
@@ -42,11 +33,17 @@ def _halves(
     out, column = [], 0
     for half, low in zip(gate_up.float().chunk(2, dim=-1), (gate, up)):
         if low is not None:
-            mine = z[:, column : column + low[0].shape[1]].float()
-            half = half + low[1] * _by_expert(mine, low[0].float(), ends)
+            half = half + low[1] * _product_in_fp32(z[:, column : column + low[0].shape[1]], low[0], ends)
             column += low[0].shape[1]
-        out.append(half)
+        out.append(half.contiguous())  # with and without an update the same code computes what follows: the same bits
     return out
+
+
+def _product_in_fp32(rows: torch.Tensor, factor: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """On a card rounded to 16 bit first: there is no grouped product in fp32 that does not wait for the ends."""
+    if on_card(rows, factor):
+        return grouped_product(rows, factor, ends).float()
+    return grouped_product(rows.float(), factor.float(), ends)
 
 
 def activate(
@@ -66,7 +63,7 @@ def activate(
     """
     g, u = _halves(gate_up, z, gate, up, ends)
     act = (g * g.sigmoid() * u * weights[row_of].float()[:, None]).to(gate_up.dtype)
-    low = act[:, :0].clone() if down is None else _by_expert(act, down[0].transpose(1, 2), ends)
+    low = act[:, :0].clone() if down is None else grouped_product(act, down[0].transpose(1, 2), ends)
     return act, low
 
 
@@ -88,15 +85,16 @@ def activate_backward(
     g, u = _halves(gate_up, z, gate, up, ends)
     grad = grad.float()
     if down is not None:
-        grad = grad + _by_expert(grad_low.float(), down[0].float(), ends)
+        grad = grad + _product_in_fp32(grad_low, down[0], ends)
     s, weight = g.sigmoid(), weights[row_of].float()[:, None]
     dots = (grad * g * s * u).sum(-1)
-    grad_weights = torch.empty_like(weights).index_copy_(0, row_of, dots.to(weights.dtype))
+    known = _known(row_of.shape[0], ends)
+    grad_weights = torch.zeros_like(weights).index_copy_(0, row_of, torch.where(known, dots, 0.0).to(weights.dtype))
     grad = grad * weight
     d_gate, d_up = grad * u * (s + g * s * (1 - s)), grad * g * s
     out = torch.cat([d_gate, d_up], dim=-1).to(gate_up.dtype)
     d_z = [
-        (_by_expert(half, low[0].transpose(1, 2), ends) * low[1]).to(z.dtype)
+        (grouped_product(half, low[0].transpose(1, 2), ends) * low[1]).to(z.dtype)
         for half, low in zip(out.chunk(2, dim=-1), (gate, up))
         if low is not None
     ]
@@ -104,9 +102,18 @@ def activate_backward(
     return out, (act if keep else act[:0].clone()), grad_weights, torch.cat([z[:, :0], *d_z], dim=1)
 
 
-def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int) -> torch.Tensor:
-    """[T, W]: each token's K rows added, in fp32 and in a fixed order."""
-    return rows.index_select(0, place_of).view(-1, k, rows.shape[1]).float().sum(1).to(rows.dtype)
+def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int, ends: torch.Tensor) -> torch.Tensor:
+    """[T, W]: each token's K rows added, in fp32 and in a fixed order; a place past the last end has no row."""
+    if not rows.shape[0]:
+        return rows.new_zeros(place_of.shape[0] // k, rows.shape[1])
+    chosen = rows.index_select(0, place_of.clamp(max=rows.shape[0] - 1)).float()
+    chosen = torch.where((place_of < ends[-1])[:, None], chosen, 0.0)
+    return chosen.view(-1, k, rows.shape[1]).sum(1).to(rows.dtype)
+
+
+def _known(rows: int, ends: torch.Tensor) -> torch.Tensor:
+    """bool [R]: whether a row is some expert's."""
+    return torch.arange(rows, device=ends.device) < ends[-1]
 
 
 def outer(
@@ -123,7 +130,7 @@ def outer(
         wide = wide.index_select(0, row_of // k)
     out = []
     for narrow, scale in narrows:
-        each = torch.stack([narrow[span].t() @ wide[span] for _, span in spans(ends)]) * scale
+        each = grouped_outer(narrow, wide, ends) * scale
         out.append(each.transpose(1, 2).contiguous() if turned else each)
     return out
 
@@ -140,12 +147,21 @@ def outer_of_halves(
 def add_low(out: torch.Tensor, tails: list[Tail], scale: float, ends: torch.Tensor) -> torch.Tensor:
     """`out` [R, W] plus scale * narrow @ factor of each tail (two at most), in place."""
     for narrow, factor in tails:
-        out.add_(_by_expert(narrow, factor, ends), alpha=scale)
+        out.add_(grouped_product(narrow, factor, ends), alpha=scale)
     return out
 
 
-def product(
-    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float = 1.0
-) -> torch.Tensor:
-    """rows [R, D] @ weight [E, D, W] plus scale * the tails [R, W]."""
-    return add_low(_by_expert(rows, weight, ends), tails, scale, ends)
+def take_fp8(
+    x: torch.Tensor, small: Scaled, row_of: torch.Tensor, k: int, ends: torch.Tensor, lows: list[Low]
+) -> tuple[Scaled, torch.Tensor]:
+    """Rows of tokens in fp8, `small`, with their scales; low ranks of the tokens x, as they were."""
+    token = row_of // k
+    x8, scale = small
+    rows8 = x8.view(torch.uint8).index_select(0, token).view(x8.dtype)  # torch has no such selection of fp8
+    _, low = take(x, row_of, k, ends, lows, keep=False)
+    return (rows8, scale.index_select(0, token)), low
+
+
+def weight_gradient(grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """grad [R, out], rows [R, in] -> [E, out, in]."""
+    return grouped_outer(grad, rows, ends)

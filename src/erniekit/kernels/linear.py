@@ -1,0 +1,65 @@
+"""A linear over a weight of any stored kind. Called by models/layers/linear.py; with adapters it is lora_linear.py.
+
+A plain weight is torch's own linear. Any other is frozen: an op whose gradient goes to x alone, by the turned product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from erniekit.kernels.stored import PLAIN, Stored, kind_of
+from erniekit.kernels.stored.base import arguments
+
+
+def linear(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., in] -> x W^T + bias [..., out]."""
+    if weight.kind == PLAIN:
+        return F.linear(x, weight.data, bias)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: torch.Tensor = torch.ops.erniekit.stored_linear(rows, *weight, False)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if bias is None else y + bias
+
+
+# Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
+_LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
+_LIBRARY.define(f"stored_linear(Tensor x, {arguments('weight')}, bool turned) -> Tensor")
+
+
+def _forward(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    kind: str,
+    turned: bool,
+) -> torch.Tensor:
+    weight = Stored(data, scale, extra, kind)
+    return kind_of(weight).turned_product(x, weight) if turned else kind_of(weight).product(x, weight)
+
+
+_LIBRARY.impl("stored_linear", _forward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("erniekit::stored_linear")
+def _(x: torch.Tensor, data: torch.Tensor, scale: Any, extra: Any, kind: str, turned: bool) -> torch.Tensor:
+    weight = Stored(data, scale, extra, kind)
+    out, width = kind_of(weight).shape(weight)
+    return x.new_empty(x.shape[0], width if turned else out)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *tensors, ctx.kind, ctx.turned = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    back = torch.ops.erniekit.stored_linear(grad.contiguous(), *ctx.saved_tensors, ctx.kind, not ctx.turned)
+    return back, None, None, None, None, None
+
+
+torch.library.register_autograd("erniekit::stored_linear", _gradient, setup_context=_keep)
