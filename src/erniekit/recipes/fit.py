@@ -22,7 +22,7 @@ from erniekit.parallel.world import check_model, check_schedule, leave, open_wor
 from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume, same_run
 from erniekit.recipes.build import Built, base_identity, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
-from erniekit.recipes.run import take_output
+from erniekit.recipes.output import take_output
 from erniekit.recipes.stage import Prepare, Stage
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
