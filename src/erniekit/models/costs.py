@@ -16,11 +16,11 @@ FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2  # FLOPs for each weight and 
 ATTENTION_FORWARD = 2  # FLOPs for each query head, element of a head and squared length: two products, half the square
 ATTENTION_BACKWARD = 4  # four products: the scores that a fused kernel forms again are recompute, and do not count
 FORMULA = (
-    "model FLOPs of a step = c x (weights of the products a token meets x tokens + head x trained tokens) + 6 x adapter "
-    "weights a token meets x tokens + 6 x layers x heads x head_dim x sum of squared document lengths; c is 6, and 4 for "
-    "frozen weights (LoRA), which have no gradient. Of routed experts the chosen ones count, of causal attention half "
-    "the square, of recomputed work nothing. A live reference adds its forward pass. MFU = model FLOPs / (seconds x "
-    "ranks x peak of one device); the peak of H100 and H200 is 989.4 TFLOP/s in bf16."
+    "model FLOPs of a step = c x (weights of the products a token meets x tokens + head x trained tokens) + 6 x "
+    "adapter weights a token meets x tokens + 6 x layers x heads x head_dim x sum of squared document lengths; c is 6, "
+    "and 4 for frozen weights (LoRA), which have no gradient. Of routed experts the chosen ones count, of causal "
+    "attention half the square, of recomputed work nothing. A live reference adds its forward pass. MFU = model FLOPs "
+    "/ (seconds x ranks x peak of one device); the peak of H100 and H200 is 989.4 TFLOP/s in bf16."
 )
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
@@ -194,16 +194,18 @@ def step_flops(
     return own + forward_flops(c, seen) if live_reference else own
 
 
-def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granularity: str, rank: int = 0) -> float:
-    """What recompute adds to the FLOPs a device does in a step; no part of MFU. granularity: as in
-    parallel/recompute.py; rank: of adapters on every projection."""
+def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granularity: str) -> float:
+    """What recompute adds to the FLOPs that a device does in a step, adapters apart; no part of MFU. granularity: as in
+    parallel/recompute.py. torch stops once it has all that backward reads: a last product's output is not."""
     total = 0.0
     for layer in layers:
-        again = () if granularity in ("core_attn", "selective") else layer_products(c, c.sparse(layer))
-        for p in again:
-            if granularity == "full" or p.kind == "attention":
-                met = p.weights_met + (p.adapter(rank) if p.kind != "router" else 0)
-                total += FORWARD * met * seen.tokens
+        products = layer_products(c, c.sparse(layer))
+        if granularity == "full_attn":
+            products = tuple(p for p in products if p.kind == "attention")
+        again = () if granularity in ("core_attn", "selective") else products
+        if again and again[-1].kind != "experts":  # routing weights multiply what experts say: that is read
+            again = again[:-1]
+        total += FORWARD * sum(p.weights_met for p in again) * seen.tokens
         total += ATTENTION_FORWARD * attention_work(c, seen.sum_squares, 1)
     return total
 
