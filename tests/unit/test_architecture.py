@@ -64,16 +64,16 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, also inside functions, but not those that only a type checker reads."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for other in node.orelse:
-                yield other
-                yield from statements(other)
-            continue
+def statements(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
+    """All of them, also inside functions; types: also those that only a type checker reads."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
         yield node
-        yield from statements(node)
+        below = list(ast.iter_child_nodes(node))
+        if not types and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            below = list(node.orelse)
+        todo += [child for child in below if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)]
 
 
 @cache
@@ -85,7 +85,7 @@ def parsed(file: Path) -> ast.Module:
 def imports(file: Path, types: bool = True) -> set[str]:
     """The modules of erniekit that a file imports, wherever in the file. types: also those for a type checker alone."""
     found = set()
-    for node in ast.walk(parsed(file)) if types else statements(parsed(file)):
+    for node in statements(parsed(file), types):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
