@@ -1,27 +1,18 @@
-"""The arithmetic a step is worth, whoever does it: what MFU and the share of the ceiling are made of.
+"""The model FLOPs of a workload's step, the same for everybody who computes it. Called by worker.py.
 
-Called by worker.py. The same count for all, so that a peer gains nothing by computing more than the data asks for.
+A peer gains nothing by computing more than the data asks for, nor by adapting fewer projections than ours.
 """
 
 from __future__ import annotations
 
+from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.models.config import DecoderConfig
-
-FORMULA = (
-    "FLOPs of a step = c x (weights in layers that a token meets x tokens + head x trained tokens) "
-    "+ 7 x layers x heads x head_dim x sum of squared document lengths; c is 6, with LoRA 4 (a frozen weight has no "
-    "gradient); a live reference adds 2 x the weights and 2 x the attention. Causal attention counts once (half the "
-    "square), its backward as 2.5 forwards. MFU is against 989.4 TFLOP/s on H100 and H200."
-)
+from erniekit.models.costs import Seen, adapters_met, step_flops
 
 
-def useful_flops(c: DecoderConfig, batches: list[Batch], lora: bool, live_reference: bool) -> float:
-    head = c.vocab_size * c.hidden_size
-    in_layers = c.active_parameters() - head * (1 if c.tie_word_embeddings else 2)
-    tokens = sum(b.num_tokens for b in batches)
-    trained = sum(b.num_label_tokens for b in batches)
-    weights = float(in_layers * tokens + head * trained)
-    attention = float(c.num_layers * c.num_heads * c.head_dim * sum(b.sum_squares for b in batches))
-    total = (4 if lora else 6) * weights + 7 * attention
-    return total + 2 * weights + 2 * attention if live_reference else total
+def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
+    seen = Seen(batch.num_tokens, batch.num_label_tokens, batch.sum_squares)
+    lora, live = cfg.lora.lora, cfg.train.stage == "DPO" and cfg.dpo.reference_logps != "cached"
+    adapters = adapters_met(c, cfg.lora.lora_rank) if lora else 0
+    return step_flops(c, seen, frozen_base=lora, adapters=adapters, live_reference=live)

@@ -59,13 +59,14 @@ def _result(
 ) -> dict[str, Any]:
     import torch
 
-    from erniekit.bench.flops import FORMULA, useful_flops
+    from erniekit.bench.flops import useful_flops
+    from erniekit.bench.ours import run_config
     from erniekit.bench.parity import compare
+    from erniekit.models.costs import FORMULA, mfu
 
     task, ours = turns.task, turns.lanes[0]
-    live = work.stage == "DPO" and work.keys.get("reference_logps") != "cached"
     batch = task.steps[0].batch
-    flops = useful_flops(config, [batch], work.lora, live)
+    flops = useful_flops(run_config(task), config, batch)
     peak = machine.peak_flops.get(task.dtype)
     runs = []
     for lane in turns.lanes:
@@ -75,7 +76,7 @@ def _result(
             run["tokens_per_s"] = batch.num_tokens / step
             run["trained_tokens_per_s"] = batch.num_label_tokens / step
             run["pairs_per_s"] = batch.pairs.count / step if batch.pairs is not None else None
-            run["mfu"] = flops / step / peak if peak else None
+            run["mfu"] = mfu(flops, step, peak)
             run["of_ceiling"] = flops / step / gemm.held
         if lane is not ours:
             run["parity"] = compare(work, ours, lane, task.dtype)

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from erniekit import __version__
 from erniekit.cli.main import COMMANDS, call
+from erniekit.version import __version__
 
 if TYPE_CHECKING:
     from erniekit.config.field import Key

@@ -10,46 +10,23 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from erniekit.cli.launch_spec import DEFAULT_LOGS, LAUNCH_NAME, Launch
 from erniekit.cli.system_limits import NEEDED_BY_RANKS, require_descriptors
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.errors import ConfigError, DeviceError
 
 DEFAULT_PORT = 8080
-DEFAULT_LOGS = "erniekit_dist_log"
 # The variable that says which devices of a machine are ours, by the word of the key `device`.
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "XPU_VISIBLE_DEVICES"}
-LAUNCH_NAME = "ERNIEKIT_LAUNCH"  # set for a rank: one name for all attempts of a launch, on all machines
 GPUS_VISIBLE = "CUDA_VISIBLE_DEVICES"  # of auto, gpu and the makes that call themselves CUDA
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Who is started where. Without `node_rank` the machines get their numbers in the order they arrive."""
-
-    nproc: int
-    nnodes: int = 1
-    node_rank: int | None = None
-    address: str = "127.0.0.1"
-    port: int = 0  # 0: any that is free
-    run_id: str = "erniekit"
-    log_dir: Path = Path(DEFAULT_LOGS)
-    max_restarts: int = 3
-    grace_s: float = 25.0  # a rank's time to save after a signal
-    join_timeout_s: float = 600.0
-    output: Path | None = None  # where checkpoints are
-    saves_on_each_node: bool = False
-
-    @property
-    def world(self) -> int:
-        return self.nproc * self.nnodes
 
 
 def train_command(args: list[str]) -> int:
     from erniekit.recipes import run
+    from erniekit.recipes.output import take_output
 
     cfg = load(args, "train")
     if not inside():
@@ -59,7 +36,7 @@ def train_command(args: list[str]) -> int:
             refuse_later(cfg)
             require_descriptors(NEEDED_BY_RANKS)
             run.check_world(cfg, launch.world)
-            run.take_output(cfg)
+            take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
     run.run_train(cfg, ["erniekit", "train", *args], launch_name())
     return 0

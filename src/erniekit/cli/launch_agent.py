@@ -25,11 +25,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-from erniekit.cli.launch import LAUNCH_NAME, Launch
 from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.cli.launch_logs import LAUNCHER_LOG, Relay, own_folder
 from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
 from erniekit.cli.launch_pulse import Machine, newest_checkpoint, notice_silence
+from erniekit.cli.launch_spec import LAUNCH_NAME, Launch
 from erniekit.errors import ConfigError
 from erniekit.log import say
 

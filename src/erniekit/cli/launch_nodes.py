@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from erniekit.cli import launch_pulse
 from erniekit.cli.launch_failure import CRASH, Failure
 from erniekit.cli.launch_pulse import PULSE_S, Machine, Pulse, notice_silence
+from erniekit.cli.launch_spec import Launch
 from erniekit.errors import ErnieKitError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
     from torch.distributed.elastic.rendezvous import RendezvousHandler
-
-    from erniekit.cli.launch import Launch
 
 ASK_S = 1.0  # between two looks at what the other launchers say
 WORD_S = 2.0  # a rank that blames another gives the other's launcher so long to speak first

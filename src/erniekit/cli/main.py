@@ -284,7 +284,7 @@ def _crash(args: list[str], error: Exception) -> int:
     import traceback
     from pathlib import Path
 
-    from erniekit import __version__
+    from erniekit.version import __version__
 
     trace = "".join(traceback.format_exception(error))
     if os.environ.get("ERNIEKIT_DEBUG") == "1":
@@ -312,7 +312,7 @@ def _words(args: list[str]) -> str:
 
 
 def version_command(args: list[str]) -> int:
-    from erniekit import __version__
+    from erniekit.version import __version__
 
     line = "-" * 60
     print(f"{line}\n| Welcome to ErnieKit\n| version : {__version__}\n| commit : {_commit()}\n{line}")

@@ -5,9 +5,10 @@ Made by models/*.py from a folder's config.json; plain numbers, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from erniekit.models import costs
 
 
 @dataclass(frozen=True)
@@ -62,34 +63,12 @@ class DecoderConfig:
         return m is not None and (layer + 1) % m.interval == 0 and m.start <= layer <= m.end
 
     def parameters(self) -> int:
-        """Weights in the model, without biases (releases have none); tied embeddings counted once."""
-        return self._count(lambda moe: moe.experts)
+        """Weights in the model; tied embeddings counted once."""
+        return costs.parameters(self)
 
     def active_parameters(self) -> int:
         """Weights a token meets: its chosen experts only, and no layer that predicts further tokens."""
-        return self._count(lambda moe: moe.choices) - self.mtp_layers * self.further_layer()
-
-    def further_layer(self) -> int:
-        """Weights of one layer that predicts a further token: its norms, its projection, a dense layer."""
-        return self._dense_layer() + 2 * self.hidden_size * (self.hidden_size + 1)
-
-    def _attention(self) -> int:
-        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads) + 2 * self.hidden_size
-
-    def _dense_layer(self) -> int:
-        return self._attention() + 3 * self.hidden_size * self.intermediate_size
-
-    def _count(self, experts_met: Callable[[MoEShape], int]) -> int:
-        H, total = self.hidden_size, 0
-        for layer in range(self.num_layers):
-            if self.moe is not None and self.sparse(layer):
-                m = self.moe
-                total += self._attention() + m.experts * H + (m.experts if m.bias else 0)
-                total += 3 * H * (m.width * experts_met(m) + m.shared_width)
-            else:
-                total += self._dense_layer()
-        total += self.mtp_layers * self.further_layer()
-        return total + (1 if self.tie_word_embeddings else 2) * self.vocab_size * H + H
+        return costs.active_parameters(self)
 
 
 def hf_rope(config: DecoderConfig) -> dict[str, Any]:

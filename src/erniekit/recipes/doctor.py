@@ -33,7 +33,7 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes import adapters, opening, pace, stage_of
 from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
 from erniekit.recipes.datasets import TrainData
-from erniekit.recipes.run import take_output
+from erniekit.recipes.output import take_output
 from erniekit.recipes.stage import Prepare, Stage
 
 LEAK_TOKENS = 24  # of each document in the leak probe

@@ -16,13 +16,15 @@ from erniekit.checkpoint.probe import probe_from
 from erniekit.config import RunConfig, for_world
 from erniekit.config.metrics import PREFIX
 from erniekit.data.types import Batch
+from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import check_model, check_schedule, leave, open_world
 from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume, same_run
 from erniekit.recipes.build import Built, base_identity, build, make_optimizer, make_schedule, open_model, settle
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
-from erniekit.recipes.run import take_output
+from erniekit.recipes.output import take_output
+from erniekit.recipes.reference import Reference
 from erniekit.recipes.stage import Prepare, Stage
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
@@ -210,6 +212,8 @@ def hooks_for(
         further=data.ahead,
         also=loads.metrics if loads is not None else None,
         perplexity=stage.perplexity,
+        adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
+        live_reference=isinstance(prepare, Reference) and not prepare.kept,
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [loads] if loads is not None else []

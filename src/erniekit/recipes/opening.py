@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import erniekit
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
@@ -20,12 +19,13 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes.build import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.track.runfile import RunRecord
+from erniekit.version import __version__
 
 SHOWN_NOTES = 4
 
 
 def version() -> str:
-    return erniekit.__version__
+    return __version__
 
 
 def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:

@@ -13,6 +13,15 @@ from erniekit.devices.base import Device
 from erniekit.kernels.available import why_no_triton
 from erniekit.kernels.grouped_gemm import ALIGNED
 from erniekit.models.config import DecoderConfig
+from erniekit.models.costs import (
+    LOW_OPTIMIZER_BYTES,
+    OPTIMIZER_BYTES,
+    activation_bytes,
+    head_bytes,
+    recomputed_bytes,
+    state_bytes,
+    token_flops,
+)
 from erniekit.parallel.mesh import World
 
 GIB = 1024**3
@@ -21,8 +30,6 @@ SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
-KEPT_STATE = 12  # bytes a trained weight has beside itself: an fp32 copy and two moments
-LEAN_STATE = 8  # with moments in 16 bit
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
@@ -74,9 +81,8 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
 def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig) -> bool:
     peak = max(device.peak_flops.values(), default=0.0)
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
-    work, launches = 6 * model.parameters(), LAUNCHES
-    if model.moe is not None:  # a token meets few of the weights, and a frozen one has no gradient
-        work, launches = (4 if cfg.lora.lora else 6) * model.active_parameters(), EXPERT_LAUNCHES
+    sparse = model.moe is not None  # a token meets few of its weights, and a frozen one has no gradient
+    work, launches = token_flops(model, sparse and cfg.lora.lora), EXPERT_LAUNCHES if sparse else LAUNCHES
     return bool(peak) and work * tokens / (USUAL_MFU * peak) < launches * model.num_layers
 
 
@@ -89,7 +95,7 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     if world.size > 1 or not limit:
         return
-    state = LEAN_STATE if cfg.optim.use_lowprecision_moment else KEPT_STATE
+    state = LOW_OPTIMIZER_BYTES if cfg.optim.use_lowprecision_moment else OPTIMIZER_BYTES
     count = layers_to_recompute(model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen, state)
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
@@ -104,13 +110,12 @@ def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
 
 
 def layers_to_recompute(
-    model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int, state: int = KEPT_STATE
+    model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int, state: int = OPTIMIZER_BYTES
 ) -> int:
     """The fewest layers that must be computed again for a step to fit in `limit` bytes."""
-    weights = model.parameters()
-    fixed = weights * 2 + weights * trained * (2 + state) + head_room(model, rows)
-    kept = [saved_per_token(model, layer) * tokens for layer in range(model.num_layers)]
-    start = 2 * model.hidden_size * tokens  # what a layer that is computed again starts from
+    fixed = state_bytes(model, trained, state) + head_bytes(model, rows)
+    kept = [activation_bytes(model, layer) * tokens for layer in range(model.num_layers)]
+    start = recomputed_bytes(model) * tokens  # what a layer that is computed again starts from
     most = max(kept)
     need = fixed + sum(kept) + 2 * most + SPARE  # and a layer's gradients and what they are made of
     for count in range(model.num_layers + 1):
@@ -119,18 +124,3 @@ def layers_to_recompute(
         if count < model.num_layers:
             need -= kept[count] - start
     return model.num_layers
-
-
-def head_room(model: DecoderConfig, rows: int) -> float:
-    """The loss: logits of some rows, and the head's gradient summed in fp32."""
-    return rows * model.vocab_size * 2 + 4 * model.vocab_size * model.hidden_size
-
-
-def saved_per_token(model: DecoderConfig, layer: int) -> float:
-    """Bytes a layer keeps of a token from forward to backward, in 16 bit."""
-    D = model.head_dim
-    heads = (model.num_heads + 2 * model.num_kv_heads) * D + model.num_heads * D
-    rest = 3.0 * model.intermediate_size
-    if model.moe is not None and model.sparse(layer):
-        rest = 3 * model.moe.shared_width + 2.2 * model.moe.choices * model.moe.width
-    return 2 * (4 * model.hidden_size + heads + rest) + 4 * model.num_heads

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import erniekit
 from erniekit.config import RunConfig
 from erniekit.config.flat import KEYS
 from erniekit.data import sealed
@@ -25,6 +24,7 @@ from erniekit.log import warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import resume
 from erniekit.recipes.datasets import TrainData
+from erniekit.version import __version__
 
 # A node's own: where it keeps its files (their contents are compared later), what it logs, how long it waits.
 OWN_SECTIONS = ("launch", "export", "serve")
@@ -49,7 +49,7 @@ def check_settings(cfg: RunConfig, world: World) -> None:
     told = {name: values[name] for name in shared}
     asked = str(cfg.checkpoint.resume_from_checkpoint or "").lower()
     told["resume_from_checkpoint given"] = asked not in ("", "true", "false", "none")
-    told["erniekit version"] = erniekit.__version__
+    told["erniekit version"] = __version__
     _compare(told, world)
     versions = world.gather((platform.node(), torch.__version__))
     if len({version for _, version in versions}) > 1:

@@ -16,7 +16,6 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from erniekit import __version__
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts
 from erniekit.serve.answer import Answering, Part
@@ -30,6 +29,7 @@ from erniekit.serve.prompt_work import Busy, Late, Limits, PromptWork, Stuck
 from erniekit.serve.prompt_worker import Failed, Texts
 from erniekit.serve.schema import ChatRequest, CompletionRequest, Wishes
 from erniekit.serve.shapes import Shape
+from erniekit.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 IGNORED = "X-Ignored-Fields"

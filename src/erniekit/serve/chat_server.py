@@ -13,9 +13,10 @@ from contextlib import contextmanager
 
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
+from erniekit.net.listen import bind
 from erniekit.serve.chat_client import Address, Client
 from erniekit.serve.engines import EMBEDDED
-from erniekit.serve.server import bind, make_gate, need_packages
+from erniekit.serve.server import make_gate, need_packages
 
 START_S = 30.0
 

@@ -23,6 +23,7 @@ from erniekit.extras import install_command
 from erniekit.log import say, warn
 from erniekit.net.address import KEY_VARIABLE, announce
 from erniekit.net.hosts import Hosts
+from erniekit.net.listen import bind
 from erniekit.serve.engines import EMBEDDED
 
 if TYPE_CHECKING:
@@ -104,24 +105,6 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
                 fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or say allow_unauthenticated: True",
             )
         warn(f"anybody who reaches {host}:{cfg.serve.port} can use this server: there is no key")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The address taken, though not yet listened at: a mistake is told before the model is loaded."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}",
-            where="port",
-            fix="another program has it: choose another port, or 0 for a free one",
-        ) from None
-    return sock
 
 
 def serve_embedded(cfg: RunConfig, key: str | None) -> int:

@@ -14,25 +14,13 @@ import torch
 
 from erniekit.devices.base import Device
 from erniekit.models.config import DecoderConfig
+from erniekit.models.costs import Seen, mfu, step_flops
 from erniekit.track import Trackers
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
 if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
-
-
-def step_flops(
-    c: DecoderConfig, tokens: int, trained: int, sum_squares: int, frozen_base: bool, further: int = 0
-) -> float:
-    """Multiply-adds x 2, forward and backward. Causal attention is counted once (half the square), the head only
-    where it runs: on trained tokens. A frozen base (LoRA) forms no weight gradient: 4 instead of 6 per weight. Of a
-    layer's experts those a token meets; `further`: layers that predict further tokens, each with a head of its own."""
-    per_weight = 4 if frozen_base else 6
-    head = c.vocab_size * c.hidden_size
-    in_layers = c.active_parameters() - head * (1 if c.tie_word_embeddings else 2) + further * c.further_layer()
-    matmul = per_weight * (in_layers * tokens + (1 + further) * head * trained)
-    return matmul + 6.0 * (c.num_layers + further) * c.num_heads * c.head_dim * sum_squares
 
 
 class LogHook(Hook):
@@ -53,13 +41,16 @@ class LogHook(Hook):
         further: int = 0,
         also: Callable[[], dict[str, float]] | None = None,
         perplexity: bool = True,
+        adapters: int = 0,
+        live_reference: bool = False,
     ) -> None:
-        """every 0: only the last step. `first`: step 1 whatever `every` says. further: as in step_flops. also: numbers
-        somebody else keeps from one record to the next. perplexity: whether the loss has one."""
+        """every 0: only the last step. `first`: step 1 whatever `every` says. frozen_base, further, adapters and
+        live_reference: as in models/costs.step_flops. also: numbers somebody else keeps from one record to the next.
+        perplexity: whether the loss has one."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
-        self.frozen_base, self.first, self.ranks = frozen_base, first, ranks
-        self.further, self.also, self.perplexity = further, also, perplexity
+        self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
+        self.trained_as = (frozen_base, adapters, further, live_reference)
         self.told: dict[str, float] = {}  # what the latest record tells beside loss and rates
         self._reset(time.perf_counter())
 
@@ -100,8 +91,7 @@ class LogHook(Hook):
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)
         loss = sum(self._losses) / len(self._losses)
-        work = step_flops(self.config, self._tokens, self._trained, self._squares, self.frozen_base, self.further)
-        peak = self.device.peak_flops.get(self.dtype)
+        flops = step_flops(self.config, Seen(self._tokens, self._trained, self._squares), *self.trained_as)
         self.told = {name: sum(values) / len(values) for name, values in self._extras.items()}
         return {
             "loss": loss,
@@ -112,7 +102,7 @@ class LogHook(Hook):
             **(self.also() if self.also is not None else {}),
             "tokens_per_second": self._tokens / seconds,
             "trained_tokens_per_second": self._trained / seconds,
-            "mfu": work / self.ranks / seconds / peak if peak else None,
+            "mfu": mfu(flops, seconds, self.device.peak_flops.get(self.dtype), self.ranks),
             **self.device.memory(),
             "interval_runtime": seconds,
             "interval_samples_per_second": self._steps * self.packs_per_step / seconds,

@@ -161,7 +161,7 @@ def build(settings: Settings) -> Any:
     """The page itself, as gradio's Blocks."""
     import gradio as gr
 
-    from erniekit import __version__
+    from erniekit.version import __version__
     from erniekit.webui.pages.chat import ChatPage
     from erniekit.webui.pages.desk import Desk, Labels
     from erniekit.webui.pages.evaluate import EvaluatePage

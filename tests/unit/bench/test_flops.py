@@ -1,14 +1,23 @@
-"""The count MFU is made of, against the arithmetic done by hand."""
+"""The model FLOPs of workloads, against the arithmetic done by hand and the count of the trainer's metrics."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from erniekit.bench.data import make_steps
 from erniekit.bench.flops import useful_flops
 from erniekit.bench.workloads import WORKLOADS, Rows
+from erniekit.config import RunConfig, load
+from erniekit.data.types import Batch
+from erniekit.devices.base import Device
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
+from erniekit.models.costs import adapters_met
+from erniekit.train.metrics import LogHook
+from erniekit.train.step import StepResult
 
 
 def config(name: str) -> DecoderConfig:
@@ -17,33 +26,68 @@ def config(name: str) -> DecoderConfig:
     return read
 
 
+def keys(*words: str) -> RunConfig:
+    return load(["model_name_or_path=x", "train_dataset_path=y", *words], "train")
+
+
+FULL, LORA = keys("fine_tuning=Full"), keys("fine_tuning=LoRA", "lora_rank=32")
+
+
+def step(rows: Rows) -> Batch:
+    return make_steps(rows, 100, 1, 0)[0].batch
+
+
 def test_the_llama_shape_at_38k_tokens_is_66_percent_of_the_peak() -> None:
-    (step,) = make_steps(WORKLOADS["F1"].rows, 100, 1, 0)
-    flops = useful_flops(config("F1"), [step.batch], lora=False, live_reference=False)
+    flops = useful_flops(FULL, config("F1"), step(WORKLOADS["F1"].rows))
     layer = 4 * 5120**2 + 3 * 5120 * 13824
-    by_hand = 6 * (8 * layer + 32000 * 5120) * 16384 + 7 * 8 * 5120 * 4 * 4096**2
-    assert flops == pytest.approx(by_hand, rel=1e-3)  # norms, and the four places that train nothing
-    assert flops / (16384 / 38e3) / 989.4e12 == pytest.approx(0.667, abs=0.005)
+    by_hand = 6 * (8 * layer + 32000 * 5120) * 16384 + 6 * 8 * 5120 * 4 * 4096**2
+    assert flops == pytest.approx(by_hand, rel=1e-4)  # the four places that train nothing
+    assert flops / (16384 / 38e3) / 989.4e12 == pytest.approx(0.66, abs=0.005)
 
 
 def test_a_token_meets_six_of_64_experts_and_a_frozen_weight_no_gradient() -> None:
-    (step,) = make_steps(Rows(1, 1024), 100, 1, 0)
-    full, lora = (useful_flops(config("C1-85"), [step.batch], lora, False) for lora in (False, True))
+    batch = step(Rows(1, 1024))
+    c = config("C1-85")
+    full, lora = useful_flops(FULL, c, batch), useful_flops(LORA, c, batch)
     attention, router, expert = 2560 * 128 * 2 * (20 + 4), 64 * 2560, 3 * 2560 * 1536
-    weights = 28 * attention + 3 * 2560 * 12288 + 27 * (router + (6 + 2) * expert) + 103424 * 2560
-    by_hand = 6 * weights * 1024 + 7 * 28 * 20 * 128 * 1024**2
-    assert full == pytest.approx(by_hand, rel=1e-3)
-    assert lora / full == pytest.approx(4 / 6, abs=0.01)
+    layers = 28 * attention + 3 * 2560 * 12288 + 27 * (router + (6 + 2) * expert)
+    weights = layers * 1024 + 103424 * 2560 * batch.num_label_tokens
+    squares = 6 * 28 * 20 * 128 * 1024**2
+    assert full == 6 * weights + squares
+    assert lora == 4 * weights + 6 * 1024 * adapters_met(c, 32) + squares
 
 
-def test_a_live_reference_is_a_third_more_in_full_training() -> None:
-    (step,) = make_steps(Rows(1, 256), 100, 1, 0)
-    alone, live = (useful_flops(config("A1"), [step.batch], False, ref) for ref in (False, True))
-    assert live / alone == pytest.approx(8 / 6, abs=0.01)
+@pytest.mark.parametrize(("words", "more"), [(("reference_logps=live",), 1 / 3), (("reference_logps=cached",), 0)])
+def test_a_live_reference_is_a_third_more_in_full_training_and_a_cached_one_nothing(
+    words: tuple[str, ...], more: float
+) -> None:
+    batch, c = step(Rows(1, 256)), config("A1")
+    with_reference = useful_flops(keys("stage=DPO", "fine_tuning=Full", *words), c, batch)
+    assert with_reference / useful_flops(FULL, c, batch) == pytest.approx(1 + more, abs=1e-12)
 
 
 def test_masked_labels_cost_no_head() -> None:
-    some, none = (make_steps(Rows(1, 256, masked=m), 100, 1, 0)[0].batch for m in (0.5, 0.0))
+    some, none = (step(Rows(1, 256, masked=m)) for m in (0.5, 0.0))
     c = config("A1")
-    saved = useful_flops(c, [none], False, False) - useful_flops(c, [some], False, False)
+    saved = useful_flops(FULL, c, none) - useful_flops(FULL, c, some)
     assert saved == 6 * c.vocab_size * c.hidden_size * (none.num_label_tokens - some.num_label_tokens)
+
+
+@pytest.mark.parametrize(("name", "cfg"), [("A1", FULL), ("C1-85", LORA)])
+def test_the_trainers_metrics_and_bench_tell_one_and_the_same_mfu(name: str, cfg: RunConfig) -> None:
+    batch, c, logged = step(Rows(1, 512)), config(name), []
+
+    trackers = SimpleNamespace(
+        log=lambda step, record, kind: logged.append(record), start=lambda **_: None, advance=lambda step: None
+    )
+    trainer = SimpleNamespace(max_steps=1, state=SimpleNamespace(step=0, packs=0))
+    device = Device("a card", "cpu", 0, {torch.bfloat16: 1e12})
+    lora = cfg.lora.lora
+    adapters = adapters_met(c, cfg.lora.lora_rank) if lora else 0
+    hook = LogHook(trackers, device, c, torch.bfloat16, 1, 1, 10, lora, adapters=adapters)  # type: ignore[arg-type]
+    hook.on_start(trainer)  # type: ignore[arg-type]
+    counts = (batch.num_tokens, batch.num_label_tokens, batch.sum_squares)
+    hook.after_step(trainer, StepResult(1, 2.0, 1.0, 1e-3, *counts, True))  # type: ignore[arg-type]
+    (record,) = logged
+    expected = useful_flops(cfg, c, batch) / record["interval_runtime"] / 1e12
+    assert record["mfu"] == pytest.approx(expected, rel=1e-9)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.models.config import DecoderConfig
+from erniekit.models.costs import cache_bytes
 from erniekit.models.layers.attention import Attention, Context, InnerAttention
 
 
@@ -50,7 +51,7 @@ class PagedCache:
 
 
 def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int:
-    return 2 * config.num_layers * size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return size * cache_bytes(config, dtype.itemsize)
 
 
 @dataclass(frozen=True)

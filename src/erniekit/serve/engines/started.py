@@ -23,6 +23,7 @@ from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import say, warn
 from erniekit.net.address import announce
+from erniekit.net.listen import bind
 from erniekit.serve.engines import STARTED, guard
 from erniekit.serve.engines.launch import Launch, Target
 
@@ -61,7 +62,6 @@ def make_target(cfg: RunConfig, launch: Launch, key: str | None) -> Target:
     from erniekit.lora.adapter_files import read_adapter
     from erniekit.lora.base import check_files
     from erniekit.lora.peft_files import CONFIG as PEFT_CONFIG
-    from erniekit.serve.server import bind
     from erniekit.serve.shelf import adapters, offers
 
     offered = offers(cfg)

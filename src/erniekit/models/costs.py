@@ -1,0 +1,249 @@
+"""What a model costs, counted from its shape alone: weights, FLOPs of a step, bytes of weights, states and activations.
+
+The one place that counts them, for the trainer's metrics, `erniekit bench` and the decisions on memory and CUDA graphs.
+docs/performance.md has the definition of MFU in words. No torch, and nothing here depends on how layers are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from erniekit.models.config import DecoderConfig
+
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2  # FLOPs for each weight and token
+ATTENTION_FORWARD = 2  # FLOPs for each query head, element of a head and squared length: two products, half the square
+ATTENTION_BACKWARD = 4  # four products: the scores that a fused kernel forms again are recompute, and do not count
+FORMULA = (
+    "model FLOPs of a step = c x (weights of the products a token meets x tokens + head x trained tokens) + 6 x "
+    "adapter weights a token meets x tokens + 6 x layers x heads x head_dim x sum of squared document lengths; c is 6, "
+    "and 4 for frozen weights (LoRA), which have no gradient. Of routed experts the chosen ones count, of causal "
+    "attention half the square, of recomputed work nothing. A live reference adds its forward pass. MFU = model FLOPs "
+    "/ (seconds x ranks x peak of one device); the peak of H100 and H200 is 989.4 TFLOP/s in bf16."
+)
+
+WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
+OPTIMIZER_BYTES = 12  # of a trained weight beside itself: an fp32 copy and two moments
+LOW_OPTIMIZER_BYTES = 8  # with moments in 16 bit
+
+
+class Product(NamedTuple):
+    """A weight matrix that activations are multiplied by; of an expert's, one of `copies`, `met` of them by a token."""
+
+    kind: str  # attention | mlp | shared | experts | router
+    name: str  # of the projection, as transformers has it
+    inputs: int
+    outputs: int
+    copies: int = 1
+    met: int = 1
+
+    @property
+    def weights(self) -> int:
+        return self.copies * self.inputs * self.outputs
+
+    @property
+    def weights_met(self) -> int:
+        return self.met * self.inputs * self.outputs
+
+    def adapter(self, rank: int) -> int:
+        """Weights of a LoRA pair beside it that a token meets."""
+        return self.met * rank * (self.inputs + self.outputs)
+
+
+class Seen(NamedTuple):
+    """What steps were computed on: sums over their micro-batches and ranks."""
+
+    tokens: int  # padding apart
+    trained: int  # labels, which is where the head runs
+    sum_squares: int  # of document lengths
+
+
+# --- weights
+
+
+def layer_products(c: DecoderConfig, sparse: bool) -> tuple[Product, ...]:
+    H, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    heads = (("q_proj", H, q), ("k_proj", H, kv), ("v_proj", H, kv), ("o_proj", q, H))
+    attention = tuple(Product("attention", *shape) for shape in heads)
+    m = c.moe
+    if m is None or not sparse:
+        return attention + _mlp("mlp", H, c.intermediate_size)
+    router = Product("router", "gate", H, m.experts)
+    shared = _mlp("shared", H, m.shared_width) if m.shared_width else ()
+    return (*attention, router, *_mlp("experts", H, m.width, m.experts, m.choices), *shared)
+
+
+def _mlp(kind: str, hidden: int, width: int, copies: int = 1, met: int = 1) -> tuple[Product, ...]:
+    shapes = (("gate_proj", hidden, width), ("up_proj", hidden, width), ("down_proj", width, hidden))
+    return tuple(Product(kind, *shape, copies, met) for shape in shapes)
+
+
+def _layers(c: DecoderConfig) -> tuple[tuple[bool, int], ...]:
+    """(whether they have experts, how many of the layers are of that kind)."""
+    sparse = sum(c.sparse(layer) for layer in range(c.num_layers))
+    return (False, c.num_layers - sparse), (True, sparse)
+
+
+def weights(c: DecoderConfig) -> dict[str, int]:
+    """By kind; their sum is what the model has, tied embeddings counted once. further: layers that predict further
+    tokens, all of each. biases: all of the others', and the routers' that balance the experts."""
+    H, V = c.hidden_size, c.vocab_size
+    found = dict.fromkeys(("embedding", "head", "attention", "mlp", "router", "experts", "shared"), 0)
+    found["embedding"], found["head"] = V * H, 0 if c.tie_word_embeddings else V * H
+    found["norms"], found["biases"] = (2 * c.num_layers + 1) * H, V * c.head_bias
+    for sparse, count in _layers(c):
+        products = layer_products(c, sparse)
+        for product in products:
+            found[product.kind] += count * product.weights
+        found["biases"] += count * _biases(c, products)
+        if sparse and c.moe is not None and c.moe.bias:
+            found["biases"] += count * c.moe.experts
+    dense = layer_products(c, sparse=False)
+    one = sum(product.weights for product in dense) + _biases(c, dense) + 2 * H * H + 4 * H
+    found["further"] = c.mtp_layers * one
+    return found
+
+
+def _biases(c: DecoderConfig, products: Iterable[Product]) -> int:
+    """Routed experts have none."""
+    has = {"attention": c.attention_bias, "mlp": c.mlp_bias, "shared": c.mlp_bias}
+    return sum(product.outputs for product in products if has.get(product.kind))
+
+
+def parameters(c: DecoderConfig) -> int:
+    return sum(weights(c).values())
+
+
+def active_parameters(c: DecoderConfig) -> int:
+    """Weights a token meets: its chosen experts only, and no layer that predicts further tokens."""
+    found = weights(c)
+    idle = 0 if c.moe is None else found["experts"] // c.moe.experts * (c.moe.experts - c.moe.choices)
+    return sum(found.values()) - found["further"] - idle
+
+
+def adapters_met(c: DecoderConfig, rank: int) -> int:
+    """LoRA weights that a token meets, with a pair of `rank` on every projection; routers and further layers have
+    none."""
+    kinds = ((count, layer_products(c, sparse)) for sparse, count in _layers(c))
+    return sum(count * p.adapter(rank) for count, products in kinds for p in products if p.kind != "router")
+
+
+def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]]) -> int:
+    """The same of adapters that a model has, by the names and sizes of its parameters. A router's update is added to
+    its weight once a step, whatever the tokens: it is no product of theirs."""
+    total = 0.0
+    for name, size in sizes:
+        if ".lora." in name and ".router." not in name:
+            total += size * (c.moe.choices / c.moe.experts if c.moe is not None and ".experts." in name else 1)
+    return round(total)
+
+
+# --- FLOPs
+
+
+def products_met(c: DecoderConfig, further: int = 0) -> int:
+    """Weights that a token is multiplied by, the head apart; further: layers that predict further tokens and train."""
+    trunk = sum(count * p.weights_met for sparse, count in _layers(c) for p in layer_products(c, sparse))
+    one = 2 * c.hidden_size**2 + sum(p.weights_met for p in layer_products(c, sparse=False))
+    return trunk + further * one
+
+
+def attention_work(c: DecoderConfig, sum_squares: int, layers: int) -> float:
+    """What ATTENTION_FORWARD and ATTENTION_BACKWARD multiply."""
+    return float(layers * c.num_heads * c.head_dim * sum_squares)
+
+
+def token_flops(c: DecoderConfig, frozen_base: bool = False) -> int:
+    """Of a trained token, forward and backward, attention apart: 6 for each weight it is multiplied by; 4 for a frozen
+    one, which has no gradient."""
+    each = FORWARD + INPUT_GRADIENT + (0 if frozen_base else WEIGHT_GRADIENT)
+    return each * (products_met(c) + c.vocab_size * c.hidden_size)
+
+
+def forward_flops(c: DecoderConfig, seen: Seen, adapters: int = 0, further: int = 0) -> float:
+    """adapters: LoRA weights that a token meets. further: layers that predict further tokens, each with a head."""
+    heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
+    products = (products_met(c, further) + adapters) * seen.tokens + heads
+    return FORWARD * products + ATTENTION_FORWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
+
+
+def backward_flops(
+    c: DecoderConfig, seen: Seen, frozen_base: bool = False, adapters: int = 0, further: int = 0
+) -> float:
+    """Every input's gradient, though a frozen embedding needs none from the first projections."""
+    heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
+    base = products_met(c, further) * seen.tokens + heads
+    products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * seen.tokens
+    if not frozen_base:
+        products += WEIGHT_GRADIENT * base
+    return products + ATTENTION_BACKWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
+
+
+def step_flops(
+    c: DecoderConfig,
+    seen: Seen,
+    frozen_base: bool = False,
+    adapters: int = 0,
+    further: int = 0,
+    live_reference: bool = False,
+) -> float:
+    """Model FLOPs, forward and backward: what MFU counts. live_reference: a second model, or this one without its
+    adapters, runs forward as well."""
+    own = forward_flops(c, seen, adapters, further) + backward_flops(c, seen, frozen_base, adapters, further)
+    return own + forward_flops(c, seen) if live_reference else own
+
+
+def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granularity: str) -> float:
+    """What recompute adds to the FLOPs that a device does in a step, adapters apart; no part of MFU. granularity: as in
+    parallel/recompute.py. torch stops once it has all that backward reads: a last product's output is not."""
+    total = 0.0
+    for layer in layers:
+        products = layer_products(c, c.sparse(layer))
+        if granularity == "full_attn":
+            products = tuple(p for p in products if p.kind == "attention")
+        again = () if granularity in ("core_attn", "selective") else products
+        if again and again[-1].kind != "experts":  # routing weights multiply what experts say: that is read
+            again = again[:-1]
+        total += FORWARD * sum(p.weights_met for p in again) * seen.tokens
+        total += ATTENTION_FORWARD * attention_work(c, seen.sum_squares, 1)
+    return total
+
+
+def mfu(flops: float, seconds: float, peak: float | None, ranks: int = 1) -> float | None:
+    """Model FLOPs utilisation: the share of all devices' peak that `flops` of a whole step are; None: no known peak."""
+    return flops / (seconds * ranks * peak) if peak else None
+
+
+# --- bytes
+
+
+def state_bytes(c: DecoderConfig, trained: float = 1.0, optimizer: int = OPTIMIZER_BYTES) -> float:
+    """Weights, and of the share that is trained the gradients and the optimizer's states."""
+    count = parameters(c)
+    return count * WEIGHT_BYTES + count * trained * (GRADIENT_BYTES + optimizer)
+
+
+def activation_bytes(c: DecoderConfig, layer: int) -> float:
+    """What a layer keeps of a token from forward to backward, in 16 bit."""
+    D = c.head_dim
+    heads = (c.num_heads + 2 * c.num_kv_heads) * D + c.num_heads * D
+    rest = 3.0 * c.intermediate_size
+    if c.moe is not None and c.sparse(layer):
+        rest = 3 * c.moe.shared_width + 2.2 * c.moe.choices * c.moe.width
+    return 2 * (4 * c.hidden_size + heads + rest) + 4 * c.num_heads
+
+
+def recomputed_bytes(c: DecoderConfig) -> int:
+    """What a layer that is recomputed keeps of a token: its input."""
+    return 2 * c.hidden_size
+
+
+def head_bytes(c: DecoderConfig, rows: int) -> float:
+    """The loss: logits of some rows, and the head's gradient summed in fp32."""
+    return rows * c.vocab_size * 2 + 4 * c.vocab_size * c.hidden_size
+
+
+def cache_bytes(c: DecoderConfig, itemsize: int) -> int:
+    """Keys and values of a token in all layers, while text is generated."""
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
