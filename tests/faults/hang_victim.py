@@ -11,11 +11,13 @@ from pathlib import Path
 
 from erniekit.train.watchdog import Watchdog
 
+DOG: list[Watchdog] = []
 HANGS_AT = 5  # the step: behind the first three, which may take ten times as long
 
 
 def hung() -> None:
-    print(time.monotonic(), flush=True)
+    """Tells when its last sign of life was: a machine that stands still after it changes nothing of that."""
+    print(DOG[0]._heart.read().at, flush=True)
 
 
 def trains(dog: Watchdog, work: Callable[[int], object] = lambda step: None) -> None:
@@ -43,7 +45,10 @@ def naps(step: int) -> None:
     """Long enough for a report, and then it goes on."""
     if step == HANGS_AT:
         hung()
-        time.sleep(float(os.environ["NAP"]))
+        if os.environ["NAP"] == "until told":
+            sys.stdin.readline()
+        else:
+            time.sleep(float(os.environ["NAP"]))
 
 
 class NeverReturns:
@@ -119,6 +124,7 @@ def evaluates(dog: Watchdog) -> None:
 
 def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
     with Watchdog(Path(folder), int(rank), float(soft), float(hard)) as dog:
+        DOG.append(dog)
         dog.phase("prepare")  # the monitor starts, torch is imported: as long as it takes
         while not dog._heart.monitor:
             time.sleep(0.01)
@@ -131,7 +137,7 @@ def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
             evaluates(dog)
         else:
             trains(dog, {"lock": holds_the_lock, "sleep": sleeps, "nap": naps}[kind])
-            time.sleep(0.5)  # for the watchdog to say that it goes on
+            time.sleep(float(os.environ.get("LINGER", "0.5")))  # for the watchdog to say that it goes on
     print("done", flush=True)
 
 

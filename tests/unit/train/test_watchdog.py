@@ -179,9 +179,7 @@ def _cpu(pid: int) -> float:
 
 
 @pytest.mark.parametrize("written", [0, 8, 60])
-def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(
-    clock: Clock, heart: Heart, written: int
-) -> None:
+def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(clock: Clock, heart: Heart, written: int) -> None:
     lookout = Lookout(heart, 0.1)
     assert lookout.look()[0] == "", "nobody has begun yet"
     now = clock.now
