@@ -24,12 +24,14 @@ def test_a_listener_hears_its_own_thread_alone_and_only_while_it_listens() -> No
 
 def test_waiting_for_a_thread_goes_on_as_long_as_it_makes_progress() -> None:
     heard: list[int] = []
+    made: list[int] = []
     by_then: list[int] = []
 
     def work() -> None:
-        for count in range(1, 6):
+        for _ in range(5):
+            made.append(1)
             heartbeat.beat()
-            until(lambda: len(heard) >= count)
+            until(lambda: len(heard) >= len(made))
         time.sleep(0.1)
         by_then.append(len(heard))
         time.sleep(0.3)  # in which it makes none

@@ -60,9 +60,8 @@ def test_only_the_last_seconds_count_but_never_less_than_a_reading_takes(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(card, "time", clock)
-    folder = speak(
-        f"echo '1980, 300, 40'; until [ -e {tmp_path}/go ]; do sleep 0.01; done; echo '1470, 692, 58'; exec sleep 100"
-    )
+    told = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done"
+    folder = speak(f"echo '1980, 300, 40'; {told}; echo '1470, 692, 58'; exec sleep 100")
     with Watch("GPU-1234") as watch:
         until(lambda: len(watch.last(60)) == 1)
         clock.sleep(0.6)
