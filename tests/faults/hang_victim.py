@@ -69,16 +69,16 @@ class NeverReturns:
             time.sleep(3600)
 
 
+class Stream:
+    epochs = None
+
+    def __getitem__(self, pack: int) -> list[tuple[int, int]]:
+        return [(0, pack)]
+
+
 def data_thread(dog: Watchdog) -> None:
     from erniekit.data.loader import BatchLoader
 
-    class Stream:
-        epochs = None
-
-        def __getitem__(self, pack: int) -> list[tuple[int, int]]:
-            return [(0, pack)]
-
-    next(iter(BatchLoader(Stream(), [NeverReturns()], batch_size=1)))  # imports on the way are not a hang
     batches = iter(BatchLoader(Stream(), [NeverReturns()], batch_size=1, num_workers=1, prefetch=0))
     dog.beat(0)
     for step in range(1, 100):
@@ -91,9 +91,6 @@ def data_thread(dog: Watchdog) -> None:
 def collective(dog: Watchdog, rank: int) -> None:
     import torch
     import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
-    dist.all_reduce(torch.ones(1))
 
     def work(step: int) -> None:
         if step == HANGS_AT and rank == 1:
@@ -122,10 +119,25 @@ def evaluates(dog: Watchdog) -> None:
             dog.progress()
 
 
+def prepare(kind: str, rank: int) -> None:
+    """What takes its time on a busy machine and is no hang: imports, and one rank's wait for the other's."""
+    if kind == "data":
+        from erniekit.data.loader import BatchLoader
+
+        next(iter(BatchLoader(Stream(), [NeverReturns()], batch_size=1)))
+    elif kind == "collective":
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(1))
+
+
 def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
+    prepare(kind, int(rank))
     with Watchdog(Path(folder), int(rank), float(soft), float(hard)) as dog:
         DOG.append(dog)
-        dog.phase("prepare")  # the monitor starts, torch is imported: as long as it takes
+        dog.phase("prepare")
         while not dog._heart.monitor:
             time.sleep(0.01)
         print("monitor", dog._heart.monitor, flush=True)
