@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 90.0  # seconds a call may take before the pool is torn down
+TIMEOUT = 240.0  # seconds a call may take before the pool is torn down; three ranks import torch in the first
 
 
 class RankFailed(AssertionError):

@@ -56,7 +56,7 @@ class Live:
         body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 8, **more}
         return self.post("/v1/chat/completions", body)
 
-    def idle(self, seconds: float = 10) -> bool:
+    def idle(self, seconds: float = 60) -> bool:
         """Nothing runs or waits, and every block of the cache is free."""
 
         def free() -> bool:

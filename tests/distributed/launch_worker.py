@@ -36,7 +36,7 @@ def user_error(folder: str) -> None:
 def all_here(folder: str) -> None:
     """Leaves a file, and returns when every rank of this attempt has: then the fault comes to a full house."""
     (Path(folder) / f"attempt-{ATTEMPT}-rank-{RANK}").write_text(os.environ["ERNIEKIT_LAUNCH"])
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while len(list(Path(folder).glob(f"attempt-{ATTEMPT}-*"))) < int(os.environ["WORLD_SIZE"]):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -95,6 +95,7 @@ def save_when_told(folder: str, seconds: str) -> None:
     until = time.monotonic() + 60
     while not told and time.monotonic() < until:
         time.sleep(0.01)
+    (Path(folder) / f"told-{RANK}").write_text("once")
     time.sleep(float(seconds))
     (Path(folder) / f"saved-{RANK}").write_text(signal.Signals(told[0]).name)
     raise Preempted(f"saved by rank {RANK}")

@@ -20,6 +20,7 @@ from erniekit.cli.launch import Launch, start
 WORKER = str(Path(__file__).with_name("launch_worker.py"))
 CPP = re.compile(r"^\[W\d{4} .*\n(Exception raised from .*\n((frame #|<omitting).*\n)*\n?)?", re.MULTILINE)
 LEFT_S = 15.0  # the promise: how long the others may take to leave
+LATE_S = 25.0  # the same on a machine that stands still now and then; who is not told leaves after 30 s and more
 
 
 @dataclass

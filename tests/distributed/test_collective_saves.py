@@ -51,6 +51,7 @@ class Run:
         self.saves = CollectiveSaves(self.manager, self.world, self.sharding, group, **options)
         self.fault = ""
         self.slow = 0.0
+        self.after: Path | None = None  # a write comes to its end when this is there
         self.set(0)
 
     def set(self, step: int) -> None:
@@ -63,6 +64,9 @@ class Run:
 
     def write(self, folder: Path, whole: Any) -> None:
         time.sleep(self.slow)
+        end = time.monotonic() + 60
+        while self.after is not None and not self.after.exists() and time.monotonic() < end:
+            time.sleep(0.01)
         if self.fault == "disk":
             raise OSError(28, "No space left on device")
         if self.fault == "bug":
@@ -161,11 +165,13 @@ def test_all_ranks_count_the_same_misses_and_stop_together(ranks: Ranks, tmp_pat
 def notice_in_the_background(output: str) -> list[int]:
     """A save that fails after a while, with training (and its collectives) going on: when each rank learns of it."""
     run = Run(output, async_save=True)
-    run.slow, run.fault = 0.2 * (run.rank + 1), "disk"
+    run.fault, run.after = "disk", Path(output) / "training goes on"
     run.set(1)
     run.save()
     noticed = []
-    for step in range(200):
+    for step in range(3000):
+        if step == 5:
+            run.after.touch()
         value = torch.ones(4)
         dist.all_reduce(value)  # the main group is training's own
         run.saves.check()
@@ -184,7 +190,7 @@ def notice_in_the_background(output: str) -> list[int]:
 def test_a_background_failure_is_noticed_by_all_ranks_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     first, *others = ranks.run(3, notice_in_the_background, str(tmp_path))
     assert len(first) == 1
-    assert first[0] > 2, "training went on meanwhile"
+    assert first[0] >= 5, "training went on meanwhile"
     assert all(noticed == first for noticed in others)
     check_stored(tmp_path / "checkpoint-2", 2)
 
@@ -224,10 +230,10 @@ def test_saves_of_one_process_need_no_group(tmp_path: Path) -> None:
 
 def wait_for_a_slow_writer(output: str, async_save: bool) -> list[int]:
     """Two saves; the first takes longer than the ranks that wait for it wait for a silent writer."""
-    run = Run(output, async_save, timeout=2.0)
+    run = Run(output, async_save, timeout=4.0)
     for step in (1, 2):
         run.set(step)
-        run.slow = 5.0 if step == 1 and run.rank == 0 else 0.0
+        run.slow = 6.0 if step == 1 and run.rank == 0 else 0.0
         run.save()
         run.saves.wait()
     run.close()
@@ -248,9 +254,11 @@ def wait_for_a_stopped_writer(output: str) -> tuple[str, float]:
     for it learns, and after how many seconds."""
     run = Run(output, timeout=1.5)
     run.set(1)
+    noticed = Path(output) / "noticed"
 
     def stand_still(folder: Path, whole: Any) -> None:
-        with subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"]):
+        waits = f"for k in $(seq 300); do [ -e '{noticed}' ] && break; sleep 0.2; done"
+        with subprocess.Popen(["sh", "-c", f"{waits}; kill -CONT {os.getpid()}"]):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     began, learnt = time.monotonic(), []
@@ -259,6 +267,7 @@ def wait_for_a_stopped_writer(output: str) -> tuple[str, float]:
     def served(exchange: Any) -> dict[str, Any]:
         outcome = serve(exchange)
         learnt.append((outcome.get("what", ""), time.monotonic() - began))
+        noticed.touch()
         return outcome
 
     run.saves._serve = served  # type: ignore[method-assign]
@@ -270,4 +279,4 @@ def wait_for_a_stopped_writer(output: str) -> tuple[str, float]:
 def test_a_writer_that_stands_still_is_noticed_within_the_time_out(ranks: Ranks, tmp_path: Path) -> None:
     _, (told, seconds) = ranks.run(2, wait_for_a_stopped_writer, str(tmp_path))
     assert "rank 0 did not answer within 1.5 s" in told
-    assert seconds < 5, "well before it would have gone on"
+    assert seconds < 30, "well before it would have gone on by itself, after a minute"

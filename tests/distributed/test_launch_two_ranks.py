@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_ended_and_the_restarted_run_ends_with_the_same_bit
     hung_at = time.monotonic()
     assert (runs.folder / "hung" / LAST).exists() is False, "it must hang in the middle"
     while psutil.Process(ranks[1]).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() - hung_at < 2, "the fault must really happen"
+        assert time.monotonic() - hung_at < 20, "the fault must really happen"
     while any(map(alive, ranks)):
         assert time.monotonic() - hung_at < 60, launcher.said()  # ten times as long where it had come to a save
         time.sleep(0.02)

@@ -22,7 +22,7 @@ from erniekit.cli.launch import Launch, start
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import LEFT_S, WORKER, Launcher, alive, forked, wait_for
+from launchers import LATE_S, WORKER, Launcher, alive, forked, wait_for
 
 CLONE_NEWNET = 0x40000000
 STARTED: list[Launcher] = []  # by the test that runs
@@ -155,7 +155,7 @@ def test_a_host_that_is_killed_is_named_and_the_job_goes_on_when_it_is_back(host
     assert killed.wait() == -signal.SIGKILL
     gone = time.monotonic()
     told = wait_for_words(stays, "restart 1 of 1")
-    assert time.monotonic() - gone < LEFT_S
+    assert time.monotonic() - gone < LATE_S
     assert told[1].startswith("error: lost: machine 1 of 2, "), told
     assert told[1].endswith("(10.77.0.2), rank 1"), told
     assert told[-1] == "restart 1 of 1 as soon as all machines are there, from checkpoint-12"
@@ -171,10 +171,13 @@ def pull_the_cable(hosts: list[Host], folder: Path, attempt: int = 0) -> None:
     """Of the second host, in the middle of collectives; nobody is told, nobody dies of it."""
     wait_for(*(folder / f"steps-{rank}-{attempt}" for rank in (0, 1)))
     hosts[1].plug("down")
-    time.sleep(0.5)
-    before = [(folder / f"steps-{rank}-{attempt}").stat().st_size for rank in (0, 1)]
-    time.sleep(0.5)
-    after = [(folder / f"steps-{rank}-{attempt}").stat().st_size for rank in (0, 1)]
+    for _ in range(4):  # a rank that stood still may still have one to finish
+        time.sleep(0.5)
+        before = [(folder / f"steps-{rank}-{attempt}").stat().st_size for rank in (0, 1)]
+        time.sleep(0.5)
+        after = [(folder / f"steps-{rank}-{attempt}").stat().st_size for rank in (0, 1)]
+        if before == after:
+            break
     assert before == after, "the fault must really happen: no collective gets through"
     assert all(alive(int((folder / f"pid-{rank}-{attempt}").read_text())) for rank in (0, 1)), "and it is silent"
 
@@ -191,8 +194,8 @@ def test_a_pulled_cable_is_noticed_on_both_sides_and_the_job_goes_on_when_the_ho
     pull_the_cable(hosts, tmp_path)
     pulled = time.monotonic()
     try:
-        assert cut_off.wait(15) == 1, "the one that cannot reach the meeting point leaves"
-        assert time.monotonic() - pulled < 15
+        assert cut_off.wait(60) == 1, "the one that cannot reach the meeting point leaves"
+        assert time.monotonic() - pulled < 60  # by itself TCP waits a quarter of an hour
         told = wait_for_words(stays, "restart 1 of 2 as soon as all machines are there")
     finally:
         hosts[1].plug("up")
@@ -219,13 +222,13 @@ def test_a_host_that_stays_away_ends_the_job_with_its_name(
     waits, cut_off = job(hosts, tmp_path, True, "add_until_enough", tmp_path, max_restarts=1, join_timeout_s=8.0)
     pull_the_cable(hosts, tmp_path)
     try:
-        assert [cut_off.wait(15), waits.wait(20)] == [1, 1], [cut_off.said(), waits.said()]
+        assert [cut_off.wait(60), waits.wait(60)] == [1, 1], [cut_off.said(), waits.said()]
     finally:
         hosts[1].plug("up")
     assert any(line.startswith("error: not back within 8 s: machine 1 of 2, ") for line in waits.said()), waits.said()
 
 
-def wait_for_words(launcher: Launcher, words: str, seconds: float = 30) -> list[str]:
+def wait_for_words(launcher: Launcher, words: str, seconds: float = 60) -> list[str]:
     until = time.monotonic() + seconds
     while not any(line.startswith(words) for line in launcher.said()):
         assert time.monotonic() < until, launcher.said()

@@ -66,7 +66,7 @@ def live(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     """Slow, and by its random weights never at an end by itself."""
     server = Live(tiny_folder(paddle, tmp_path_factory.mktemp("served") / "tiny"), "max_model_len=512")
     (model,) = server.engine.models.values()
-    model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.05))
     yield server
     server.close()
 
@@ -76,11 +76,13 @@ def test_ctrl_c_stops_the_answer_and_the_server_and_the_next_one_leaves(live):
     try:
         terminal.wait_for("User: ")
         assert f"tiny at {live.url}/v1" in terminal.shown
+        before = live.engine.load().steps
         terminal.press("hello\n")
-        until(lambda: live.engine.load().running == 1, 20)
+        until(lambda: live.engine.load().running == 1, 60)
         terminal.press(CTRL_C)
         terminal.wait_for("[stopped]")
-        assert live.idle(5)
+        assert live.idle()
+        assert live.engine.load().steps - before < 400, "not to the answer's end"
         terminal.press(CTRL_C)
         assert terminal.end() == 0
         assert "Traceback" not in terminal.shown
@@ -116,7 +118,7 @@ def test_a_folder_opened_for_a_conversation_ends_with_it(paddle, tmp_path):
         began = time.monotonic()
         terminal.press(CTRL_C)
         assert terminal.end() == 0
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert "Traceback" not in terminal.shown
     finally:
         terminal.close()

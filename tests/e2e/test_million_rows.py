@@ -79,8 +79,8 @@ def test_a_million_rows_are_tokenised_once_in_flat_memory_and_start_at_once_afte
 
     warm = run(million, paddle / "tokenizer", cache, 200)
     assert (warm["samples"], warm["cached"]) == (rows, True)
-    assert warm["first_batch_s"] < 5  # 0.4 s measured: the file's digest, then one window of packs
+    assert warm["first_batch_s"] < 15  # 0.4 s measured: the file's digest, then one window of packs
     assert warm["peak_bytes"] < LIMIT  # 0.25 GiB measured, torch included
     assert warm["trained"] > 0
     assert warm["in_last"] > 0
-    assert warm["skipped_s"] < 5  # seconds of a loaded machine; 0.6 measured
+    assert warm["skipped_s"] < 15  # seconds of a loaded machine; 0.6 measured

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from erniekit.train.watchdog import Watchdog
 
+DOG: list[Watchdog] = []
 HANGS_AT = 5  # the step: behind the first three, which may take ten times as long
 
 
 def hung() -> None:
-    print(time.monotonic(), flush=True)
+    """Tells when its last sign of life was: a machine that stands still after it changes nothing of that."""
+    print(DOG[0]._heart.read().at, flush=True)
 
 
 def trains(dog: Watchdog, work: Callable[[int], object] = lambda step: None) -> None:
@@ -43,7 +45,10 @@ def naps(step: int) -> None:
     """Long enough for a report, and then it goes on."""
     if step == HANGS_AT:
         hung()
-        time.sleep(float(os.environ["NAP"]))
+        if os.environ["NAP"] == "until told":
+            sys.stdin.readline()
+        else:
+            time.sleep(float(os.environ["NAP"]))
 
 
 class NeverReturns:
@@ -64,16 +69,16 @@ class NeverReturns:
             time.sleep(3600)
 
 
+class Stream:
+    epochs = None
+
+    def __getitem__(self, pack: int) -> list[tuple[int, int]]:
+        return [(0, pack)]
+
+
 def data_thread(dog: Watchdog) -> None:
     from erniekit.data.loader import BatchLoader
 
-    class Stream:
-        epochs = None
-
-        def __getitem__(self, pack: int) -> list[tuple[int, int]]:
-            return [(0, pack)]
-
-    next(iter(BatchLoader(Stream(), [NeverReturns()], batch_size=1)))  # imports on the way are not a hang
     batches = iter(BatchLoader(Stream(), [NeverReturns()], batch_size=1, num_workers=1, prefetch=0))
     dog.beat(0)
     for step in range(1, 100):
@@ -86,9 +91,6 @@ def data_thread(dog: Watchdog) -> None:
 def collective(dog: Watchdog, rank: int) -> None:
     import torch
     import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
-    dist.all_reduce(torch.ones(1))
 
     def work(step: int) -> None:
         if step == HANGS_AT and rank == 1:
@@ -117,9 +119,25 @@ def evaluates(dog: Watchdog) -> None:
             dog.progress()
 
 
+def prepare(kind: str, rank: int) -> None:
+    """What takes its time on a busy machine and is no hang: imports, and one rank's wait for the other's."""
+    if kind == "data":
+        from erniekit.data.loader import BatchLoader
+
+        next(iter(BatchLoader(Stream(), [NeverReturns()], batch_size=1)))
+    elif kind == "collective":
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(1))
+
+
 def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
+    prepare(kind, int(rank))
     with Watchdog(Path(folder), int(rank), float(soft), float(hard)) as dog:
-        dog.phase("prepare")  # the monitor starts, torch is imported: as long as it takes
+        DOG.append(dog)
+        dog.phase("prepare")
         while not dog._heart.monitor:
             time.sleep(0.01)
         print("monitor", dog._heart.monitor, flush=True)
@@ -131,7 +149,7 @@ def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
             evaluates(dog)
         else:
             trains(dog, {"lock": holds_the_lock, "sleep": sleeps, "nap": naps}[kind])
-            time.sleep(0.5)  # for the watchdog to say that it goes on
+            time.sleep(float(os.environ.get("LINGER", "0.5")))  # for the watchdog to say that it goes on
     print("done", flush=True)
 
 

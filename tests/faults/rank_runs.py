@@ -21,7 +21,7 @@ from faults.results import Row
 from recorded import tiny_folder, whole_rows
 
 SERVER = Path(__file__).with_name("rank_server.py")
-TIMEOUT = 90.0  # seconds for a run that takes two on an idle machine
+TIMEOUT = 240.0  # seconds for a run that takes two on an idle machine
 Faults = Sequence[dict[str, Any]]
 
 SEED = int(os.environ.get("FAULT_SEED", time.time_ns() % 1_000_000))

@@ -211,7 +211,7 @@ def fuzz(tmp_path: Path, count: int) -> tuple[int, int]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i, content in enumerate(mutations(rng, count)):
         path.write_bytes(content)
-        began = time.perf_counter()
+        began = time.process_time()
         header = header_or_none(path)
         if header is None:
             refused += 1
@@ -221,7 +221,7 @@ def fuzz(tmp_path: Path, count: int) -> tuple[int, int]:
                 for name, entry in header.tensors.items():
                     assert tuple(file.get_slice(name).get_shape()) == entry.shape
             accepted += 1
-        assert time.perf_counter() - began < 1, f"FAULT_SEED={SEED} case {i}"
+        assert time.process_time() - began < 1, f"FAULT_SEED={SEED} case {i}"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 1 << 20  # KiB: 1 GiB
     return refused, accepted
@@ -267,10 +267,10 @@ def test_a_payload_in_a_weight_file_never_runs(tmp_path):
                 torch.save({"w": Payload(canary)}, path)
                 canary.unlink(missing_ok=True)
             for load in (refuse_pickle, load_pickle, check_safetensors, lambda p: load_pickle(p, allow_pickle=True)):
-                began = time.perf_counter()
+                began = time.process_time()
                 with pytest.raises(CheckpointError, match=name):
                     load(path)
-                assert time.perf_counter() - began < 1
+                assert time.process_time() - began < 1
                 attempts += 1
     for name, load in [("model.safetensors", check_safetensors), ("state.json", read_json), (MANIFEST, None)]:
         (tmp_path / name).write_bytes(plain)

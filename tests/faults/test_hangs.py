@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("hangs")  # they take turns: their time-out
 
 VICTIM = Path(__file__).with_name("hang_victim.py")
 SOFT, HARD = 1.0, 2.0  # seconds
-GRACE = 5.0  # on top of HARD, until the process is gone
+GRACE = 20.0  # on top of HARD, until the process is gone; for ever when nobody ends it
 
 
 class Victim:
@@ -41,11 +42,17 @@ class Victim:
         return int(pid)
 
     def hangs(self) -> None:
-        """Waits until it does; the monotonic clock is one for all processes."""
+        """Waits until it does: when its last sign of life was, on the monotonic clock, one for all processes."""
         assert self.process.stdout is not None
         self.hung_at = float(self.process.stdout.readline())
 
+    def says(self, words: str) -> None:
+        """Waits until it does, on stderr; the line does not come again in `ends`."""
+        assert self.process.stderr is not None
+        assert words in self.process.stderr.readline()
+
     def ends(self) -> tuple[int, str]:
+        """What still hangs until it is told goes on here."""
         try:
             _, errors = self.process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
@@ -62,10 +69,11 @@ def start(kind: str, folder: Path, rank: int = 0, soft: float = SOFT, hard: floa
     command = [sys.executable, str(VICTIM), kind, str(folder), str(rank), str(soft), str(hard)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     pipe = subprocess.PIPE
-    return Victim(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment), folder, rank)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    return Victim(process, folder, rank)
 
 
-def gone(pid: int, within: float = 5.0) -> bool:
+def gone(pid: int, within: float = 30.0) -> bool:
     until = time.monotonic() + within
     while time.monotonic() < until:
         try:
@@ -98,8 +106,9 @@ def end_of(victim: Victim) -> tuple[int, int, str]:
         victim.hangs()
         row.count = row.hits = 1
         code, errors = victim.ends()
-        assert HARD - 0.5 < victim.ended_at - victim.hung_at < HARD + GRACE
-        row.note = f"hard time-out {HARD:.0f} s: gone within {HARD + GRACE:.0f} s"
+        took = victim.ended_at - victim.hung_at
+        assert HARD < took < HARD + GRACE
+        row.note = f"hard time-out {HARD:.0f} s: gone after {took:.1f} s"
     return monitor, code, errors
 
 
@@ -138,8 +147,9 @@ def test_a_data_thread_that_never_returns_is_named_and_the_process_ends_for_a_re
     report = victim.report()
     assert "in never_returns" in report
     assert "erniekit-data" in report, "threads by name"
-    assert "rank 0 made no progress for 1." in report
-    assert "at step 5, phase data" in report
+    found = re.search(r"rank 0 made no progress for (\d+\.\d) s at step 5, phase data", report)
+    assert found
+    assert float(found[1]) >= SOFT
     assert f"step 5, phase data; stacks in {victim.folder}/hangs/rank-0-step-5.txt" in errors
     assert "ending with code 70" in errors
     assert gone(monitor)
@@ -161,7 +171,7 @@ def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(victims: d
 
 @pytest.mark.full
 def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path: Path) -> None:
-    nap = start("nap", tmp_path / "nap", hard=60, NAP="1.6")
+    nap = start("nap", tmp_path / "nap", hard=60, NAP="1.6", LINGER="3")
     evaluation = start("eval", tmp_path / "eval", soft=0.9, hard=1.0)
     nap.monitor()
     nap.hangs()
@@ -175,7 +185,8 @@ def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path:
 
 
 def test_the_monitor_never_outlives_its_rank_and_its_own_end_is_told(tmp_path: Path) -> None:
-    killed, ending, alone = (start("nap", tmp_path, NAP=nap, soft=5, hard=10) for nap in ("600", "0", "1"))
+    naps = ("600", "0", "until told")
+    killed, ending, alone = (start("nap", tmp_path, NAP=nap, soft=10, hard=60) for nap in naps)
     monitors = [victim.monitor() for victim in (killed, ending, alone)]
     alone.hangs()
     os.kill(monitors[2], signal.SIGKILL)
@@ -184,17 +195,16 @@ def test_the_monitor_never_outlives_its_rank_and_its_own_end_is_told(tmp_path: P
         os.kill(monitors[0], word)
     assert not gone(monitors[0], within=0.2)
     killed.process.kill()
-    assert gone(monitors[0], within=1.0)
+    assert gone(monitors[0])
     killed.ends()
     assert ending.ends()[0] == 0
-    assert gone(monitors[1], within=1.0)
-    code, errors = alone.ends()
-    assert code == 0
-    assert "the monitor process of rank 0 ended (-9); the thread watches alone" in errors
+    assert gone(monitors[1])
+    alone.says("the monitor process of rank 0 ended (-9); the thread watches alone")
+    assert alone.ends() == (0, "")
 
 
 def test_a_suspended_job_is_not_a_hang(tmp_path: Path) -> None:
-    victim = start("nap", tmp_path, soft=1.5, hard=1.8, NAP="1")
+    victim = start("nap", tmp_path, soft=1.8, hard=2.0, NAP="until told")
     monitor = victim.monitor()
     victim.hangs()
     both = (victim.process.pid, monitor)

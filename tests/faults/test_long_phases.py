@@ -56,7 +56,7 @@ def test_an_evaluation_that_stands_still_still_ends_for_a_restart(server: RankSe
         assert 70 in ended.codes, ended.story()
         assert set(ended.codes) <= {70, 1}, "whoever ends first breaks the other's connection"
         took = max(ended.ended) - ended.faults()[0]["time"]
-        assert LIMIT - 0.5 < took < LIMIT + 5, ended.story()
+        assert LIMIT - 2 < took < LIMIT + 20, ended.story()  # 0.4 s without the stretch; for ever without a watchdog
         assert (server.folder / "eval-stuck" / "checkpoint-2").is_dir(), "saved before it was evaluated"
         row.note = f"limit {LIMIT:.0f} s: ended after {took:.1f} s, the step's checkpoint written before"
 
@@ -81,14 +81,15 @@ def test_a_save_longer_than_the_hang_limit_is_left_alone_on_the_ranks_that_wait_
 def test_a_token_cache_whose_lock_is_never_let_go_ends_the_run_in_the_preparing_phase(server: RankServer) -> None:
     """Twenty times as long as a step: reading and tokenising have the longest silences."""
     keys = dict(SHORT, hang_hard_s=0.15, max_seq_len=95)  # tokens of its own
+    healthy = dict(keys, hang_hard_s=-1)
     with fault("H1", "a token cache whose lock another process holds and does nothing") as row:
-        assert server.run("lock-made", ranks=1, **keys).codes == [0]
+        assert server.run("lock-made", ranks=1, **healthy).codes == [0]
         made = max((server.folder / "cache" / "tokens").glob("*.lock"), key=lambda path: path.stat().st_mtime)
         shutil.rmtree(made.with_suffix(""))
         with made.open("a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             ended = server.run("lock-held", ranks=1, **keys)
-            asked = terminated_while_it_waits(server.start("lock-held", ranks=1, **{**keys, "hang_hard_s": -1}))
+            asked = terminated_while_it_waits(server.start("lock-held", ranks=1, **healthy))
         row.count = row.hits = 1
         assert ended.codes == [70], ended.story()
         report = (server.folder / "lock-held" / "hangs" / "rank-0-step-1.txt").read_text()
@@ -96,17 +97,17 @@ def test_a_token_cache_whose_lock_is_never_let_go_ends_the_run_in_the_preparing_
         assert "in only_one" in report
         assert asked.codes == [75], asked.story()
         assert f"waiting: {made} is held by" in asked.said(0)
-        assert server.run("lock-held", ranks=1, **keys).codes == [0], "once it is free"
+        assert server.run("lock-held", ranks=1, **healthy).codes == [0], "once it is free"
         row.note = "limit 3 s: ended with 70, the lock in the stacks; a signal while it waits is obeyed at once"
 
 
 def terminated_while_it_waits(run: Started) -> Ended:
-    until, log = time.monotonic() + 30, run.logs / "rank-0.log"
+    until, log = time.monotonic() + 60, run.logs / "rank-0.log"
     while not (log.exists() and "waiting" in log.read_text()):
         assert time.monotonic() < until, "it says whom it waits for"
         time.sleep(0.1)
     os.kill(run.pids[0], signal.SIGTERM)
-    return run.wait(20)
+    return run.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_a_signal_in_an_evaluation_leaves_between_two_batches_and_the_run_goes_o
         assert evaluations(folder) == [*range(every, 10, every), 10], "made up for, once each"
         assert again.journal(0, "batch")[0]["step"] == every
         row.note = f"all ranks left {took:.1f} s after the signal; evaluated when resumed"
-        assert took < 10, "the rest of the evaluation is not waited for"
+        assert took < 30, "the rest of the evaluation is not waited for"
 
 
 def test_two_ranks_save_by_the_first_ones_clock_and_a_kill_costs_minutes_not_the_run(

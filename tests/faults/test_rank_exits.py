@@ -35,7 +35,7 @@ from faults.results import Row, fault
 
 pytestmark = pytest.mark.xdist_group("faults")  # in turn: they share a server, and their limits are in seconds
 
-LEAVE_S = 15.0  # for a rank whose peer died
+LEAVE_S = 40.0  # for a rank whose peer died; seconds on a free machine, half an hour when nobody tells it
 
 
 # --- K3: killed
@@ -200,7 +200,7 @@ def test_a_signal_to_one_rank_saves_on_both_and_a_second_one_leaves_at_once(serv
         judge(row, dp, folder, [first, second, third], finished=False)
         last = server.run("t2")
         judge(row, dp, folder, [first, second, third, last], finished=True)
-        assert max(took, waited) < 2, "at once"
+        assert max(took, waited) < 15, "at once: a disk that hangs is not waited for"
         row.note = f"saved and left {grace:.1f} s after the signal; asked twice, within {max(took, waited):.1f} s"
     assert row.hits == row.count == 3
 
@@ -210,7 +210,7 @@ def twice_to_the_one_that_waits(server: RankServer, row: Row) -> tuple[Ended, fl
     plan = [dict(rank=1, step=6, at="update", do="term"), dict(rank=0, step=6, at="file", do="hang", call=5)]
     started = server.start("t2", faults=plan)
     journal = started.logs / "journal-0.jsonl"
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not (journal.exists() and '"do": "hang"' in journal.read_text()):
         assert time.monotonic() < until, "rank 0 did not come to its save"
         time.sleep(0.01)
@@ -218,9 +218,9 @@ def twice_to_the_one_that_waits(server: RankServer, row: Row) -> tuple[Ended, fl
     asked = time.monotonic()
     os.kill(started.pids[1], signal.SIGTERM)
     while 1 not in started.ends:
-        assert server.listen(10), "rank 1 waits in C++ and does not hear the signal"
+        assert server.listen(30), "rank 1 waits in C++ and does not hear the signal"
     while 0 not in started.ends:  # asked by its peer and not by a signal so far; two that come at once count as one
-        assert time.monotonic() < asked + 10, "rank 0 sleeps in Python and hears signals"
+        assert time.monotonic() < asked + 60, "rank 0 sleeps in Python and hears signals"
         os.kill(started.pids[0], signal.SIGTERM)
         server.listen(0.2)
     ended = started.wait()

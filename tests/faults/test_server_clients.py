@@ -67,14 +67,13 @@ def test_a_client_that_leaves_frees_its_place_at_once(live: Live, count: int):
         with ThreadPoolExecutor(8) as pool:
             seeds = [random.Random(luck.random()) for _ in range(count)]
             left = Counter(pool.map(lambda k: leave(live.url, seeds[k], k % 4 != 0), range(count)))
-        began = time.monotonic()
-        assert live.idle(10), (SEED, live.engine.load())
-        free = time.monotonic() - began
+        began, before = time.monotonic(), live.engine.load().steps
+        assert live.idle(), (SEED, live.engine.load())
+        free, steps = time.monotonic() - began, live.engine.load().steps
         row.hits = left["in mid-stream"] + left["waited for the whole"]
         row.note = f"all free {free:.2f} s after the last left"
-        assert free < 2
+        assert steps - before < 150, "an answer to its end takes 190 more"
         assert row.hits > count * 0.7, left
-        steps = live.engine.load().steps
         time.sleep(0.2)
         assert live.engine.load().steps == steps, "it went on speaking to nobody"
         assert live.chat("hello").json()["choices"][0]["message"] == right
@@ -161,7 +160,7 @@ def test_a_server_asked_to_leave_ends_its_streams_in_words_and_one_killed_frees_
                     assert code == 0, server.text
                     broken = [end for end in last if end != "data: [DONE]"]
                     assert all("the server is stopping" in end for end in broken), broken
-                    assert took < 15
+                    assert took < 30, "5 s more than drain_timeout at most"
                 else:
                     assert code == -KILL
                     broken = [end for end in last if end.startswith("cut: ")]
@@ -187,7 +186,7 @@ def test_a_second_signal_ends_streams_in_words_too(folder: Path):
         answering = reader.is_alive()
         began = time.monotonic()
         code = server.end(signal.SIGTERM)
-        assert time.monotonic() - began < 8, "not the 60 s of drain_timeout"
+        assert time.monotonic() - began < 30, "not the 60 s of drain_timeout"
         reader.join(30)
         assert not answering or "the server is stopping" in lines[-1] or lines[-1] == "data: [DONE]"
         assert code == 0, server.text
@@ -207,7 +206,7 @@ def test_a_short_answer_is_finished_after_sigterm_and_new_ones_are_turned_away(f
         reader.start()
         assert begun.wait(30)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: not _answers(url), 10)
+        until(lambda: not _answers(url), 30)
         reader.join(60)
         assert lines[-1] == "data: [DONE]"
         assert server.process.wait(30) == 0

@@ -62,7 +62,7 @@ class Listener:
         """Connections so far, after one of our own has come through: none before it is still under way."""
         before = self.count
         socket.create_connection(self.socket.getsockname()).close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while self.count == before and time.monotonic() < end:
             time.sleep(0.01)
         self.count -= 1
@@ -302,7 +302,7 @@ def test_a_body_that_does_not_come_is_given_up(page: Served, monkeypatch: pytest
         for path in limits.POSTS:
             began = time.monotonic()
             assert " 408 " in send(page.guarded, path, "Content-Length: 1000", [b"x" * 500])
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 25  # of 30 that the client itself would wait
             row.count += 1
         row.hits = row.count
         row.note = "408 each time"
@@ -317,7 +317,7 @@ def test_of_sixty_uploads_at_once_most_are_told_to_come_back(page: Served) -> No
         for one in sockets:
             one.sendall("\r\n".join(lines).encode())
         replies: list[bytes] = []
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while len(replies) < many - limits.MAX_UPLOADS and time.monotonic() < end:
             for one in select.select(sockets, [], [], 1)[0]:
                 replies.append(one.recv(100))
@@ -334,7 +334,7 @@ def test_of_sixty_uploads_at_once_most_are_told_to_come_back(page: Served) -> No
 
 
 def until_free(door: Door) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while door.upload("a.yaml", b"seed: 1\n").status != 200:
         assert time.monotonic() < end, "uploads are taken no more"
         time.sleep(0.05)
@@ -356,7 +356,7 @@ def test_streams_without_number_are_refused_and_those_that_are_closed_make_room(
         assert b"200" in statuses
         row.count, row.hits = most + 10, statuses.count(b"503")
         row.note = "503 beyond the limit"
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while door.ask("GET", "/config").status != 200:
         assert time.monotonic() < end, "closed streams hold their places"
         time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from clock import until
 from erniekit import heartbeat
 
 
@@ -22,19 +23,25 @@ def test_a_listener_hears_its_own_thread_alone_and_only_while_it_listens() -> No
 
 
 def test_waiting_for_a_thread_goes_on_as_long_as_it_makes_progress() -> None:
-    heard: list[float] = []
-    still = threading.Event()
+    heard: list[int] = []
+    made: list[int] = []
+    by_then: list[int] = []
 
     def work() -> None:
         for _ in range(5):
-            time.sleep(0.05)
+            made.append(1)
             heartbeat.beat()
-        still.wait(0.5)  # from here on it makes none
+            until(lambda: len(heard) >= len(made))
+        time.sleep(0.1)
+        by_then.append(len(heard))
+        time.sleep(0.3)  # in which it makes none
+        by_then.append(len(heard))
 
     thread = threading.Thread(target=work)
     thread.start()
-    with heartbeat.heard_by(lambda: heard.append(time.monotonic())):
+    with heartbeat.heard_by(lambda: heard.append(1)):
         heartbeat.join(thread, every=0.02)
     assert not thread.is_alive()
-    assert len(heard) >= 3
-    assert time.monotonic() - heard[-1] > 0.3, "a thread that stands still lends nothing"
+    first, last = by_then
+    assert first >= 5
+    assert last == first, "a thread that stands still lends nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ class DemoRun:
     cwd: Path
     folder: Path  # cwd / "erniekit-demo", the default
     output: str
-    seconds: float
+    seconds: float  # on a machine that nothing else wants: waited for, or of its processor where that is less
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
     # A network would be a hidden help: point every client at a closed port.
     nowhere = "http://127.0.0.1:9"
     env = {**os.environ, "HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere, "HF_ENDPOINT": nowhere, "NO_COLOR": "1"}
-    began = time.monotonic()
+    began, before = time.monotonic(), _processor()
     done = subprocess.run([sys.executable, "-m", "erniekit", "demo"], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return DemoRun(cwd, cwd / "erniekit-demo", done.stdout, time.monotonic() - began)
+    seconds = min(time.monotonic() - began, _processor() - before)
+    return DemoRun(cwd, cwd / "erniekit-demo", done.stdout, seconds)
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -198,7 +198,7 @@ def test_the_background_saver_runs_one_job_at_a_time_and_keeps_its_error_for_the
     release = threading.Event()
 
     def fails():
-        release.wait(5)
+        release.wait(60)
         raise CheckpointError("the disk is gone")
 
     saver.start(fails)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from clock import until
 from erniekit.cli.launch_logs import Relay, own_folder
 
 
@@ -75,9 +75,7 @@ def test_what_a_rank_says_after_the_screen_is_muted_is_in_its_log_only(tmp_path:
     with open(out, "w", buffering=1) as screen:
         screen.write("half a line")
         screen.flush()
-        until = time.monotonic() + 5
-        while relay._mid_line is False and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: relay._mid_line)
         relay.mute()
         relay.say("error: the launcher's own words")
         screen.write(" and noise\n")

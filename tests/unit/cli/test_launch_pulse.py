@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import socket
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
+from clock import Clock, until
 from erniekit.cli import launch_pulse
 from erniekit.cli.launch_pulse import Machine, Pulse, newest_checkpoint, notice_silence
 
 
 @pytest.fixture
-def pulse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Pulse]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of all who listen: beats are real, silence is what the test lets pass."""
+    made = Clock()
+    monkeypatch.setattr(launch_pulse, "time", made)
+    return made
+
+
+@pytest.fixture
+def pulse(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Pulse]]:
     """pulse(number, launcher): one of two machines, announced; each has a connection of its own."""
     monkeypatch.setattr(launch_pulse, "PULSE_S", 0.05)
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -30,36 +39,51 @@ def pulse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Puls
     yield make
     for one in made:
         one.close()
-    time.sleep(0.1)  # no thread may be inside a store that is taken down
+    no_pulse()  # no thread may be inside a store that is taken down
 
 
-def within(seconds: float, what: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while not what() and time.monotonic() < until:
-        time.sleep(0.01)
-    return what()
+def no_pulse() -> None:
+    """Returns when no thread beats or listens any more."""
+    until(lambda: not any(thread.name == "pulse" for thread in threading.enumerate()))
 
 
-def test_a_launcher_that_stops_beating_is_silent_and_one_that_beats_is_not(pulse: Callable) -> None:
+def hear(clock: Clock, *pulses: Pulse) -> None:
+    """Seconds pass, in each tenth of which all of these hear a beat of the other machine."""
+    for _ in range(20):
+        clock.sleep(0.1)
+        until(lambda: all(one._heard[1 - one.me] == clock.now for one in pulses))
+
+
+def listen(clock: Clock, seconds: float, one: Pulse) -> None:
+    """So much time passes at once, and then it looks."""
+    clock.sleep(seconds)
+    until(lambda: one._looked == clock.now)
+
+
+def test_a_launcher_that_stops_beating_is_silent_and_one_that_beats_is_not(pulse: Callable, clock: Clock) -> None:
     one, two = pulse(0, "a"), pulse(1, "b")
     one.start()
     two.start()
-    time.sleep(0.5)
+    hear(clock, one, two)
     assert one.silent(0.4) == []
     assert two.silent(0.4) == []
     two.close()
-    assert within(10, lambda: one.silent(0.4) == [1])
+    until(lambda: sum(thread.name == "pulse" for thread in threading.enumerate()) == 1)
+    listen(clock, 0.2, one)
+    assert one.silent(0.4) == []
+    listen(clock, 10, one)
+    assert one.silent(0.4) == [1]
     assert one.replaced() == []
 
 
-def test_a_launcher_whose_ranks_have_finished_may_be_silent(pulse: Callable) -> None:
+def test_a_launcher_whose_ranks_have_finished_may_be_silent(pulse: Callable, clock: Clock) -> None:
     one, two = pulse(0, "a"), pulse(1, "b")
     one.start()
     two.start()
     two.done()
-    time.sleep(0.3)
+    until(lambda: one._said[1].endswith(launch_pulse.DONE))
     two.close()
-    time.sleep(0.5)
+    listen(clock, 10, one)
     assert one.silent(0.2) == []
 
 
@@ -67,15 +91,16 @@ def test_another_launcher_under_the_same_number_is_noticed(pulse: Callable) -> N
     one, _ = pulse(0, "a"), pulse(1, "b")
     one.start()
     pulse(1, "c")
-    assert within(10, lambda: one.replaced() == [1])
+    until(lambda: one.replaced() == [1])
 
 
-def test_one_that_hears_nothing_at_all_blames_nobody(pulse: Callable) -> None:
+def test_one_that_hears_nothing_at_all_blames_nobody(pulse: Callable, clock: Clock) -> None:
     """Its own connection is the one that is gone: the agent says so."""
     one, _ = pulse(0, "a"), pulse(1, "b")
     one.start()
     one.close()
-    time.sleep(0.3)
+    no_pulse()
+    clock.sleep(10)
     assert one.silent(0.2) == []
 
 

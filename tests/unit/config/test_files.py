@@ -67,10 +67,10 @@ def test_a_tag_that_builds_objects_is_refused_and_runs_nothing(tmp_path, payload
 def test_an_alias_bomb_is_refused_at_once(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError, match="more than"):
         read_file(write(tmp_path, "\n".join(lines)))
-    assert time.perf_counter() - start < 1  # ten levels of ten would be 10 GB
+    assert time.process_time() - start < 2  # ten levels of ten would be 10 GB, minutes
 
 
 @pytest.mark.parametrize(

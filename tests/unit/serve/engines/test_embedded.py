@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clock import PATIENCE_S, until
 from erniekit.api_load import Found, find_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.demo.tiny import make_tiny_model
@@ -50,6 +52,19 @@ def engine(small: Found) -> Iterator[EmbeddedEngine]:
     made = engine_of({"m": small.build()})
     yield made
     made.stop()
+
+
+def hold(model: torch.nn.Module, steps: int) -> threading.Event:
+    """The engine makes so many steps, and the next one only after the event: the thread of the test may be late."""
+    go_on, made = threading.Event(), []
+
+    def wait(*_: object) -> None:
+        made.append(1)
+        if len(made) > steps:
+            assert go_on.wait(PATIENCE_S)
+
+    model.layers[0].register_forward_pre_hook(wait)
+    return go_on
 
 
 def job(prompt, model="m", stop=(), **wishes) -> Job:
@@ -158,24 +173,28 @@ def test_a_seed_says_the_same_in_any_company(engine: EmbeddedEngine):
 
 
 def test_a_cancelled_request_frees_its_blocks_and_says_no_more(engine: EmbeddedEngine):
+    go_on = hold(engine.models["m"], steps=9)
+
     async def go() -> int:
         stream = engine.submit(job([3] * 10, max_tokens=50))
         other = asyncio.ensure_future(listen(engine, job([4, 5])))
         await stream.events.get()
         engine.cancel(stream)
-        await other
-        await asyncio.sleep(0.05)
+        go_on.set()
+        await other  # which ends later: behind it nothing of the cancelled one is on its way
         heard = stream.events.qsize()
         await asyncio.sleep(0.1)
         assert stream.events.qsize() == heard
         engine.cancel(stream)  # twice does no harm
         return heard
 
-    assert asyncio.run(go()) < 49
+    assert asyncio.run(go()) < 9
     assert (engine.load().running, engine.load().cache_used) == (0, 0)
 
 
 def test_one_of_several_answers_can_be_cancelled_and_the_others_go_on(engine: EmbeddedEngine):
+    go_on = hold(engine.models["m"], steps=9)
+
     async def go() -> list[list[int]]:
         stream = engine.submit(*[job([9, 9], max_tokens=40)] * 3)
         said: list[list[int]] = [[], [], []]
@@ -188,6 +207,7 @@ def test_one_of_several_answers_can_be_cancelled_and_the_others_go_on(engine: Em
                 said[number].append(event.id)
             if number == 1 and 1 in left:
                 engine.cancel(stream, 1)
+                go_on.set()
                 left.discard(1)
         return said
 
@@ -286,10 +306,7 @@ def test_an_unhealthy_engine_finds_out_by_itself_that_it_works_again(small: Foun
         assert not engine.load().healthy
         assert "ZeroDivisionError" in engine.load().reason
         broken.remove()
-        end = time.monotonic() + 10
-        while not engine.load().healthy and time.monotonic() < end:
-            time.sleep(0.01)
-        assert engine.load().healthy
+        until(lambda: engine.load().healthy)
         assert (engine.load().running, engine.load().cache_used) == (0, 0)
     finally:
         engine.stop()
@@ -311,7 +328,9 @@ def test_a_model_that_gives_no_numbers_is_an_error_not_a_token(small: Found):
 
 
 def test_a_full_queue_is_told_at_once_and_a_stopped_engine_ends_every_stream(small: Found):
-    engine = engine_of({"m": small.build()}, sequences=1, queue=2)
+    model = small.build()
+    go_on = hold(model, steps=1)
+    engine = engine_of({"m": model}, sequences=1, queue=2)
 
     async def go() -> None:
         streams = [engine.submit(job([3], max_tokens=60))]
@@ -320,11 +339,14 @@ def test_a_full_queue_is_told_at_once_and_a_stopped_engine_ends_every_stream(sma
                 streams.append(engine.submit(job([3], max_tokens=60)))
             except QueueFull:
                 break
-        assert len(streams) < 6, "one runs and two wait, and those before may have ended meanwhile"
-        await asyncio.to_thread(engine.stop, "closing")
+        assert len(streams) == 3, "one may run and two wait"
+        stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop, "closing"))
+        while engine.load().healthy:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await stopping
         for stream in streams:
-            end = [event async for _, event in stream][-1]
-            assert end in (Done("error", "closing"), Done("length"))
+            assert [event async for _, event in stream][-1] == Done("error", "closing")
         late = [event async for _, event in engine.submit(job([3]))]
         assert late == [Done("error", "closing")]
 

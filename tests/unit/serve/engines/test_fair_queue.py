@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -129,12 +130,41 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return find_model(make_tiny_model(tmp_path_factory.mktemp("small")))
 
 
+class Paced(EmbeddedEngine):
+    """A step is not for free, and the next one begins when the event loop has seen all of the last: what is counted
+    in steps does not depend on which thread gets the processor."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, *jobs: Job) -> Stream:
+        self.loop = asyncio.get_running_loop()
+        return super().submit(*jobs)
+
+    def pace(self, *_: object) -> None:
+        time.sleep(0.002)
+        seen = threading.Event()
+
+        def turn(left: int) -> None:
+            if left:
+                asyncio.get_running_loop().call_soon(turn, left - 1)
+            else:
+                seen.set()
+
+        assert self.loop is not None
+        try:
+            self.loop.call_soon_threadsafe(turn, 3)  # an event arrives, wakes its reader, is read
+        except RuntimeError:  # the loop is closed: nobody counts
+            return
+        while not seen.wait(0.1) and self.loop.is_running():
+            pass
+
+
 @pytest.fixture
 def engine(small: Found) -> Iterator[EmbeddedEngine]:
     model = small.build()
-    model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.002))  # a step is not for free
     cache = PagedCache(model.config, 4 * LENGTH // 4, 4, torch.float32, "cpu")
-    made = EmbeddedEngine({"m": model}, cache, Limits(sequences=4, tokens=64, length=LENGTH, queue=16))
+    made = Paced({"m": model}, cache, Limits(sequences=4, tokens=64, length=LENGTH, queue=16))
+    model.layers[0].register_forward_pre_hook(made.pace)
     yield made
     made.stop()
 

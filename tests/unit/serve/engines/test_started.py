@@ -93,7 +93,7 @@ def test_it_is_started_with_our_keys_followed_and_ended_with_all_its_children(mo
         assert said["key"] == "secret"
         assert "vllm | loading the model" in server.text
         assert server.end(signal.SIGTERM) == 0, server.text
-        until(lambda: gone(said["pids"]), 10)
+        until(lambda: gone(said["pids"]), 60)
     finally:
         server.close()
 
@@ -106,7 +106,7 @@ def test_it_ends_when_we_are_killed_and_cannot_say_so(model, note):
         pids = json.loads(note.read_text())["pids"]
         assert not gone(pids)
         server.end(signal.SIGKILL)
-        until(lambda: gone(pids), 20)
+        until(lambda: gone(pids), 60)
     finally:
         server.close()
 
@@ -116,10 +116,10 @@ def test_one_that_fails_is_told_with_its_last_words(model, note):
     server = Program(model, "engine=vllm", "port=0", env={"STAND_IN_FAILS": "1"})
     try:
         assert server.process.wait(60) == 2
-        until(lambda: "ended by itself with exit code 1" in server.text, 5)
+        until(lambda: "ended by itself with exit code 1" in server.text, 60)
         assert "where: out of memory" in server.text
         assert "Traceback" not in server.text
-        until(lambda: gone(json.loads(note.read_text())["pids"]), 10)
+        until(lambda: gone(json.loads(note.read_text())["pids"]), 60)
     finally:
         server.close()
 
@@ -204,4 +204,4 @@ def test_the_guard_ends_a_whole_family_when_its_own_parent_dies(tmp_path):
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    until(lambda: gone(pids), 15)
+    until(lambda: gone(pids), 60)

@@ -1,0 +1,30 @@
+"""Time in tests: a clock that only the test moves, and waiting for a state however slow the machine is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 60.0  # nothing that works takes as long, on a machine that stands still for seconds too
+
+
+class Clock:
+    """In the place of a module's `time`: monkeypatch.setattr(module, "time", Clock())."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def until(done: Callable[[], object], what: str = "", seconds: float = PATIENCE_S) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.01)
