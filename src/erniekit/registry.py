@@ -1,4 +1,8 @@
-"""Registry: name -> "module:attr", imported on first use, so a table can be read without importing what it lists."""
+"""Registry: name -> "module:attr", imported on first use, so a table can be read without importing what it lists.
+
+With a group, entry points of that group in installed packages count as well. They are looked for only where a name is
+not in the table: that reads the metadata of every installed package.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,26 @@ def nearest(name: str, known: Iterator[str] | list[str], count: int = 1) -> list
 
 
 class Registry:
-    def __init__(self, kind: str, entries: dict[str, str]) -> None:
-        self.kind, self._entries = kind, dict(entries)
+    def __init__(self, kind: str, entries: dict[str, str], group: str = "") -> None:
+        self.kind, self._entries, self._group = kind, dict(entries), group
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._installed()
+
+    def _installed(self) -> dict[str, str]:
+        """Adds what installed packages bring, once."""
+        group, self._group = self._group, ""
+        if group:
+            from importlib.metadata import entry_points
+
+            self._entries = {**{found.name: found.value for found in entry_points(group=group)}, **self._entries}
+        return self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def get(self, name: str) -> Any:
-        if name not in self._entries:
+        if name not in self:
             near = nearest(name, list(self._entries))
             hint = f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(self._entries)
             raise ConfigError(f"unknown {self.kind} {name!r}", fix=hint)

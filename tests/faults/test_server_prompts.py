@@ -121,6 +121,7 @@ def attacked(url: str, size: int, turns: int, times: int) -> None:
         # Most of them: a machine may stand still for seconds in any one. Behind the hostile ones all would wait.
         assert median(short) < (2 if times == 1 else 5)
         assert median(health) < 0.5
+        assert max(*short, *health) < 15, "none waits for a hostile one to end"
         assert until(lambda: http.get(url + "/health").json()["prompts_running"] == 0, 30)
 
 

@@ -28,7 +28,7 @@ KEPT_ROWS = 4  # positions whose whole logit row is stored
 MAX_TOKENS = 1 << 16  # of a stored probe: it is run through the model whole
 
 
-FP8_BASE = "/fp8 base"  # ends the setting of one taken over frozen weights in fp8, which the stored ones do not repeat
+PACKED_BASE = " base"  # ends the setting of one taken over packed frozen weights, which the stored ones do not repeat
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _text(k: Key, value: Any, where: str) -> str:
     if isinstance(value, (dict, list, tuple)):
         raise _refuse(k, value, where)
     text = str(value)
-    if not k.choices or text in k.choices:
+    if not k.choices or text in k.choices or (k.further is not None and text in k.further):
         return text
     for choice in k.choices:
         if choice.lower() == text.lower():

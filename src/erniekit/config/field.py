@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
+from erniekit.registry import Registry
+
 # How a value names files. `one`: a file or folder that is read; `out`: a folder that is written; `model`: a folder or a
 # hub id; `several`: a list of paths; `named`: a list of name=path; `prefixes`: a prefix of token files, a folder of
 # them, or weight prefix weight prefix; `prefix_list`: prefixes by commas, or a file of them; `numbers`: numbers by
@@ -28,6 +30,7 @@ class Key:
     help: str
     also: tuple[str, ...] = ()  # other names it is known by
     choices: tuple[str, ...] = ()  # of the value, or of each word of a list
+    further: Registry | None = None  # what installed packages may add to the choices
     low: float | None = None
     high: float | None = None
     commas: bool = False  # text becomes a list at commas only, so that its words may hold spaces (paths)
@@ -54,6 +57,7 @@ def key(
     *,
     also: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    further: Registry | None = None,
     low: float | None = None,
     high: float | None = None,
     commas: bool = False,
@@ -66,8 +70,8 @@ def key(
 ) -> Any:
     idle = idle or {}
     facts = dict(
-        help=help, also=also, choices=(*choices, *idle), low=low, high=high, commas=commas, basic=basic, fixed=fixed,
-        later=later, secret=secret, path=path, idle=idle,
+        help=help, also=also, choices=(*choices, *idle), further=further, low=low, high=high, commas=commas,
+        basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle,
     )  # fmt: skip
     return field(default=default, metadata=facts)
 

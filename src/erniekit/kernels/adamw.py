@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from erniekit.kernels.available import has_triton
+from erniekit.kernels.rounding_noise import SALTS, SPREADS
 
 ALIGN = 16  # bytes read at once
-# Of the chance that rounds moments: what an update's number and a moment are multiplied by, and (shift, factor) of two
-# rounds after which every high bit depends on every bit of what was given.
-SALTS = (0x9E3779B1, 0x85EBCA6B)
-SPREADS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
 
 class Slot(NamedTuple):

@@ -61,9 +61,9 @@ def _whole(folder: Path) -> Path:
 
 
 def stored_probe(adapter: Path) -> Probe | None:
-    """None for one taken over frozen weights in fp8: the stored ones do not repeat it."""
+    """None for one taken over packed frozen weights: the stored ones do not repeat it."""
     probe = probes.load(adapter)
-    return None if probe is None or probe.setting.endswith(probes.FP8_BASE) else probe
+    return None if probe is None or probe.setting.endswith(probes.PACKED_BASE) else probe
 
 
 def same_base(adapter: Path, base: Path) -> bool | None:

@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 from erniekit.errors import ConfigError
-from erniekit.kernels.fp8_product import why_not
 from erniekit.kernels.stored import kind_named
 from erniekit.lora.layers import LoRAExperts, LoRALinear
 
 
-def check(device: torch.device, experts: bool, where: str) -> None:
-    """Before anything is loaded: whether this run's device can have an fp8 base."""
-    if (reason := why_not(device, experts)) is not None:
-        raise ConfigError(f"frozen_base: fp8 does not run here: {reason}", where=where, fix="frozen_base: bf16")
+def check(kind: str, device: torch.device, experts: bool, where: str) -> None:
+    """Before anything is loaded: whether this run's device can multiply by such a base."""
+    if (reason := kind_named(kind).why_not(device, experts)) is not None:
+        raise ConfigError(f"frozen_base: {kind} does not run here: {reason}", where=where, fix="frozen_base: bf16")
 
 
 def store_frozen(model: nn.Module, kind: str) -> list[str]:

@@ -170,8 +170,8 @@ def _graphed(cfg: RunConfig) -> tuple[int, int, int] | None:
 def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtype, world: World, stage: Stage) -> Built:
     # fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps the fp32 copies.
     stored = torch.float32 if world.layout.fsdp > 1 else dtype
-    if cfg.lora.fp8_base:
-        check(device.handle, folder.config.moe is not None, cfg.origin("frozen_base"))
+    if cfg.lora.packed_base:
+        check(cfg.lora.frozen_base, device.handle, folder.config.moe is not None, cfg.origin("frozen_base"))
     experts.settle_config(cfg, folder)
     if not cfg.model.continue_training:
         _refuse_oversized(folder, device, world)
@@ -186,8 +186,9 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
             settings = adapters.settings_from(start, cfg, whole)
         for each in (whole, model):
             inject(each, settings, cfg.train.seed)
-    if cfg.lora.fp8_base and (left := store_frozen(model, cfg.lora.frozen_base)):
-        say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are (widths no multiples of 16)")
+    if cfg.lora.packed_base and (left := store_frozen(model, cfg.lora.frozen_base)):
+        widths = f"{cfg.lora.frozen_base} does not take their widths"
+        say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
     rank, seed = world.rank, cfg.train.seed
     if cfg.model.continue_training:

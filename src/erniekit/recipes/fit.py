@@ -181,7 +181,7 @@ def saver_for(
         with_masters="remove_master_weight" not in words,
         rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
         copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
-        fp8_base=cfg.lora.fp8_base,
+        frozen_base=cfg.lora.frozen_base if cfg.lora.packed_base else "",
         launch=launch,
     )
 

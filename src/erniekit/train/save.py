@@ -56,7 +56,7 @@ class Saver:
         with_masters: bool = True,
         rebuild_masters: bool = False,
         copy_to: Sequence[int] = (),
-        fp8_base: bool = False,
+        frozen_base: str = "",
         launch: str = "",
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
@@ -64,11 +64,11 @@ class Saver:
         compress: O1 or O2 store the moments in 8 or 4 bit. with_masters=False leaves the fp32 weights out of a 16-bit
         model's checkpoint; rebuild_masters lets a resume make them from the 16-bit ones. None of these is bit-exact.
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
-        fp8_base: the probe is of adapters over frozen weights in fp8; it says so.
+        frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
         launch: goes into every manifest, so that a restart of that launch knows what it saved.
         """
         self.launch = launch
-        self.fp8_base = fp8_base
+        self.frozen_base = frozen_base
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
         self.write_weights, self.read_weights = write_weights, read_weights
@@ -86,7 +86,7 @@ class Saver:
     def setting(self) -> str:
         """Bit-equality of a probe is promised only where this is the same."""
         dtype = str(self.engine.dtype).removeprefix("torch.")
-        base = probes.FP8_BASE if self.fp8_base else ""
+        base = f"/{self.frozen_base}{probes.PACKED_BASE}" if self.frozen_base else ""
         return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}{base}"
 
     def save(self, state: TrainState, final: bool = False, timed: bool = False) -> Path | None:

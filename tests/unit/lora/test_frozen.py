@@ -135,7 +135,7 @@ def test_a_packed_linear_compiles_whole(adapted: Callable) -> None:
 
 
 def test_a_device_without_fp8_is_refused_and_a_cpu_is_not() -> None:
-    check(torch.device("cpu"), True, "run.yaml")
+    check("fp8", torch.device("cpu"), True, "run.yaml")
     with pytest.raises(ConfigError, match="NVIDIA") as caught:
-        check(torch.device("mps"), False, "run.yaml")
+        check("fp8", torch.device("mps"), False, "run.yaml")
     assert (caught.value.where, caught.value.fix) == ("run.yaml", "frozen_base: bf16")

@@ -1,31 +1,26 @@
-"""Weights as they are kept and multiplied. A further kind is one file here, or anywhere, and one `register`.
+"""Weights as they are kept and multiplied. A further kind is one file, and one line in weight_kinds.py or entry point.
 
 Linears, adapted linears and experts hold a `Stored` and ask `kind_of` it for products; none asks which kind it is.
 """
 
 from __future__ import annotations
 
-from erniekit.kernels.stored.base import PLAIN, Agree, Stored, WeightKind
-from erniekit.kernels.stored.fp8 import Fp8
+from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.plain import Plain
+from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS
 
-_KINDS: dict[str, WeightKind] = {}
-
-
-def register(kind: WeightKind) -> None:
-    _KINDS[kind.name] = kind
-
-
-for _kind in (Plain(), Fp8()):
-    register(_kind)
+_LOADED: dict[str, WeightKind] = {PLAIN: Plain()}
 
 
 def kind_of(weight: Stored) -> WeightKind:
-    return _KINDS[weight.kind]
+    """Of a weight that was packed, so that its kind is loaded: compiled code looks it up and imports nothing."""
+    return _LOADED[weight.kind]
 
 
 def kind_named(name: str) -> WeightKind:
-    return _KINDS[name]
+    if name not in _LOADED:
+        _LOADED[name] = WEIGHT_KINDS.get(name)()
+    return _LOADED[name]
 
 
-__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "kind_named", "kind_of", "register"]
+__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "kind_named", "kind_of"]

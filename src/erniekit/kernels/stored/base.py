@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from erniekit.kernels.grouped_gemm import grouped_product
 from erniekit.kernels.quantised_rows import Rows
+from erniekit.weight_kinds import PLAIN
 
-PLAIN = "plain"  # fp32 or 16 bit, the only kind that is trained
 SLOTS = ("data", "scale", "extra")  # the tensors a kind may have
 
 Agree = Callable[[torch.Tensor], torch.Tensor]  # the element-wise maximum over the ranks that hold the same rows
@@ -49,6 +49,10 @@ class WeightKind:
     name = ""
     rows_in_fp8 = False  # its products take rows in fp8: see stored/fp8.py
     exact_in_fp8 = False  # its image in fp8 times its scales is the unpacked weight, bit for bit
+
+    def why_not(self, device: torch.device, experts: bool) -> str | None:
+        """Why a device cannot multiply by it; None: it can. experts: grouped products are needed too."""
+        return None
 
     def fits(self, out: int, width: int) -> bool:
         """Whether a weight of these sizes can be held so."""

@@ -44,6 +44,9 @@ class MultipliedInFp8(WeightKind):
         assert weight.scale is not None
         return weight.scale
 
+    def why_not(self, device: torch.device, experts: bool) -> str | None:
+        return fp8_product.why_not(device, experts)
+
     def fits(self, out: int, width: int) -> bool:
         return out % fp8_product.ALIGNED == 0 and width % fp8_product.ALIGNED == 0
 

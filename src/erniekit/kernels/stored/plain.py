@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from erniekit.kernels.grouped_gemm import grouped_product
 from erniekit.kernels.quantised_rows import Rows
-from erniekit.kernels.stored.base import PLAIN, Agree, Stored, WeightKind
+from erniekit.kernels.stored.base import Agree, Stored, WeightKind
+from erniekit.weight_kinds import PLAIN
 
 
 class Plain(WeightKind):

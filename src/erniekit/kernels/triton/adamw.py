@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from erniekit.kernels.adamw import SALTS, SPREADS
+from erniekit.kernels.rounding_noise import SALTS, SPREADS
 
 COLUMNS = tl.constexpr(6)  # of `tensors`: master, average, square, weight, step, length
 _SALT, _OTHER = tl.constexpr(SALTS[0]), tl.constexpr(SALTS[1])
