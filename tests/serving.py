@@ -18,8 +18,8 @@ import uvicorn
 
 from erniekit.config import load
 from erniekit.net.connections import ConnectionLimits, limited
-from erniekit.serve.server import bind, make_gate
-from erniekit.serve.shelf import fill, offers
+from erniekit.serve.loaded_models import find_models, load_models
+from erniekit.serve.server import bind, make_application
 from recorded import tiny_folder as tiny_folder  # for those that serve it
 
 
@@ -30,12 +30,12 @@ class Live:
         self, folder: Path | str, *words: str, key: str | None = None, limits: ConnectionLimits | None = None
     ) -> None:
         cfg = load([str(folder), "device=cpu", *words], "server")
-        self.shelf = fill(cfg, offers(cfg))
-        self.gate = make_gate(cfg, self.shelf, key)
+        self.loaded = load_models(cfg, find_models(cfg))
+        self.application = make_application(cfg, self.loaded, key)
         self._socket = bind("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config, self._socket = limited(self.gate, self._socket, limits, lifespan="off")
+        config, self._socket = limited(self.application, self._socket, limits, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
@@ -44,7 +44,7 @@ class Live:
 
     @property
     def engine(self) -> Any:
-        return self.shelf.engine
+        return self.loaded.engine
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)

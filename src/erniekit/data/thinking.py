@@ -1,7 +1,7 @@
 """Thoughts in front of answers: which of them a row keeps, how they are written down, which tokens they are.
 
 Used by the formats (field names), template.py (rendering) and assemble.py (labels). The tags are those that
-serve/speech.py takes apart, so a served answer divides where a trained one does.
+serve/output_parser.py takes apart, so a served answer divides where a trained one does.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, Conversation, Message, Problem
-from erniekit.serve.speech import Speech
+from erniekit.serve.output_parser import OutputParser
 from jsonl import write_jsonl
 
 E = "<|end_of_sentence|>"
@@ -101,7 +101,7 @@ def test_a_template_without_thoughts_gets_them_between_the_tags_the_server_split
     conversation = one(row(reasoning_content="quiet river"))
     _, trained = shown(tokenizer, conversation)
     assert trained == "<think>\nquiet river\n</think>\n\ncopper"
-    parts = Speech().add(trained, last=True)
+    parts = OutputParser().add(trained, last=True)
     assert {d.kind: d.text for d in parts} == {"reasoning": "quiet river", "content": "copper"}
     inline = Conversation((conversation.messages[0], Message("assistant", trained)))
     assert turns(conversation, tokenizer) == turns(inline, tokenizer)

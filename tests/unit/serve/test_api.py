@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.serve.api import Settings, make_app
-from erniekit.serve.asked import Defaults, Served
-from erniekit.serve.engines.base import Done, Job, Load, Stream, Token
+from erniekit.serve.api import ApiSettings, make_app
+from erniekit.serve.engines.base import Done, GenerationJob, Load, Token, TokenStream
 from erniekit.serve.metrics import Metrics
+from erniekit.serve.request_parsing import SamplingDefaults, ServedModel
 
 
 class Script:
@@ -21,14 +21,14 @@ class Script:
 
     def __init__(self, ids: list[int], end: Done, pause: float = 0.0) -> None:
         self.ids, self.end, self.pause = ids, end, pause
-        self.cancelled: list[Stream] = []
+        self.cancelled: list[TokenStream] = []
 
-    def submit(self, *jobs: Job) -> Stream:
-        stream = Stream(jobs)
+    def submit(self, *jobs: GenerationJob) -> TokenStream:
+        stream = TokenStream(jobs)
         self.task = asyncio.ensure_future(self._recite(stream))
         return stream
 
-    async def _recite(self, stream: Stream) -> None:
+    async def _recite(self, stream: TokenStream) -> None:
         for id in self.ids:
             await asyncio.sleep(self.pause)
             for k in range(len(stream.jobs)):
@@ -36,7 +36,7 @@ class Script:
         for k in range(len(stream.jobs)):
             stream.events.put_nowait((k, self.end))
 
-    def cancel(self, stream: Stream, number: int | None = None) -> None:
+    def cancel(self, stream: TokenStream, number: int | None = None) -> None:
         if number is None:
             self.cancelled.append(stream)
 
@@ -47,17 +47,17 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def served(paddle: Path) -> Served:
+def served(paddle: Path) -> ServedModel:
     tokenizer = load_tokenizer(paddle / "tokenizer")
-    return Served("tiny", tokenizer, frozenset({tokenizer.eos_id}), 4000, tokenizer.vocab_size)
+    return ServedModel("tiny", tokenizer, frozenset({tokenizer.eos_id}), 4000, tokenizer.vocab_size)
 
 
 @pytest.fixture
-def post(served: Served) -> Callable:
+def post(served: ServedModel) -> Callable:
     """post(engine, body, timeout) -> (status, text), through ASGI itself."""
 
     def go(engine: Script, timeout: float = 30, leave_after: int | None = None, **body: object) -> tuple[int, str]:
-        app = make_app(engine, {"tiny": served}, Settings(Defaults(temperature=0), timeout))
+        app = make_app(engine, {"tiny": served}, ApiSettings(SamplingDefaults(temperature=0), timeout))
         content = json.dumps({"messages": [{"role": "user", "content": "hi"}], **body}).encode()
         sent: list[dict] = []
         gone = asyncio.Event()
@@ -85,7 +85,7 @@ def post(served: Served) -> Callable:
     return go
 
 
-def recite(served: Served, text: str, end: str = "stop", **more: float) -> Script:
+def recite(served: ServedModel, text: str, end: str = "stop", **more: float) -> Script:
     return Script(served.tokenizer.encode_text(text), Done(end), **more)
 
 

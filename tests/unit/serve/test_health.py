@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from erniekit.serve import health
 from erniekit.serve.engines.base import Load
-from erniekit.serve.health import Watch
-from erniekit.serve.prompt_work import Limits, PromptWork
+from erniekit.serve.health import HealthMonitor
+from erniekit.serve.prompt_work import PromptLimits, PromptWork
 
 
 class Engine:
@@ -19,12 +19,12 @@ class Engine:
         return self.now
 
 
-def watched(test: Callable[[Watch, Engine], Awaitable[None]], monkeypatch, stall_s: float = 0.3) -> None:
+def watched(test: Callable[[HealthMonitor, Engine], Awaitable[None]], monkeypatch, stall_s: float = 0.3) -> None:
     monkeypatch.setattr(health, "EVERY_S", 0.02)
 
     async def main() -> None:
         engine = Engine()
-        watch = Watch(engine, PromptWork(Limits()), stall_s, 0.2)
+        watch = HealthMonitor(engine, PromptWork(PromptLimits()), stall_s, 0.2)
         watch.start()
         await test(watch, engine)
 
@@ -32,7 +32,7 @@ def watched(test: Callable[[Watch, Engine], Awaitable[None]], monkeypatch, stall
 
 
 def test_an_engine_with_work_and_without_steps_is_ill_until_it_steps(monkeypatch):
-    async def test(watch: Watch, engine: Engine) -> None:
+    async def test(watch: HealthMonitor, engine: Engine) -> None:
         engine.now = Load(running=1, steps=5)
         assert watch.reason(engine.now) is None
         await asyncio.sleep(0.6)
@@ -50,7 +50,7 @@ def test_an_engine_with_work_and_without_steps_is_ill_until_it_steps(monkeypatch
 def test_an_event_loop_that_is_held_up_is_told_for_a_while(monkeypatch):
     monkeypatch.setattr(health, "LAG_KEPT_S", 0.3)
 
-    async def test(watch: Watch, engine: Engine) -> None:
+    async def test(watch: HealthMonitor, engine: Engine) -> None:
         await asyncio.sleep(0.05)
         time.sleep(0.5)  # in the event loop's own thread, as a careless route would
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Which models a server offers, by name, and the embedded engine that holds them. Called by server.py.
+"""The models a server offers, by name, loaded into the embedded engine. Used by server.py and chat_server.py.
 
 A base and its adapters are one set of weights: each adapter is a tree of modules around the base's own tensors.
 """
@@ -22,15 +22,15 @@ from erniekit.log import warn
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.models.config import DecoderConfig
-from erniekit.serve.asked import Served
-from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
+from erniekit.serve.request_parsing import ServedModel
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A name and the folders behind it."""
+class ModelEntry:
+    """A model's name and its folders."""
 
     name: str
     found: Found
@@ -40,13 +40,13 @@ class Offer:
         return self.found.adapter or self.found.weights.path
 
 
-def offers(cfg: RunConfig) -> list[Offer]:
+def find_models(cfg: RunConfig) -> list[ModelEntry]:
     """What the keys ask for; the first is the default. An adapter brings its base with it."""
     folder, below = choose_folder(cfg)
     first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
     base = Found(first.weights)
     named = cfg.serve.served_model_name
-    out = [Offer(named or _name(first.adapter or first.weights.path), first)]
+    out = [ModelEntry(named or _name(first.adapter or first.weights.path), first)]
     for word in cfg.serve.lora_modules:
         name, equals, path = word.partition("=")
         if not equals:
@@ -56,9 +56,9 @@ def offers(cfg: RunConfig) -> list[Offer]:
             raise ConfigError(
                 f"{path} holds no adapter", where="lora_modules", fix="give the folder with adapter_config.json"
             )
-        out.append(Offer(name.strip(), found))
+        out.append(ModelEntry(name.strip(), found))
     if first.adapter is not None:
-        out.append(Offer(_free(_name(base.weights.path), out), base))
+        out.append(ModelEntry(_free(_name(base.weights.path), out), base))
     double = next((o.name for k, o in enumerate(out) if o.name in {p.name for p in out[:k]}), None)
     if double is not None:
         raise ConfigError(
@@ -68,46 +68,46 @@ def offers(cfg: RunConfig) -> list[Offer]:
 
 
 def _name(path: Path) -> str:
-    """The folder's own word; a checkpoint or an export is called after the run it is in."""
+    """The folder's own name; a checkpoint or an export is called after the run it is in."""
     path = path.expanduser().resolve()
     plain = path.parent.name if re.fullmatch(r"checkpoint-\d+|export", path.name) else path.name
     return plain or "model"
 
 
-def _free(name: str, taken: list[Offer]) -> str:
-    return f"{name}-base" if name in {offer.name for offer in taken} else name
+def _free(name: str, taken: list[ModelEntry]) -> str:
+    return f"{name}-base" if name in {entry.name for entry in taken} else name
 
 
 @dataclass(frozen=True)
-class Shelf:
+class LoadedModels:
     engine: EmbeddedEngine
-    models: dict[str, Served]
+    models: dict[str, ServedModel]
     about: str
 
 
-def fill(cfg: RunConfig, offered: list[Offer]) -> Shelf:
-    """Everything loaded and the engine running."""
+def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
+    """Load every model and start the engine."""
     device = pick(cfg.train.device, cfg.train.no_cuda).handle
-    weights = offered[0].found.weights
+    weights = entries[0].found.weights
     asked = cfg.precision.compute_type if cfg.given("compute_type") else None
     # CPUs without 16-bit units compute bf16 many times slower than fp32.
     dtype = DTYPES.get(asked or "") or (torch.float32 if device.type == "cpu" else None)
     base = weights.build(dtype, device).eval()
     trees: dict[str, nn.Module] = {}
-    for offer in offered:
-        trees[offer.name] = base if offer.found.adapter is None else adapted(base, offer.found)
+    for entry in entries:
+        trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
     s = cfg.serve
     longest = min(s.max_model_len, weights.config.max_positions)
-    limits = Limits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue)
+    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue)
     kind = next(base.parameters()).dtype
     cache = make_cache(weights.config, limits, s.block_size, kind, device, s.gpu_memory_utilization)
-    models = {offer.name: _served(offer, longest, cfg.model.tokenizer_name, offered) for offer in offered}
+    models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries) for entry in entries}
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
-    return Shelf(EmbeddedEngine(trees, cache, limits), models, about)
+    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, about)
 
 
-def adapted(base: nn.Module, found: Found) -> nn.Module:
+def with_adapter(base: nn.Module, found: Found) -> nn.Module:
     """The base's own tensors with an adapter beside them: only the adapter takes memory."""
     assert found.adapter is not None
     tree = found.weights.meta()
@@ -118,7 +118,7 @@ def adapted(base: nn.Module, found: Found) -> nn.Module:
 
 
 def make_cache(
-    config: DecoderConfig, limits: Limits, size: int, dtype: torch.dtype, device: torch.device, share: float
+    config: DecoderConfig, limits: EngineLimits, size: int, dtype: torch.dtype, device: torch.device, share: float
 ) -> PagedCache:
     """Room for every sequence at full length, or what memory allows."""
     each = bytes_per_block(config, size, dtype)
@@ -144,14 +144,14 @@ def _free_bytes(device: torch.device, share: float) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
 
 
-def _served(offer: Offer, longest: int, tokenizer_name: str | None, offered: list[Offer]) -> Served:
-    found = offer.found
+def _served(entry: ModelEntry, longest: int, tokenizer_name: str | None, entries: list[ModelEntry]) -> ServedModel:
+    found = entry.found
     vocab = found.weights.config.vocab_size
     tokenizer = found.tokenizer(tokenizer_name)
     ends = frozenset({tokenizer.eos_id, tokenizer.end_id, *stop_ids(found)})
-    parent = next((o.name for o in offered if o.found.adapter is None), None) if found.adapter else None
-    return Served(offer.name, tokenizer, ends, longest, vocab, str(offer.folder), parent)
+    parent = next((o.name for o in entries if o.found.adapter is None), None) if found.adapter else None
+    return ServedModel(entry.name, tokenizer, ends, longest, vocab, str(entry.folder), parent)
 
 
-def adapters(offered: list[Offer]) -> Mapping[str, Path]:
-    return {offer.name: offer.found.adapter for offer in offered if offer.found.adapter is not None}
+def adapter_folders(entries: list[ModelEntry]) -> Mapping[str, Path]:
+    return {entry.name: entry.found.adapter for entry in entries if entry.found.adapter is not None}

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from erniekit.serve import gate
-from erniekit.serve.problem import Problem
-from erniekit.serve.schema import ChatRequest, CompletionRequest, Wishes
+from erniekit.serve import middleware
+from erniekit.serve.request_error import RequestError
+from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 PART = b'{"type":"text","text":""}'
 
 
-def repeated(item: bytes, before: bytes, after: bytes, size: int = gate.BODY_BYTES) -> bytes:
+def repeated(item: bytes, before: bytes, after: bytes, size: int = middleware.MAX_BODY_BYTES) -> bytes:
     count = (size - len(before) - len(after)) // (len(item) + 1)
     return before + b",".join([item] * count) + after
 
 
-BODIES: dict[str, tuple[type[Wishes], bytes]] = {
+BODIES: dict[str, tuple[type[GenerationRequest], bytes]] = {
     "numbers": (CompletionRequest, repeated(b"1", b'{"prompt":[', b"]}")),
     "texts": (CompletionRequest, repeated(b'""', b'{"prompt":[', b"]}")),
     "lists": (CompletionRequest, repeated(b"[]", b'{"prompt":"","x":[', b"]}")),
@@ -34,12 +34,12 @@ BODIES: dict[str, tuple[type[Wishes], bytes]] = {
 }
 
 
-def read(body: bytes, kind: type[Wishes]) -> Any:
+def read(body: bytes, kind: type[GenerationRequest]) -> Any:
     async def stream() -> AsyncIterator[bytes]:
         yield body
 
     request: Any = SimpleNamespace(headers={"content-type": "application/json"}, stream=stream)
-    return asyncio.run(gate.read_json(request, kind))
+    return asyncio.run(middleware.read_json(request, kind))
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -47,7 +47,7 @@ def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed(name: str):
     kind, body = BODIES[name]
     assert len(body) > 6 * 2**20
     began = time.process_time()
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(RequestError) as caught:
         read(body, kind)
     assert caught.value.status == 413
     assert time.process_time() - began < 1.0  # 4 to 17 s when it is parsed and checked
@@ -55,14 +55,14 @@ def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed(name: str):
 
 @pytest.mark.parametrize("item", [b"1", b'""', b"[]", b"{}", b'"a",[1]'])
 def test_as_many_values_as_are_allowed_are_judged_quickly(item: bytes):
-    count = gate.VALUES // gate._marks(item + b",") - 2
+    count = middleware.MAX_VALUES // middleware._marks(item + b",") - 2
     body = b'{"prompt":[' + b",".join([item] * count) + b"]}"
-    assert gate.VALUES * 0.99 < gate._marks(body) <= gate.VALUES
+    assert middleware.MAX_VALUES * 0.99 < middleware._marks(body) <= middleware.MAX_VALUES
     began = time.process_time()
     if item == b"1":
         assert len(read(body, CompletionRequest).prompt) == count
     else:
-        with pytest.raises(Problem) as caught:
+        with pytest.raises(RequestError) as caught:
             read(body, CompletionRequest)
         assert caught.value.status == 422
     assert time.process_time() - began < 2.0
@@ -71,7 +71,7 @@ def test_as_many_values_as_are_allowed_are_judged_quickly(item: bytes):
 def test_commas_and_brackets_inside_texts_are_no_values():
     for text in ("a,b;[c]{" * 200_000, '\\",[' * 300_000, "\\\\,[" * 300_000):
         body = json.dumps({"prompt": text}).encode()
-        assert gate._marks(body) > gate.VALUES
+        assert middleware._marks(body) > middleware.MAX_VALUES
         assert read(body, CompletionRequest).prompt == text
-    tricked = b'{"prompt":"\\\\",' + b",".join([b'"x":1'] * gate.VALUES) + b"}"
-    assert gate._has_many_values(tricked), "an escaped backslash does not escape the quote behind it"
+    tricked = b'{"prompt":"\\\\",' + b",".join([b'"x":1'] * middleware.MAX_VALUES) + b"}"
+    assert middleware._has_too_many_values(tricked), "an escaped backslash does not escape the quote behind it"

@@ -1,4 +1,4 @@
-"""OpenAI's objects: whole answers and the chunks of a stream, for chat and for completions. Used by api.py."""
+"""Builds OpenAI's response objects: whole responses and chunks of a stream, chat and completions. Used by api.py."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from erniekit.serve.answer import Answering, Part
 from erniekit.serve.engines.base import Token
-from erniekit.serve.speech import Delta
+from erniekit.serve.output_parser import Delta
+from erniekit.serve.running_request import ChoiceDelta, RunningRequest
 
 
-class Shape:
-    """One request's identity; chat or completions decides the rest."""
+class ResponseBuilder:
+    """The responses of one request."""
 
-    def __init__(self, answering: Answering, logprobs: bool) -> None:
-        asked = answering.asked
-        self.answering, self.chat, self.logprobs = answering, asked.chat, logprobs
-        self.tokenizer, self.echo = asked.served.tokenizer, asked.echo
+    def __init__(self, running_request: RunningRequest, logprobs: bool) -> None:
+        prepared = running_request.prepared
+        self.running_request, self.chat, self.logprobs = running_request, prepared.chat, logprobs
+        self.tokenizer, self.echo = prepared.served.tokenizer, prepared.echo
         self.head = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "",
             "created": int(time.time()),
-            "model": asked.served.name,
+            "model": prepared.served.name,
         }
-        self._offsets = [0] * len(answering.choices)
+        self._offsets = [0] * len(running_request.choices)
         self._begun: set[int] = set()
         self._words: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
 
     # --- a stream
 
-    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
+    def chunks(self, part: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The chunks of one part; the last of an answer carries its finish_reason."""
         logprobs = self._logprobs(part.tokens, part.number) if self.logprobs and part.tokens else None
         pieces = [self._delta(delta) for delta in part.deltas]
@@ -55,7 +55,7 @@ class Shape:
 
     def usage_chunk(self) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": [], "usage": self.answering.usage()}
+        return {**self.head, "object": kind, "choices": [], "usage": self.running_request.usage()}
 
     def _delta(self, delta: Delta | None) -> Any:
         if not self.chat:
@@ -68,26 +68,26 @@ class Shape:
 
     # --- a whole answer
 
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def whole(self, parts: Sequence[ChoiceDelta]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
-        by_choice: list[list[Delta]] = [[] for _ in self.answering.choices]
+        by_choice: list[list[Delta]] = [[] for _ in self.running_request.choices]
         for part in parts:
             by_choice[part.number] += part.deltas
-        for number, (choice, deltas) in enumerate(zip(self.answering.choices, by_choice)):
+        for number, (choice, deltas) in enumerate(zip(self.running_request.choices, by_choice)):
             logprobs = self._logprobs(choice.tokens, number) if self.logprobs else None
             body = {"message": _message(deltas)} if self.chat else {"text": self._text(number, deltas)}
             choices.append({"index": number, **body, "logprobs": logprobs, "finish_reason": choice.finish})
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": choices, "usage": self.answering.usage()}
+        return {**self.head, "object": kind, "choices": choices, "usage": self.running_request.usage()}
 
     def _text(self, number: int, deltas: Sequence[Delta]) -> str:
         return (self.echo[number] if self.echo else "") + "".join(delta.text for delta in deltas)
 
-    # --- chances
+    # --- log probabilities
 
     def _logprobs(self, tokens: Sequence[Token], number: int) -> dict[str, Any]:
         if self.chat:
-            return {"content": [self._chances(token) for token in tokens], "refusal": None}
+            return {"content": [self._token_logprobs(token) for token in tokens], "refusal": None}
         words = [self._word(token.id) for token in tokens]
         offsets = []
         for word in words:
@@ -106,7 +106,7 @@ class Shape:
             self._words[id] = self.tokenizer.decode([id], skip_special=False)
         return self._words[id]
 
-    def _chances(self, token: Token) -> dict[str, Any]:
+    def _token_logprobs(self, token: Token) -> dict[str, Any]:
         def one(id: int, value: float | None) -> dict[str, Any]:
             word = self._word(id)
             return {"token": word, "logprob": value, "bytes": list(word.encode("utf-8", "replace"))}

@@ -14,8 +14,8 @@ from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
-from erniekit.serve import shelf
-from erniekit.serve.engines.embedded import Limits
+from erniekit.serve import loaded_models
+from erniekit.serve.engines.embedded import EngineLimits
 from serving import tiny_folder
 
 
@@ -36,7 +36,7 @@ def adapters(base: Path, tmp_path_factory) -> list[Path]:
 
 
 def names(*words: str) -> list[tuple[str, bool]]:
-    return [(o.name, o.found.adapter is not None) for o in shelf.offers(load(list(words), "server"))]
+    return [(o.name, o.found.adapter is not None) for o in loaded_models.find_models(load(list(words), "server"))]
 
 
 def test_a_model_is_called_like_its_folder_or_as_asked(base: Path):
@@ -66,14 +66,14 @@ def test_two_of_one_name_and_a_folder_without_an_adapter_are_refused(base: Path,
 
 def test_the_cache_holds_every_sequence_where_memory_allows_and_says_so_where_not(base: Path, monkeypatch, capsys):
     config = ModelFolder(base).config
-    limits = Limits(sequences=4, length=100)
+    limits = EngineLimits(sequences=4, length=100)
     cpu = torch.device("cpu")
-    assert shelf.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 4 * 13
-    each = shelf.bytes_per_block(config, 8, torch.float32)
-    monkeypatch.setattr(shelf, "_free_bytes", lambda device, share: 20 * each)
-    assert shelf.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 20
+    assert loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 4 * 13
+    each = loaded_models.bytes_per_block(config, 8, torch.float32)
+    monkeypatch.setattr(loaded_models, "_free_bytes", lambda device, share: 20 * each)
+    assert loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 20
     assert "max_num_seqs" in capsys.readouterr().err
-    monkeypatch.setattr(shelf, "_free_bytes", lambda device, share: 12 * each)
+    monkeypatch.setattr(loaded_models, "_free_bytes", lambda device, share: 12 * each)
     with pytest.raises(DeviceError) as error:
-        shelf.make_cache(config, limits, 8, torch.float32, cpu, 0.9)
+        loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9)
     assert error.value.where == "max_model_len"

@@ -1,6 +1,7 @@
-"""An answer's text divided into what it thinks, what it says and which tools it calls, while it streams.
+"""Streaming output parser: divides generated text into reasoning, content and tool calls.
 
-Used by answer.py. The tags are those of ERNIE's thinking models and tool templates: <think>, <response>, <tool_call>.
+Used by running_request.py and chat_client.py. The tags are those of ERNIE's thinking models and tool templates:
+<think>, <response>, <tool_call>.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from erniekit.serve.spelling import tail
+from erniekit.serve.detokenizer import partial_match
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK, THINK_END = "<think>", "</think>"
 RESPONSE = ("<response>", "</response>")
-CALL, CALLED = "<tool_call>", "</tool_call>"
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Delta:
     call: dict[str, Any] | None = None
 
 
-class Speech:
+class OutputParser:
     """thinks: the prompt already opened the thought. tools: whether calls are to be read, or left as the text they are.
 
     A thought counts only at the start of an answer: later the tag is just a word.
@@ -59,14 +60,14 @@ class Speech:
         yield from ()
 
     def _thought(self, last: bool) -> Iterator[Delta]:
-        at = self._held.find(THOUGHT)
+        at = self._held.find(THINK_END)
         if at >= 0:
-            text, self._held = self._held[:at].rstrip(), self._held[at + len(THOUGHT) :]
+            text, self._held = self._held[:at].rstrip(), self._held[at + len(THINK_END) :]
             self._state, lead = "answer", self._blank
             self._blank = True
             yield Delta("reasoning", text.lstrip() if lead else text)
             return
-        cut = len(self._held) if last else _sure(self._held, (THOUGHT,), blanks=True)
+        cut = len(self._held) if last else _unambiguous(self._held, (THINK_END,), blanks=True)
         text, self._held = self._held[:cut], self._held[cut:]
         if self._blank:
             text = text.lstrip()
@@ -74,10 +75,10 @@ class Speech:
         yield Delta("reasoning", text)
 
     def _answer(self, last: bool) -> Iterator[Delta]:
-        tags = (*RESPONSE, CALL) if self.tools else RESPONSE
+        tags = (*RESPONSE, TOOL_CALL) if self.tools else RESPONSE
         at, tag = min(((n, t) for t in tags if (n := self._held.find(t)) >= 0), default=(-1, ""))
-        if tag == CALL:
-            before, self._held, self._state = self._held[:at], self._held[at + len(CALL) :], "call"
+        if tag == TOOL_CALL:
+            before, self._held, self._state = self._held[:at], self._held[at + len(TOOL_CALL) :], "call"
             yield Delta("content", self._shown(before.rstrip()))
             return
         if tag and (self._response or (self._blank and not self._held[:at].strip())):
@@ -88,19 +89,19 @@ class Speech:
             self._blank = True
             yield Delta("content", text)
             return
-        cut = len(self._held) if last else _sure(self._held, tags, self._response or self.tools)
+        cut = len(self._held) if last else _unambiguous(self._held, tags, self._response or self.tools)
         text, self._held = self._held[:cut], self._held[cut:]
         yield Delta("content", self._shown(text))
 
     def _call(self, last: bool) -> Iterator[Delta]:
-        at = self._held.find(CALLED)
+        at = self._held.find(TOOL_CALL_END)
         if at < 0 and not last:
             return
-        inside, self._held = (self._held, "") if at < 0 else (self._held[:at], self._held[at + len(CALLED) :])
+        inside, self._held = (self._held, "") if at < 0 else (self._held[:at], self._held[at + len(TOOL_CALL_END) :])
         self._state, self._blank = "answer", True
-        call = read_call(inside)
+        call = parse_tool_call(inside)
         if call is None:
-            yield Delta("content", CALL + inside + (CALLED if at >= 0 else ""))
+            yield Delta("content", TOOL_CALL + inside + (TOOL_CALL_END if at >= 0 else ""))
             return
         yield Delta("tool", call={"index": self.called, **call})
         self.called += 1
@@ -112,13 +113,13 @@ class Speech:
         return text
 
 
-def _sure(text: str, tags: tuple[str, ...], blanks: bool) -> int:
+def _unambiguous(text: str, tags: tuple[str, ...], blanks: bool) -> int:
     """How much of it can be shown: not what may become a tag, nor (if they go with one) the blanks in front of it."""
-    cut = len(text) - tail(text, tags)
+    cut = len(text) - partial_match(text, tags)
     return len(text[:cut].rstrip()) if blanks else cut
 
 
-def read_call(text: str) -> dict[str, Any] | None:
+def parse_tool_call(text: str) -> dict[str, Any] | None:
     """OpenAI's form of what stood between the tags; None when it is no call."""
     try:
         call = json.loads(text)

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: Host, key, size, JSON; and what no client may ever see.
+"""ASGI middleware: checks Host, API key, body size and JSON, and turns exceptions into error responses without a trace.
 
 Used by api.py. Pure ASGI, so that streams pass through unbuffered.
 """
@@ -20,11 +20,11 @@ from erniekit.log import warn
 from erniekit.net.hosts import Hosts, client_group, from_another_site
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.metrics import Metrics
-from erniekit.serve.problem import Problem, as_json
+from erniekit.serve.request_error import RequestError, as_json
 
-BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 BODY_S = 60.0  # for a whole body to arrive
-VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
+MAX_VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
 OPEN = ("/health",)  # without a key: for load balancers
 
 Scope = MutableMapping[str, Any]
@@ -33,8 +33,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Gate:
-    """Outermost: checks Host and key, counts answers, and turns whatever escapes into an error without a trace.
+class Middleware:
+    """Outermost: checks Host and key, counts answers, and turns exceptions into error responses without a trace.
 
     hosts None: any Host will do, and any Origin.
     """
@@ -61,15 +61,15 @@ class Gate:
         try:
             self._check(scope)
             await self.app(scope, receive, counting)
-        except Problem as problem:
-            await reply(problem)(scope, receive, counting)
+        except RequestError as problem:
+            await error_response(problem)(scope, receive, counting)
         except Exception as error:
             warn(f"{scope['method']} {scope['path']!r}: {type(error).__name__}: {error}")
             if started == 500:
                 return  # told by the handler inside, which raises it again for us to note
             if started:
                 raise  # the connection is cut: half an answer must not look whole
-            await reply(Problem(500, "the server failed on this request"))(scope, receive, counting)
+            await error_response(RequestError(500, "the server failed on this request"))(scope, receive, counting)
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.requests[path, started or 499] += 1
@@ -82,7 +82,7 @@ class Gate:
             scheme, _, token = given.partition(b" ")
             right = hmac.compare_digest(token.strip(), self.key.encode())
             if scheme.lower() != b"bearer" or not right:
-                raise Problem(
+                raise RequestError(
                     401,
                     "an API key is needed: Authorization: Bearer KEY"
                     if not given
@@ -91,7 +91,7 @@ class Gate:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         if self.draining and scope["method"] == "POST":
-            raise Problem(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
+            raise RequestError(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
 
     def _check_site(self, scope: Scope, hosts: Hosts) -> None:
         """A browser can be made to send requests here by any page it shows; without a key nothing else tells them
@@ -100,86 +100,88 @@ class Gate:
         host = headers.get(b"host")  # a health check over HTTP/1.0 may have none
         known = scope["path"] in OPEN if host is None else hosts.knows(host.decode("latin-1"), scope["path"] in OPEN)
         if not known:
-            raise Problem(
+            raise RequestError(
                 403,
                 "this server does not go by the name in the Host header: use its address, name it in server_names, "
                 "or give the server a key",
                 code="foreign_host",
             )
         if from_another_site(headers):
-            raise Problem(403, "a page of another site asked for this: give the server a key", code="foreign_origin")
+            raise RequestError(
+                403, "a page of another site asked for this: give the server a key", code="foreign_origin"
+            )
 
 
-def reply(problem: Problem) -> Response:
+def error_response(problem: RequestError) -> Response:
     return Response(as_json(problem.body()), problem.status, problem.headers, "application/json")
 
 
 async def read_json(request: Request, kind: type[Model]) -> Model:
-    """The body as `kind`; a Problem for anything else that may come."""
+    """The body as `kind`; a RequestError for anything else that may come."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json":
-        raise Problem(415, "the body must be JSON: Content-Type: application/json")
+        raise RequestError(415, "the body must be JSON: Content-Type: application/json")
     try:
         body = await asyncio.wait_for(_body(request), BODY_S)
     except asyncio.TimeoutError:
-        raise Problem(408, "the body did not arrive in time") from None
+        raise RequestError(408, "the body did not arrive in time") from None
     except ClientDisconnect:
-        raise Problem(400, "the body broke off") from None
-    if _has_many_values(body):
-        raise Problem(413, f"the body holds more than {VALUES} values", headers={"Connection": "close"})
+        raise RequestError(400, "the body broke off") from None
+    if _has_too_many_values(body):
+        raise RequestError(413, f"the body holds more than {MAX_VALUES} values", headers={"Connection": "close"})
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError:
-        raise Problem(400, "the body is not UTF-8") from None
+        raise RequestError(400, "the body is not UTF-8") from None
     except RecursionError:
-        raise Problem(400, f"the body is nested deeper than {MAX_DEPTH}") from None
+        raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}") from None
     except ValueError as error:
-        raise Problem(400, f"the body is not JSON: {error}"[:200]) from None
-    if b"\\ud" in body.lower() and not _spells(value):
-        raise Problem(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
+        raise RequestError(400, f"the body is not JSON: {error}"[:200]) from None
+    if b"\\ud" in body.lower() and not _is_encodable(value):
+        raise RequestError(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
     if nests_deeper(value):
-        raise Problem(400, f"the body is nested deeper than {MAX_DEPTH}")
+        raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _unfit(error) from None
+        raise _validation_error(error) from None
 
 
 async def _body(request: Request) -> bytes:
     told = request.headers.get("content-length", "")
-    if told.isascii() and told.isdigit() and int(told[:20]) > BODY_BYTES:
+    if told.isascii() and told.isdigit() and int(told[:20]) > MAX_BODY_BYTES:
         raise _too_large()
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > BODY_BYTES:
+        if size > MAX_BODY_BYTES:
             raise _too_large()
         parts.append(part)
     return b"".join(parts)
 
 
-def _has_many_values(body: bytes) -> bool:
-    """Whether it has more than VALUES, before anything is made of it: the event loop waits for the parser."""
-    if _marks(body) <= VALUES:
+def _has_too_many_values(body: bytes) -> bool:
+    """Whether it has more than MAX_VALUES, before anything is made of it: the event loop waits for the parser."""
+    if _marks(body) <= MAX_VALUES:
         return False
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # then every quote opens or closes a string
-    return bare.count(b'"') > 4 * VALUES or _marks(b"".join(bare.split(b'"')[::2])) > VALUES
+    return bare.count(b'"') > 4 * MAX_VALUES or _marks(b"".join(bare.split(b'"')[::2])) > MAX_VALUES
 
 
 def _marks(text: bytes) -> int:
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
-def _too_large() -> Problem:
+def _too_large() -> RequestError:
     # The rest of the body is not read: the connection cannot be used again.
-    return Problem(413, f"the body is larger than {BODY_BYTES} bytes", headers={"Connection": "close"})
+    return RequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
 
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a number")
 
 
-def _spells(value: Any) -> bool:
+def _is_encodable(value: Any) -> bool:
     """Whether all its text can be encoded: JSON may escape halves of surrogate pairs, and no tokenizer takes them."""
     try:
         return bool(json.dumps(value, ensure_ascii=False).encode())
@@ -187,8 +189,8 @@ def _spells(value: Any) -> bool:
         return False
 
 
-def _unfit(error: ValidationError) -> Problem:
+def _validation_error(error: ValidationError) -> RequestError:
     """The first thing wrong, by its place: the others often follow from it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(word) for word in first["loc"])[:200]
-    return Problem(422, f"{place}: {first['msg']}"[:400] if place else first["msg"], param=place or None)
+    return RequestError(422, f"{place}: {first['msg']}"[:400] if place else first["msg"], param=place or None)

@@ -15,13 +15,13 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.serve.spelling import Spelling, StopWords, tail
+from erniekit.serve.detokenizer import Detokenizer, StopStrings, partial_match
 
 
 def test_a_character_of_several_tokens_is_shown_when_it_is_whole(paddle):
     tokenizer = load_tokenizer(paddle / "tokenizer")
     text = "say 😀 and 你好!"
-    spelling = Spelling(tokenizer)
+    spelling = Detokenizer(tokenizer)
     shown = [spelling.add(id) for id in tokenizer.encode_text(text)]
     assert "".join(shown) + spelling.rest() == text
     assert all("\ufffd" not in piece for piece in shown)
@@ -30,7 +30,7 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole(paddle):
 
 def test_half_a_character_at_the_end_is_shown_as_what_it_is(paddle):
     tokenizer = load_tokenizer(paddle / "tokenizer")
-    spelling = Spelling(tokenizer)
+    spelling = Detokenizer(tokenizer)
     assert "".join(spelling.add(id) for id in tokenizer.encode_text("😀")[:-1]) == ""
     assert "\ufffd" in spelling.rest()
 
@@ -67,7 +67,7 @@ def llama(request, tmp_path_factory) -> Tokenizer:
 def test_a_control_token_between_two_words_costs_no_blank(llama):
     words = llama.encode_text("river copper")
     at = len(llama.encode_text("river"))
-    spelling = Spelling(llama)
+    spelling = Detokenizer(llama)
     ids = [*words[:at], llama.eos_id, llama.eos_id, *words[at:]]
     assert "".join(map(spelling.add, ids)) + spelling.rest() == "river copper"
     assert spelling.ids == ids
@@ -79,12 +79,12 @@ def test_pieces_add_up_to_the_whole_wherever_control_tokens_and_unknown_ids_stan
         ids = llama.encode_text(text)
         for _ in range(luck.randint(0, 6)):
             ids.insert(luck.randint(0, len(ids)), luck.choice([llama.eos_id, llama.bos_id, llama.vocab_size + 1]))
-        spelling = Spelling(llama)
+        spelling = Detokenizer(llama)
         assert "".join(map(spelling.add, ids)) + spelling.rest() == llama.decode(ids) == text
 
 
 def test_a_stop_word_is_found_across_pieces_and_what_only_began_like_one_is_shown():
-    words = StopWords(["END", "STOP"])
+    words = StopStrings(["END", "STOP"])
     assert [words.add(piece) for piece in ("a E", "N", "x S", "TO")] == ["a ", "", "ENx ", ""]
     assert words.add("P later") == ""
     assert words.hit == "STOP"
@@ -92,19 +92,19 @@ def test_a_stop_word_is_found_across_pieces_and_what_only_began_like_one_is_show
 
 
 def test_what_was_held_back_comes_at_the_end():
-    words = StopWords(["END"])
+    words = StopStrings(["END"])
     assert words.add("the EN") == "the "
     assert words.add("", last=True) == "EN"
     assert words.hit is None
 
 
 def test_the_earliest_of_several_stop_words_counts():
-    words = StopWords(["later", "now"])
+    words = StopStrings(["later", "now"])
     assert words.add("so now or later") == "so "
     assert words.hit == "now"
 
 
 def test_the_tail_that_may_become_a_word():
-    assert tail("abc<to", ["<tool>"]) == 3
-    assert tail("abc", ["<tool>"]) == 0
-    assert tail("<", []) == 0
+    assert partial_match("abc<to", ["<tool>"]) == 3
+    assert partial_match("abc", ["<tool>"]) == 0
+    assert partial_match("<", []) == 0

@@ -21,8 +21,8 @@ from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
-from erniekit.serve.engines import STARTED
-from erniekit.serve.engines.started import make_target
+from erniekit.serve.engines import EXTERNAL
+from erniekit.serve.engines.external import make_target
 from serving import Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -87,13 +87,13 @@ def test_it_is_started_with_our_keys_followed_and_ended_with_all_its_children(mo
     try:
         url = server.ready()
         assert httpx.get(url + "/health").status_code == 200
-        said = json.loads(note.read_text())
-        assert said["argv"][:4] == ["--model", str(model), "--served-model-name", "tiny"]
-        assert "secret" not in json.dumps(said["argv"]), "every user of the machine can read arguments"
-        assert said["key"] == "secret"
+        report = json.loads(note.read_text())
+        assert report["argv"][:4] == ["--model", str(model), "--served-model-name", "tiny"]
+        assert "secret" not in json.dumps(report["argv"]), "every user of the machine can read arguments"
+        assert report["key"] == "secret"
         assert "vllm | loading the model" in server.text
         assert server.end(signal.SIGTERM) == 0, server.text
-        until(lambda: gone(said["pids"]), 10)
+        until(lambda: gone(report["pids"]), 10)
     finally:
         server.close()
 
@@ -125,8 +125,8 @@ def test_one_that_fails_is_told_with_its_last_words(model, note):
 
 
 def arguments(name: str, *words: str, key: str | None = None, folder: Path | None = None) -> list[str]:
-    launch = STARTED.get(name)
-    return launch.arguments(make_target(load(list(words), "server"), launch, key), folder or Path())
+    program = EXTERNAL.get(name)
+    return program.arguments(make_target(load(list(words), "server"), program, key), folder or Path())
 
 
 def value(argv: list[str], flag: str) -> str:
@@ -157,7 +157,7 @@ def test_adapters_go_to_vllm_and_sglang_by_name_and_fastdeploy_has_none(model, t
     with pytest.raises(ConfigError) as error:
         arguments("fastdeploy", *words)
     assert "erniekit export" in error.value.fix
-    served = make_target(load([str(tmp_path / "style"), "port=0"], "server"), STARTED.get("vllm"), None)
+    served = make_target(load([str(tmp_path / "style"), "port=0"], "server"), EXTERNAL.get("vllm"), None)
     assert (served.name, list(served.adapters)) == ("tiny", ["style"])
 
 
@@ -190,7 +190,7 @@ def test_paddles_files_are_for_fastdeploy_only(paddle, tmp_path):
 
 def test_the_guard_ends_a_whole_family_when_its_own_parent_dies(tmp_path):
     """The parent of the guard is killed: nobody can send a signal any more, only the pipe tells."""
-    from erniekit.serve.engines import guard
+    from erniekit.serve.engines import supervisor
 
     family = "import subprocess, sys, os; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
     family += f" open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}'); p.wait()"
@@ -198,7 +198,7 @@ def test_the_guard_ends_a_whole_family_when_its_own_parent_dies(tmp_path):
         "import subprocess, sys, time; guarded = [sys.executable, sys.argv[1], '1', sys.executable, '-c', sys.argv[2]];"
         " subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True); time.sleep(600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", parent, guard.__file__, family])
+    process = subprocess.Popen([sys.executable, "-c", parent, supervisor.__file__, family])
     until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count(" ") == 1, 30)
     time.sleep(0.1)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]

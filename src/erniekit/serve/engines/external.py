@@ -1,6 +1,7 @@
-"""An engine that is a program of its own: checked for, started, followed and ended. Called by serve/server.py.
+"""External engines: look for the program, start it, follow its log and end it. Used by serve/server.py.
 
-Always an argument list, never a shell; guard.py stands between, so that the engine ends with us however we end.
+Always an argument list, never a shell; supervisor.py runs between the two, so that the engine ends with the server
+however the server ends.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import say, warn
 from erniekit.net.address import announce
-from erniekit.serve.engines import STARTED, guard
-from erniekit.serve.engines.launch import Launch, Target
+from erniekit.serve.engines import EXTERNAL, supervisor
+from erniekit.serve.engines.engine_program import EngineProgram, Target
 
 KILL_S = 10.0  # after the grace, for those that do not hear
 
 
-def present(launch: Launch, python: str | None) -> bool:
+def is_installed(program: EngineProgram, python: str | None) -> bool:
     """Whether the Python that would run the engine can import it."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({launch.package!r}) is None)"
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({program.package!r}) is None)"
     try:
         # Not from the current folder: one that is called like the package must not pass for it.
         done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, timeout=60, cwd="/")
@@ -40,45 +41,45 @@ def present(launch: Launch, python: str | None) -> bool:
     return done.returncode == 0
 
 
-def serve_started(cfg: RunConfig, name: str, key: str | None) -> int:
-    launch: Launch = STARTED.get(name)
-    if not present(launch, cfg.serve.engine_python):
+def serve_external(cfg: RunConfig, name: str, key: str | None) -> int:
+    program: EngineProgram = EXTERNAL.get(name)
+    if not is_installed(program, cfg.serve.engine_python):
         raise ConfigError(
             f"engine {name} is not installed",
             where="engine" if cfg.serve.engine_python is None else f"engine_python: {cfg.serve.engine_python}",
-            fix=f"{launch.install}; or engine_python: the Python that has it; or engine: transformers, which is here",
+            fix=f"{program.install}; or engine_python: the Python that has it; or engine: transformers, which is here",
         )
-    target = make_target(cfg, launch, key)
+    target = make_target(cfg, program, key)
     if key is None:
         warn(f"{name} looks at no Host: without a key any page that a browser here shows may ask it")
     with tempfile.TemporaryDirectory(prefix="erniekit-engine-") as folder:
-        command = [cfg.serve.engine_python or sys.executable, "-m", launch.module]
-        command += [*launch.arguments(target, Path(folder)), *cfg.serve.engine_args]
-        return Child(name, command, launch.environment(target), target, cfg.serve.drain_timeout).run()
+        command = [cfg.serve.engine_python or sys.executable, "-m", program.module]
+        command += [*program.arguments(target, Path(folder)), *cfg.serve.engine_args]
+        return EngineProcess(name, command, program.environment(target), target, cfg.serve.drain_timeout).run()
 
 
-def make_target(cfg: RunConfig, launch: Launch, key: str | None) -> Target:
+def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Target:
     from erniekit.lora.adapter_files import read_adapter
     from erniekit.lora.base import check_files
     from erniekit.lora.peft_files import CONFIG as PEFT_CONFIG
+    from erniekit.serve.loaded_models import adapter_folders, find_models
     from erniekit.serve.server import bind
-    from erniekit.serve.shelf import adapters, offers
 
-    offered = offers(cfg)
-    weights = offered[0].found.weights
-    named = adapters(offered)
-    if named and not launch.adapters:
+    entries = find_models(cfg)
+    weights = entries[0].found.weights
+    named = adapter_folders(entries)
+    if named and not program.adapters:
         raise ConfigError(
-            f"{launch.name} serves no adapters",
+            f"{program.name} serves no adapters",
             where="engine",
             fix="merge first: erniekit export; or engine: transformers",
         )
     foreign = next((path for path in named.values() if not (path / PEFT_CONFIG).is_file()), None)
-    if weights.layout == "paddle" and launch.name != "fastdeploy":
+    if weights.layout == "paddle" and program.name != "fastdeploy":
         foreign = weights.path
     if foreign is not None:
         raise ConfigError(
-            f"{launch.name} does not read Paddle's files",
+            f"{program.name} does not read Paddle's files",
             where=str(foreign),
             fix="erniekit export ... save_format=hf first",
         )
@@ -89,11 +90,11 @@ def make_target(cfg: RunConfig, launch: Launch, key: str | None) -> Target:
     sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is told before a minute of loading
     port = sock.getsockname()[1]
     sock.close()
-    base = next((o.name for o in offered if o.found.adapter is None), cfg.serve.served_model_name)
+    base = next((o.name for o in entries if o.found.adapter is None), cfg.serve.served_model_name)
     return Target(
         model=weights.path.resolve(),
         name=base or weights.path.resolve().name,
-        adapters={name: path.resolve() for name, path in named.items()},
+        adapter_folders={name: path.resolve() for name, path in named.items()},
         rank=rank,
         host=cfg.serve.host,
         port=port,
@@ -106,7 +107,7 @@ def make_target(cfg: RunConfig, launch: Launch, key: str | None) -> Target:
     )
 
 
-class Child:
+class EngineProcess:
     """One run of an engine."""
 
     def __init__(
@@ -124,7 +125,7 @@ class Child:
             signal.signal(number, lambda *_: self.asked.set())
         say(f"starting {self.name}: {self.target.model}")
         process = subprocess.Popen(
-            [sys.executable, guard.__file__, str(self.grace), *self.command],
+            [sys.executable, supervisor.__file__, str(self.grace), *self.command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

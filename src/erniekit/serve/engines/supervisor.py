@@ -1,7 +1,7 @@
 """Runs one command and ends it, and all it has started, when asked to or when the process that asked for it is gone.
 
-Started by started.py as `python guard.py GRACE COMMAND ...` with a pipe as its standard input: the pipe closes however
-the other side dies, kill -9 included. Imports nothing of erniekit: it must be up at once and outlive everything.
+Started by external.py as `python supervisor.py GRACE COMMAND ...` with a pipe as its standard input: the pipe closes
+however the other side dies, kill -9 included. Imports nothing of erniekit: it starts at once and outlives everything.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from erniekit.serve.speech import Speech, read_call
+from erniekit.serve.output_parser import OutputParser, parse_tool_call
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 CASES = {
@@ -34,7 +34,7 @@ def test_an_answer_is_divided_alike_in_any_pieces(name):
     text, opened, tools, thought, words, calls = CASES[name]
     for seed in range(8):
         luck = random.Random(seed)
-        speech, deltas, at = Speech(opened, tools), [], 0
+        speech, deltas, at = OutputParser(opened, tools), [], 0
         while at < len(text):
             step = luck.randrange(1, 7) if seed else len(text)
             deltas += speech.add(text[at : at + step])
@@ -49,10 +49,10 @@ def test_an_answer_is_divided_alike_in_any_pieces(name):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": 3}', "[" * 100000, '{"arguments": {}}'])
 def test_what_is_no_call_is_none(text):
-    assert read_call(text) is None
+    assert parse_tool_call(text) is None
 
 
 def test_arguments_come_as_text_whatever_form_the_model_gave_them():
-    assert read_call('{"name": "f", "arguments": "{}"}')["function"]["arguments"] == "{}"
-    assert read_call('{"name": "f", "parameters": {"城": "北京"}}')["function"]["arguments"] == '{"城": "北京"}'
-    assert read_call('{"name": "f"}')["function"]["arguments"] == "{}"
+    assert parse_tool_call('{"name": "f", "arguments": "{}"}')["function"]["arguments"] == "{}"
+    assert parse_tool_call('{"name": "f", "parameters": {"城": "北京"}}')["function"]["arguments"] == '{"城": "北京"}'
+    assert parse_tool_call('{"name": "f"}')["function"]["arguments"] == "{}"

@@ -18,7 +18,7 @@ KINDS = {
 }
 
 
-class Problem(Exception):
+class RequestError(Exception):
     """message: for the client, never with a trace in it."""
 
     def __init__(

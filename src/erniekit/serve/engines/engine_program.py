@@ -1,6 +1,6 @@
-"""What it takes to start an engine that is a program of its own: one `Launch` in vllm.py, sglang.py, fastdeploy.py.
+"""How an external engine is started: one `EngineProgram` each in vllm.py, sglang.py and fastdeploy.py.
 
-A started engine listens at our host and port itself: nothing of ours stands between it and its clients.
+An external engine listens at our host and port itself: nothing of ours stands between it and its clients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Launch:
+class EngineProgram:
     name: str
     package: str  # importable where the engine is installed
     module: str  # what `python -m` runs

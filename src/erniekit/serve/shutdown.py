@@ -1,4 +1,4 @@
-"""The end of a server process within its time, whatever hangs: a tokenizer, the engine, a client. Used by server.py.
+"""Shutdown within a deadline, whatever hangs: a tokenizer, the engine, a client. Used by server.py.
 
 Python waits for threads when it ends, and asyncio for those of its executor: one that hangs would keep the process.
 """
@@ -17,7 +17,7 @@ AGAIN_S = 2.0  # from a second signal to the end
 BACKSTOP_S = 2.0  # behind the limit: for an interpreter lock that is never given up
 
 
-class Ending:
+class ShutdownDeadline:
     """`within` sets the time; a later call can only shorten it."""
 
     def __init__(self) -> None:

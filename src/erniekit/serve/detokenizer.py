@@ -1,6 +1,6 @@
-"""From tokens to text as they come: whole characters only, stop words noticed before they are shown.
+"""Streaming detokenizer: tokens to text, whole characters only; stop strings are found before they are shown.
 
-Used by generate.py (evaluation tasks) and answer.py (the server).
+Used by generate.py (evaluation tasks) and running_request.py (the server).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from erniekit.data.tokenizer import Tokenizer
 
 
-class Spelling:
+class Detokenizer:
     """The text of ids that arrive one by one: the pieces add up to what the tokenizer makes of all of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._spelt: list[int] = []  # those of them that have a spelling: control tokens have none
-        # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's spelling
+        self._printable: list[int] = []  # without control tokens, which have no text
+        # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's text
         # may depend on the one before it (spaces, bytes of one character), never on far ones.
         self._start = self._done = 0
 
@@ -26,7 +26,7 @@ class Spelling:
         self.ids.append(id)
         if self.tokenizer.is_special(id):
             return ""
-        self._spelt.append(id)
+        self._printable.append(id)
         return self._new(whole=True)
 
     def rest(self) -> str:
@@ -34,20 +34,20 @@ class Spelling:
         return self._new(whole=False)
 
     def _new(self, whole: bool) -> str:
-        before = self.tokenizer.decode(self._spelt[self._start : self._done])
-        now = self.tokenizer.decode(self._spelt[self._start :])
+        before = self.tokenizer.decode(self._printable[self._start : self._done])
+        now = self.tokenizer.decode(self._printable[self._start :])
         if whole and now.endswith("\ufffd"):
             return ""
         if len(now) > len(before):
             # A window must begin with text: many tokenizers drop a blank at the start of whatever they decode, and
-            # behind an id without a spelling that blank would be one between two words.
+            # behind an id without text that blank would be one between two words.
             self._start = self._done
-        self._done = len(self._spelt)
+        self._done = len(self._printable)
         return now[len(before) :]
 
 
-class StopWords:
-    """Text with what might be the start of a stop word held back until it is decided."""
+class StopStrings:
+    """Text with what might be the start of a stop string held back until it is decided."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(word for word in words if word)
@@ -63,12 +63,12 @@ class StopWords:
         if found:
             at, self.hit = min(found)
             return self._held[:at]
-        keep = 0 if last else tail(self._held, self.words)
+        keep = 0 if last else partial_match(self._held, self.words)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
 
-def tail(text: str, words: Sequence[str]) -> int:
+def partial_match(text: str, words: Sequence[str]) -> int:
     """How many of the last characters may yet become one of `words`."""
     longest = max(map(len, words), default=1) - 1
     for n in range(min(longest, len(text)), 0, -1):
