@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from erniekit.track.charts import Series, line_chart
+from erniekit.track.charts import MetricSeries, line_chart
 from erniekit.track.curves import Curve, smooth, thin
-from erniekit.webui.runs import Series as Points
+from erniekit.webui.runs import MetricSeries as Points
 
 COLOURS = 6  # of the style sheet; a seventh run takes the first again
 MOST_POINTS = 600  # a picture is sent every second: no more than its pixels show
@@ -36,16 +36,16 @@ def run_charts(metrics: Mapping[str, Points], titles: Mapping[str, str], waiting
     return grid(figures) if figures else empty(waiting)
 
 
-def _of_metric(metrics: Mapping[str, Points], name: str, words: tuple[str, str]) -> list[Series]:
+def _of_metric(metrics: Mapping[str, Points], name: str, words: tuple[str, str]) -> list[MetricSeries]:
     drawn = _curve(metrics, name)
     series = []
     if name == "loss" and len(drawn) >= SMOOTH_FROM:
-        series += [Series(words[0], smooth(drawn)), Series(words[1], drawn, faint=True)]
+        series += [MetricSeries(words[0], smooth(drawn)), MetricSeries(words[1], drawn, faint=True)]
     elif len(drawn):
-        series.append(Series(name, drawn))
+        series.append(MetricSeries(name, drawn))
     checked = _curve(metrics, f"eval_{name}")
     if len(checked):
-        series.append(Series(f"eval_{name}", checked, slot=2, markers=True))
+        series.append(MetricSeries(f"eval_{name}", checked, slot=2, markers=True))
     return series
 
 
@@ -58,7 +58,7 @@ def compare_charts(runs: Mapping[str, Mapping[str, Points]], titles: Mapping[str
             drawn = _curve(metrics, name)
             if len(drawn):
                 drawn = smooth(drawn) if name == "loss" and len(drawn) >= SMOOTH_FROM else drawn
-                series.append(Series(run, drawn, slot=at % COLOURS + 1))
+                series.append(MetricSeries(run, drawn, slot=at % COLOURS + 1))
         if series:
             figures.append(line_chart(title, series, from_zero=name.endswith("per_second")))
     return grid(figures) if figures else empty(nothing)

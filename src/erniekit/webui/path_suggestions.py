@@ -1,4 +1,4 @@
-"""Models and datasets within the roots, offered in the page's fields. Called by the pages; looks, never reads.
+"""Path suggestions: models and datasets within the roots, by the names of files. Used by pages/page_context.py.
 
 A walk of bounded depth and count: a root may be somebody's home.
 """
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from erniekit.webui.paths import Roots
 
-DEPTH = 4  # folders below a root
-MOST_FOLDERS = 2000
-MOST = 200  # of either kind
+MAX_DEPTH = 4  # folders below a root
+MAX_FOLDERS = 2000
+MAX_SUGGESTIONS = 200  # of either kind
 DATA = (".jsonl", ".json", ".parquet", ".jsonl.gz")
 NO_DATA = ("metrics.jsonl",)  # a run's own files
-PASSED = {"node_modules", "__pycache__", "site-packages", "jobs"}
+SKIPPED = {"node_modules", "__pycache__", "site-packages", "jobs"}
 
 
-def found(roots: Roots) -> dict[str, list[str]]:
+def suggest_paths(roots: Roots) -> dict[str, list[str]]:
     """Suggestions by key: folders that hold a model, a run or adapters, and dataset files."""
     models: list[str] = []
     data: list[str] = []
@@ -27,7 +27,7 @@ def found(roots: Roots) -> dict[str, list[str]]:
     for root in roots.folders:
         for folder, names in _folders(root):
             seen += 1
-            if seen > MOST_FOLDERS:
+            if seen > MAX_FOLDERS:
                 break
             shown = _shown(folder, root, roots)
             if _is_model(names):
@@ -36,11 +36,11 @@ def found(roots: Roots) -> dict[str, list[str]]:
                 data += [f"{shown}/{name}".removeprefix("./") for name in sorted(names) if _is_data(name)]
     runs = [name for name in models if not Path(name).name.startswith("checkpoint-")]
     return {
-        "model_name_or_path": models[:MOST],
-        "output_dir": runs[:MOST],
-        "lora_path": models[:MOST],
-        "train_dataset_path": data[:MOST],
-        "eval_dataset_path": data[:MOST],
+        "model_name_or_path": models[:MAX_SUGGESTIONS],
+        "output_dir": runs[:MAX_SUGGESTIONS],
+        "lora_path": models[:MAX_SUGGESTIONS],
+        "train_dataset_path": data[:MAX_SUGGESTIONS],
+        "eval_dataset_path": data[:MAX_SUGGESTIONS],
     }
 
 
@@ -48,7 +48,9 @@ def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
     for at, folders, files in os.walk(root):  # symlinks are not followed
         here = Path(at)
         depth = len(here.relative_to(root).parts)
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in PASSED) if depth < DEPTH else []
+        folders[:] = (
+            sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED) if depth < MAX_DEPTH else []
+        )
         yield here, set(files)
 
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from erniekit.webui.talk import TalkError, models, speak
+from erniekit.webui.chat_client import ChatError, list_models, stream_chat
 
 
 class Script:
@@ -56,7 +56,7 @@ def test_thoughts_and_answers_come_apart_and_in_order(script: tuple[Script, str]
     told, url = script
     said = (delta(role="assistant"), delta(reasoning_content="hm"), delta(content="a"), delta(content="b"))
     told.lines = [*said, "data: [DONE]"]
-    heard = list(speak(url, [{"role": "user", "content": "?"}], temperature=0.5))
+    heard = list(stream_chat(url, [{"role": "user", "content": "?"}], temperature=0.5))
     assert heard == [("thought", "hm"), ("answer", "a"), ("answer", "b")]
     assert told.asked == {"messages": [{"role": "user", "content": "?"}], "stream": True, "temperature": 0.5}
 
@@ -64,37 +64,37 @@ def test_thoughts_and_answers_come_apart_and_in_order(script: tuple[Script, str]
 def test_the_servers_key_is_sent_along(script: tuple[Script, str]) -> None:
     told, url = script
     told.lines = ["data: [DONE]"]
-    assert list(speak(url, [], "the-key")) == []
+    assert list(stream_chat(url, [], "the-key")) == []
     assert told.key == "Bearer the-key"
 
 
 def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(script: tuple[Script, str]) -> None:
     told, url = script
     told.lines = [delta(content="a")]
-    with pytest.raises(TalkError, match="broke off"):
-        list(speak(url, []))
+    with pytest.raises(ChatError, match="broke off"):
+        list(stream_chat(url, []))
 
 
 def test_an_error_in_the_stream_is_told_in_the_servers_words(script: tuple[Script, str]) -> None:
     told, url = script
     told.lines = ['data: {"error": {"message": "the engine failed"}}']
-    with pytest.raises(TalkError, match="the engine failed"):
-        list(speak(url, []))
+    with pytest.raises(ChatError, match="the engine failed"):
+        list(stream_chat(url, []))
 
 
 def test_a_refusal_is_told_in_the_servers_words(script: tuple[Script, str]) -> None:
     told, url = script
     told.status, told.lines = 400, ['{"error": {"message": "the prompt is too long"}}']
-    with pytest.raises(TalkError, match="too long"):
-        list(speak(url, []))
+    with pytest.raises(ChatError, match="too long"):
+        list(stream_chat(url, []))
 
 
 def test_models_are_listed_by_name(script: tuple[Script, str]) -> None:
     told, url = script
     told.lines = ['{"data": [{"id": "style"}, {"id": "base"}]}']
-    assert models(url) == ["style", "base"]
+    assert list_models(url) == ["style", "base"]
 
 
 def test_a_server_that_is_gone_is_said_to_be(script: tuple[Script, str]) -> None:
-    with pytest.raises(TalkError, match="does not answer"):
-        models("http://127.0.0.1:9/v1")
+    with pytest.raises(ChatError, match="does not answer"):
+        list_models("http://127.0.0.1:9/v1")

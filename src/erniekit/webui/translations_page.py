@@ -1,8 +1,8 @@
-"""The page's own words: key -> (English, Chinese). Keys are the pages' own: page.thing. Read through words.say."""
+"""The page's own texts: key -> (English, Chinese). Keys are the pages' own: page.thing. Used by translations.py."""
 
 from __future__ import annotations
 
-WORDS: dict[str, tuple[str, str]] = {
+TRANSLATIONS: dict[str, tuple[str, str]] = {
     # the frame
     "app.title": ("ERNIEKit", "ERNIEKit"),
     "app.about": (

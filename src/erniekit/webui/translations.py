@@ -1,4 +1,4 @@
-"""Every word of the page in English and Chinese: say(key, lang) for its own, help_of and label_of for declared keys.
+"""Texts of the page in English and Chinese: translate(key, lang) for its own, help_of and label_of for declared keys.
 
 Called by the pages. A key that has no Chinese help keeps its English one; the page's own words have both, always.
 """
@@ -6,15 +6,15 @@ Called by the pages. A key that has no Chinese help keeps its English one; the p
 from __future__ import annotations
 
 from erniekit.config.flat import KEYS
-from erniekit.webui.words_keys import HELP_ZH, LABELS
-from erniekit.webui.words_page import WORDS
+from erniekit.webui.translations_keys import HELP_ZH, LABELS
+from erniekit.webui.translations_page import TRANSLATIONS
 
 LANGUAGES = {"en": "English", "zh": "中文"}
 
 
-def say(key: str, lang: str = "en", **values: object) -> str:
-    """The text of a key of WORDS; `values` fill its {names}. An unknown key is shown as it is."""
-    english, chinese = WORDS.get(key, (key, key))
+def translate(key: str, lang: str = "en", **values: object) -> str:
+    """The text of a key of TRANSLATIONS; `values` fill its {names}. An unknown key is shown as it is."""
+    english, chinese = TRANSLATIONS.get(key, (key, key))
     text = chinese if lang == "zh" else english
     return text.format(**values) if values else text
 

@@ -1,4 +1,4 @@
-"""Desk: what every tab is given - jobs, roots, the language, and the labels that change with it. Made by app.py."""
+"""Page context: what every tab is given - jobs, roots, the language and its labels. Built by app.py."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
-from erniekit.webui.forms import Problem
-from erniekit.webui.found import found
+from erniekit.webui.forms import FormProblem
 from erniekit.webui.jobs import Jobs
+from erniekit.webui.path_suggestions import suggest_paths
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs
-from erniekit.webui.words import say
+from erniekit.webui.translations import translate
 
-Text = str | Callable[[str], str]  # a key of the table of words, or a function of the language
+Text = str | Callable[[str], str]  # a key of TRANSLATIONS, or a function of the language
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Labels:
 
     def make(self, kind: Callable[..., Any], says: dict[str, Text], **options: Any) -> Any:
         """A component whose named properties are words."""
-        component = kind(**{prop: told(text, self.lang) for prop, text in says.items()}, **options)
+        component = kind(**{prop: translated(text, self.lang) for prop, text in says.items()}, **options)
         self._said.append((component, says))
         return component
 
@@ -43,16 +43,16 @@ class Labels:
         return [component for component, _ in self._said]
 
     def updates(self, lang: str) -> list[Any]:
-        said: list[dict[str, Any]] = [{p: told(text, lang) for p, text in says.items()} for _, says in self._said]
+        said: list[dict[str, Any]] = [{p: translated(text, lang) for p, text in says.items()} for _, says in self._said]
         return [gr.update(**words) for words in said]
 
 
-def told(text: Text, lang: str) -> str:
-    return text(lang) if callable(text) else say(text, lang)
+def translated(text: Text, lang: str) -> str:
+    return text(lang) if callable(text) else translate(text, lang)
 
 
 @dataclass
-class Desk:
+class PageContext:
     jobs: Jobs
     runs: Runs
     roots: Roots
@@ -68,23 +68,25 @@ class Desk:
             return str(path)
 
 
-def folders(desk: Desk) -> dict[str, list[Any]]:
+def folders(context: PageContext) -> dict[str, list[Any]]:
     """What fields that name files offer: the runs of this page, newest first, then what lies in the roots."""
-    offers = found(desk.roots)
+    offers = suggest_paths(context.roots)
     runs = [
-        desk.shown(job.output_dir) for job in desk.jobs.list() if job.word == "train" and Path(job.output_dir).is_dir()
+        context.shown(job.output_dir)
+        for job in context.jobs.list()
+        if job.word == "train" and Path(job.output_dir).is_dir()
     ]
     for key in ("model_name_or_path", "output_dir", "lora_path"):
         offers[key] = [*runs, *(name for name in offers[key] if name not in runs)]
     return {key: list(names) for key, names in offers.items()}
 
 
-def problems_html(problems: list[Problem], lang: str) -> str:
+def problems_html(problems: list[FormProblem], lang: str) -> str:
     """What is wrong, a line each with the way out; or that nothing is."""
     if not problems:
-        return f'<div class="ek-good">{escape(say("form.good", lang))}</div>'
+        return f'<div class="ek-good">{escape(translate("form.good", lang))}</div>'
     rows = "".join(
-        f"<li><b>{escape(p.key or say('form.together', lang))}</b>{escape(p.what.removeprefix(p.key + ' '))}"
+        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{escape(p.what.removeprefix(p.key + ' '))}"
         + (f"<span>{escape(p.fix)}</span>" if p.fix else "")
         + "</li>"
         for p in problems
@@ -93,8 +95,8 @@ def problems_html(problems: list[Problem], lang: str) -> str:
     return f'<ul class="ek-problems{" missing" if only_missing else ""}">{rows}</ul>'
 
 
-def as_problem(error: ErnieKitError) -> Problem:
-    return Problem(error.where, error.what, error.fix)
+def as_problem(error: ErnieKitError) -> FormProblem:
+    return FormProblem(error.where, error.what, error.fix)
 
 
 def notice(error: ErnieKitError) -> gr.Error:

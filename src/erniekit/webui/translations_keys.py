@@ -1,4 +1,4 @@
-"""Labels of declared keys, and their help in Chinese (the English one is where the key is declared). For words.py."""
+"""Labels of declared keys, and their help in Chinese (the English one is with the key). Used by translations.py."""
 
 from __future__ import annotations
 
