@@ -13,7 +13,7 @@ from typing import Any
 
 from erniekit.config.convert import convert
 from erniekit.config.flat import DEFAULTS, KEYS, build, canonical, suggest
-from erniekit.config.inert import INERT
+from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.config.note import Note
 from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
@@ -38,7 +38,7 @@ HIDDEN = "***"
 
 
 @dataclass(frozen=True)
-class Inert:
+class IgnoredKey:
     """A key that was given and does nothing here; or one such word (the value) of a key that holds several."""
 
     key: str
@@ -52,7 +52,7 @@ class Inert:
 
     @property
     def reason(self) -> str:
-        return KEYS[self.key].idle[self.value] if self._is_word else INERT.get(self.key, "of another version")
+        return KEYS[self.key].idle[self.value] if self._is_word else IGNORED_KEYS.get(self.key, "of another version")
 
     @property
     def _is_word(self) -> bool:
@@ -82,7 +82,7 @@ class RunConfig:
     files: tuple[str, ...] = ()  # recipes read
     origins: Mapping[str, str] = field(default_factory=dict)  # of every key that is not at its default
     notes: tuple[Note, ...] = ()
-    inert: tuple[Inert, ...] = ()
+    inert: tuple[IgnoredKey, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         """The value of a flat key."""
@@ -171,7 +171,7 @@ class RunConfig:
             if name in KEYS and not KEYS[name].secret:
                 values[name] = convert(KEYS[name], value, "stored run")
         notes = tuple(_stored_note(n) for n in data.get("notes", ()))
-        inert = tuple(Inert(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
+        inert = tuple(IgnoredKey(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
         files = tuple(data.get("files", ()))
         return make_run(values, data.get("command", "train"), files, data.get("origins", {}), notes, inert)
 
@@ -182,7 +182,7 @@ def make_run(
     files: tuple[str, ...],
     origins: Mapping[str, str],
     notes: tuple[Note, ...],
-    inert: tuple[Inert, ...],
+    inert: tuple[IgnoredKey, ...],
 ) -> RunConfig:
     return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, inert=inert)
 

@@ -355,7 +355,7 @@ def _check_text(text: str, key: str, is_word: bool) -> None:
 
 
 def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[FormProblem]:
-    from erniekit.config import later, load
+    from erniekit.config import load, not_yet_supported
     from erniekit.config.inputs import input_files, input_folders
     from erniekit.files.output import check_output
 
@@ -367,7 +367,7 @@ def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[
         return [FormProblem(_named(error, given), _short(error.what), error.fix)]
     return [
         FormProblem(item.key, f"not in this version: {item.what}", item.today)
-        for item in later(cfg, command)
+        for item in not_yet_supported(cfg, command)
         if item.stops
     ]
 

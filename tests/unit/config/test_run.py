@@ -8,7 +8,7 @@ import json
 import pytest
 
 from erniekit.config import RunConfig, load
-from erniekit.config.flat import ALIASES, INERT, KEYS
+from erniekit.config.flat import ALIASES, IGNORED_KEYS, KEYS
 from erniekit.config.sections import SECTIONS
 from erniekit.errors import ConfigError
 
@@ -28,8 +28,8 @@ def test_sections_are_attributes_whose_fields_are_the_flat_keys():
 
 
 def test_no_name_means_two_things():
-    assert not set(KEYS) & set(INERT)
-    assert not set(ALIASES) & (set(KEYS) | set(INERT))
+    assert not set(KEYS) & set(IGNORED_KEYS)
+    assert not set(ALIASES) & (set(KEYS) | set(IGNORED_KEYS))
     assert sum(len(dataclasses.fields(cls)) for cls in SECTIONS.values()) == len(KEYS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from erniekit.config import load
-from erniekit.config.later import later
+from erniekit.config.not_yet_supported import later
 from erniekit.errors import ConfigError
 
 

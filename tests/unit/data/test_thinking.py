@@ -14,7 +14,7 @@ from erniekit.data.preference import PairRules
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import IGNORE, Conversation, Message, Problem
+from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem
 from erniekit.serve.output_parser import OutputParser
 from jsonl import write_jsonl
 
@@ -52,7 +52,7 @@ def one(given: dict, compat: bool = False) -> Conversation:
 
 def problem(given: dict) -> str:
     found = parse(json.dumps(given).encode(), 1, "f", "messages")
-    assert isinstance(found, Problem)
+    assert isinstance(found, RowProblem)
     return found.kind
 
 
@@ -103,7 +103,7 @@ def test_a_template_without_thoughts_gets_them_between_the_tags_the_server_split
     assert trained == "<think>\nquiet river\n</think>\n\ncopper"
     parts = OutputParser().add(trained, last=True)
     assert {d.kind: d.text for d in parts} == {"reasoning": "quiet river", "content": "copper"}
-    inline = Conversation((conversation.messages[0], Message("assistant", trained)))
+    inline = Conversation((conversation.messages[0], ChatMessage("assistant", trained)))
     assert turns(conversation, tokenizer) == turns(inline, tokenizer)
 
 

@@ -14,8 +14,8 @@ import erniekit
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.cli.main import main
 from erniekit.data.collate import collate
+from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.tokens import open_source
 from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.losses.causal import causal_loss

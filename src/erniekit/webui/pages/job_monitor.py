@@ -131,7 +131,8 @@ def status_html(context: PageContext, job: WebJob, lang: str) -> str:
     state = "stopping" if job.is_running and job.asked_to_stop else job.state
     parts = [
         f'<div class="ek-line">{pill(job.state, translate(f"state.{state}", lang))}'
-        f"<span>{escape(job.id)}</span><code>erniekit {escape(job.word)} {escape(context.shown(job.recipe))}</code></div>"
+        f"<span>{escape(job.id)}</span>"
+        f"<code>erniekit {escape(job.word)} {escape(context.shown(job.recipe))}</code></div>"
     ]
     if job.output_dir:
         parts.append(

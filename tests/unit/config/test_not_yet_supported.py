@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from erniekit.config import later, load, need, refuse_later
+from erniekit.config import load, need, not_yet_supported, refuse_later
 from erniekit.config.flat import KEYS
-from erniekit.config.later import LIST
+from erniekit.config.not_yet_supported import LIST
 from erniekit.errors import ConfigError, LaterError
 
 
@@ -33,7 +33,7 @@ from erniekit.errors import ConfigError, LaterError
 def test_it_resolves_and_is_refused_by_name(word):
     cfg = load([word])
     key = word.partition("=")[0]
-    assert key in {item.key for item in later(cfg)}
+    assert key in {item.key for item in not_yet_supported(cfg)}
     with pytest.raises(LaterError) as e:
         refuse_later(cfg)
     assert key in e.value.where
@@ -42,7 +42,7 @@ def test_it_resolves_and_is_refused_by_name(word):
 
 def test_a_plain_run_needs_nothing():
     cfg = load(["--data", "a.jsonl", "model_name_or_path=m"])
-    assert later(cfg) == []
+    assert not_yet_supported(cfg) == []
     refuse_later(cfg)
 
 
@@ -65,12 +65,12 @@ def test_a_plain_run_needs_nothing():
     ],
 )
 def test_layouts_offload_and_compression_are_of_this_version(words):
-    assert later(load(words.split())) == []
+    assert not_yet_supported(load(words.split())) == []
 
 
 def test_what_changes_no_result_is_listed_but_does_not_stop():
     cfg = load(["pipeline_parallel_config=use_dualpipev,enable_timer"])
-    (item,) = later(cfg)
+    (item,) = not_yet_supported(cfg)
     assert (item.value, item.stops) == ("use_dualpipev", False)
     refuse_later(cfg)
 
@@ -79,7 +79,7 @@ def test_commands_that_use_one_process_say_so_and_run():
     refuse_later(load(["tensor_parallel_degree=8", "compute_type=wint4/8"], "export"))
     for command in ("eval", "chat"):
         cfg = load(["tensor_parallel_degree=8"], command)
-        assert [(item.key, item.stops) for item in later(cfg)] == [("tensor_parallel_degree", False)]
+        assert [(item.key, item.stops) for item in not_yet_supported(cfg)] == [("tensor_parallel_degree", False)]
 
 
 def test_every_row_names_declared_keys():

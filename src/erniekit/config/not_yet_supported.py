@@ -1,6 +1,6 @@
-"""The one list of what a later version brings to a run: accepted in every recipe, refused by name when it is run.
+"""Keys and values not supported yet: accepted in every recipe, refused by name when it is run.
 
-`later(cfg)` says what a run would need; the recipes call `refuse_later(cfg)` before they start any work.
+`not_yet_supported(cfg)` lists what a run would need; the recipes call `refuse_later(cfg)` before they start any work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Later:
+class NotYetSupported:
     """One value that asks for something this version does not have."""
 
     what: str
@@ -133,11 +133,11 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
 }
 
 
-def later(cfg: RunConfig, command: str | None = None) -> list[Later]:
+def not_yet_supported(cfg: RunConfig, command: str | None = None) -> list[NotYetSupported]:
     """What this run asks for that a later version brings; what stops it comes first."""
     command = command or cfg.command
     found = [
-        Later(row.what, key, row.word or cfg[key], cfg.origin(key), row.today, row.stops)
+        NotYetSupported(row.what, key, row.word or cfg[key], cfg.origin(key), row.today, row.stops)
         for commands, rows in LIST.items()
         if command in commands
         for row in rows
@@ -149,7 +149,7 @@ def later(cfg: RunConfig, command: str | None = None) -> list[Later]:
 
 def refuse_later(cfg: RunConfig, command: str | None = None) -> None:
     """Stop with a LaterError that names everything this run would need; return when it needs nothing."""
-    stops = [item for item in later(cfg, command) if item.stops]
+    stops = [item for item in not_yet_supported(cfg, command) if item.stops]
     if stops:
         names = list(dict.fromkeys(item.what for item in stops))
         raise LaterError(

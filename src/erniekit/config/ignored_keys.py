@@ -1,6 +1,6 @@
-"""Old keys, and words of keys, that are accepted and do nothing here, each with its reason. Shown by `config`.
+"""Ignored keys: old keys, and words of keys, that are accepted without effect, each with its reason.
 
-Looked up by sources (keys) and declared by the sections (words). What starts to mean something leaves this file.
+Shown by `erniekit config`. sources.py looks keys up here; the sections declare the words.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _REASONS = {
     "environment variables are set in the shell": "env",
 }
 
-INERT: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+IGNORED_KEYS: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 # Words of keys that hold several: the key -> its words without effect -> why. The words that are not here are read.
 _ONCE = "the loss is divided once, by the step's trained tokens"
@@ -83,7 +83,7 @@ _TORCH = "torch's schedules decide how sends and receives are posted"
 _OVERLAPS = "fully_shard overlaps by itself"
 _EQUAL = "copies stay equal: one gradient, one update, checked every drift_check_steps"
 
-WORDS: dict[str, dict[str, str]] = {
+IGNORED_WORDS: dict[str, dict[str, str]] = {
     "pipeline_parallel_config": {
         "disable_p2p_cache_shape": _FIXED,
         "enable_dynamic_shape": _FIXED,

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from erniekit.data import cache_versions, sealed, tokenise, tokens
+from erniekit.data import cache_versions, sealed, token_cache, tokenise
 from erniekit.data.assemble import Assembled, assemble
 from erniekit.data.formats import read
+from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.tokens import open_source
 from erniekit.errors import ConfigError, DataError
 from jsonl import small_row, write_jsonl
 
@@ -196,7 +196,7 @@ OPEN = """
 import sys
 from erniekit.data import tokenise
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.tokens import open_source
+from erniekit.data.token_cache import open_source
 path, folder, cache = sys.argv[1:4]
 PATCH
 source = open_source(path, None, load_tokenizer(folder), max_seq_len=96, cache_dir=cache, num_proc=2)
@@ -228,7 +228,7 @@ def test_two_processes_at_once_share_the_work_of_one(tmp_path, paddle):
 
 def test_without_file_locks_the_first_to_finish_wins(tmp_path, opened, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
-    real, nested = tokens.tokenise_file, []
+    real, nested = token_cache.tokenise_file, []
 
     def slow(*args):
         if not nested:
@@ -237,14 +237,14 @@ def test_without_file_locks_the_first_to_finish_wins(tmp_path, opened, monkeypat
         return real(*args)
 
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    monkeypatch.setattr(tokens, "tokenise_file", slow)
+    monkeypatch.setattr(token_cache, "tokenise_file", slow)
     assert len(opened(path)) == len(nested[1]) == 20
     assert len(folders(tmp_path)) == 1
 
 
 def test_a_worker_that_dies_is_an_error_with_its_exit_code(tmp_path, opened, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(4500)])
-    monkeypatch.setattr(tokenise.Worker, "BOOT", "import sys; sys.stdin.buffer.read(10); sys.exit(3)")
+    monkeypatch.setattr(tokenise.TokeniseWorker, "BOOT", "import sys; sys.stdin.buffer.read(10); sys.exit(3)")
     with pytest.raises(DataError, match="exit code 3"):
         opened(path, num_proc=2)
     assert folders(tmp_path) == []
@@ -260,7 +260,7 @@ def test_a_tokenizer_a_worker_cannot_open_is_said_in_its_own_words(tmp_path, pad
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, opened, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
-    real = tokens.tokenise_file
+    real = token_cache.tokenise_file
 
     def grows(*args):
         made = real(*args)
@@ -268,7 +268,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, opened, mo
             file.write(json.dumps(small_row(99)) + "\n")
         return made
 
-    monkeypatch.setattr(tokens, "tokenise_file", grows)
+    monkeypatch.setattr(token_cache, "tokenise_file", grows)
     with pytest.raises(DataError, match="changed while it was read"):
         opened(path)
     assert folders(tmp_path) == []
@@ -287,4 +287,4 @@ def test_the_cache_lies_where_the_environment_says(tmp_path, tokenizer, monkeypa
     assert tmp_path / "mine" in source.folder.parents
     monkeypatch.delenv("ERNIEKIT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert tokens.default_cache_dir() == Path(tmp_path / "home" / ".cache" / "erniekit")
+    assert token_cache.default_cache_dir() == Path(tmp_path / "home" / ".cache" / "erniekit")

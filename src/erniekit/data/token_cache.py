@@ -24,7 +24,7 @@ from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.report import DataReport
 from erniekit.data.thinking import Thinking
-from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, Job, tokenise_file
+from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
@@ -107,7 +107,7 @@ def open_source(
     path = Path(path)
     format = format or _detected(path, pairs is not None)
     (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
-    job = Job(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
+    job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
     content, lines = digest_of(path)
     folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
     report = _opened(folder, job)
@@ -171,7 +171,7 @@ def digest_of(path: Path) -> tuple[str, int]:
     return digest.hexdigest(), lines
 
 
-def _key(job: Job, content: str) -> str:
+def _key(job: TokeniseJob, content: str) -> str:
     told = {
         "version": cache_versions.SAMPLES,
         "content": content,
@@ -187,7 +187,7 @@ def _key(job: Job, content: str) -> str:
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _opened(folder: Path, job: Job) -> DataReport | None:
+def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
     """The report of a whole cache folder; None when there is none, or it is damaged."""
     try:
         told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
@@ -200,7 +200,7 @@ def _opened(folder: Path, job: Job) -> DataReport | None:
     return report
 
 
-def _build(folder: Path, job: Job, num_proc: int, lines: int) -> DataReport:
+def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int) -> DataReport:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with only_one(folder) as alone:
@@ -216,7 +216,7 @@ def _build(folder: Path, job: Job, num_proc: int, lines: int) -> DataReport:
         ) from error
 
 
-def _write(folder: Path, job: Job, num_proc: int, lines: int, alone: bool) -> DataReport:
+def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: bool) -> DataReport:
     """Into a folder of its own, renamed when whole: a cache is complete or absent."""
     if alone:  # what a killed run left behind
         for left in folder.parent.glob(f"{folder.name}.tmp-*"):

@@ -8,7 +8,7 @@ from erniekit.cli.config_command import report
 from erniekit.cli.help import help_lines
 from erniekit.config import RunConfig, load
 from erniekit.config.flat import KEYS
-from erniekit.config.inert import INERT, WORDS
+from erniekit.config.ignored_keys import IGNORED_KEYS, IGNORED_WORDS
 from erniekit.errors import ConfigError
 
 # As ERNIEKit 1.3.0 accepts them, and two of its automatic parallelism.
@@ -63,7 +63,7 @@ def test_a_mistyped_word_is_refused_with_the_nearest():
 
 def test_help_on_a_key_names_its_words_without_effect():
     lines = help_lines(["train", "sharding_parallel_config"])
-    for word, reason in WORDS["sharding_parallel_config"].items():
+    for word, reason in IGNORED_WORDS["sharding_parallel_config"].items():
         assert f"  {word}: without effect; {reason}" in lines
     assert max(map(len, lines)) <= 120
 
@@ -71,12 +71,12 @@ def test_help_on_a_key_names_its_words_without_effect():
 def test_details_of_paddles_parallelism_have_reasons_of_their_own():
     names = """hybrid_parallel_topo_order sharding_comm_buffer_size_MB tensor_parallel_output use_sp_callback
         distributed_dataloader disable_pipeline_warmup add_tail_layers split_norm_comm"""
-    assert len({INERT[name] for name in names.split()}) == len(names.split())
-    assert not [reason for reason in INERT.values() if "Paddle's communication" in reason]
+    assert len({IGNORED_KEYS[name] for name in names.split()}) == len(names.split())
+    assert not [reason for reason in IGNORED_KEYS.values() if "Paddle's communication" in reason]
 
 
 def test_the_docs_table_is_this_table(root):
     rows = [line for line in (root / "docs/config.md").read_text().splitlines() if line.startswith("| `")]
-    for key, words in WORDS.items():
+    for key, words in IGNORED_WORDS.items():
         for word, reason in words.items():
             assert any(f"`{key}`" in row and f"`{word}`" in row and reason in row for row in rows), (key, word)
