@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from erniekit.cli.launch import train_command
+from erniekit.cli.train import train_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 

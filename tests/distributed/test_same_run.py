@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from erniekit.cli.launch import train_command
+from erniekit.cli.train import train_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -33,7 +33,8 @@ ALLOWED = {
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
-    "cli": {"config", "recipes", "export", "serve", "data"},
+    "launch": {"config"},
+    "cli": {"config", "recipes", "export", "serve", "data", "launch"},
 }  # fmt: skip
 OPEN = {"errors", "extras", "files", "heartbeat", "log", "registry", "__version__"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.cli.launch_logs import Relay, own_folder
+from erniekit.launch.logs import Relay, own_folder
 
 
 def speak(relay: Relay, rank: int, code: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli import main as cli
-from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, USER, Failure, first, read, record
 from erniekit.errors import DataError, Preempted
+from erniekit.launch.failure import CRASH, LAUNCHED, PREEMPTED, USER, Failure, first, read, record
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Several machines as one run: how their launchers meet, and what they tell each other. Used by cli/launch_agent.py."""
+"""Several machines as one run: how their launchers meet, and what they tell each other. Used by launch/agent.py."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from erniekit.cli import launch_pulse
-from erniekit.cli.launch_failure import CRASH, Failure
-from erniekit.cli.launch_pulse import PULSE_S, Machine, Pulse, notice_silence
 from erniekit.errors import ErnieKitError
+from erniekit.launch import heartbeat
+from erniekit.launch.failure import CRASH, Failure
+from erniekit.launch.heartbeat import BEAT_INTERVAL_S, Heartbeat, Machine, notice_silence
 
 if TYPE_CHECKING:
     from torch.distributed import Store
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from erniekit.cli.launch import Launch
+    from erniekit.launch.plan import LaunchPlan
 
 ASK_S = 1.0  # between two looks at what the other launchers say
 WORD_S = 2.0  # a rank that blames another gives the other's launcher so long to speak first
@@ -35,7 +35,7 @@ class Apart(ErnieKitError):
     exit_code = 1
 
 
-def rendezvous(launch: Launch) -> tuple[RendezvousHandler, str | None]:
+def rendezvous(launch: LaunchPlan) -> tuple[RendezvousHandler, str | None]:
     """torch's meeting point for this run, and the address of this machine that the others can reach."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -93,7 +93,7 @@ def interface_of(address: str) -> str | None:
 class Nodes:
     """What the launchers of one attempt write into the store they met at. One node talks to nobody."""
 
-    def __init__(self, store: Store, me: Machine, launch: Launch, launcher: str) -> None:
+    def __init__(self, store: Store, me: Machine, launch: LaunchPlan, launcher: str) -> None:
         from torch.distributed import PrefixStore, TCPStore
 
         self.store, self.me, self.count, self.launch = store, me.number, me.of, launch
@@ -102,13 +102,13 @@ class Nodes:
         self.machines = [me]
         self._asked = 0.0
         self._server: Any = None
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         if self.count > 1:
             notice_silence(launch.port)
             wait = timedelta(seconds=launch.join_timeout_s)
             own = TCPStore(launch.address, launch.port, None, False, wait, wait_for_workers=False)
             notice_silence(launch.port)
-            self._pulse = Pulse(PrefixStore(f"erniekit/{launch.run_id}", own), self.me, self.count, launcher)
+            self._heartbeat = Heartbeat(PrefixStore(f"erniekit/{launch.run_id}", own), self.me, self.count, launcher)
             store.set(f"erniekit/machine/{self.me}", me.to_json())
 
     def agree(self, attempt: int, timeout: float) -> int:
@@ -119,8 +119,8 @@ class Nodes:
         until = time.monotonic() + timeout
         names = [f"erniekit/attempt/{node}" for node in range(self.count)]
         while True:
-            if self._pulse:
-                self._pulse.announce(attempt)
+            if self._heartbeat:
+                self._heartbeat.announce(attempt)
             self.store.set(names[self.me], str(attempt))
             there = [int(self.store.get(name)) if self.store.check([name]) else -1 for name in names]
             attempt = max(there)
@@ -133,10 +133,10 @@ class Nodes:
             time.sleep(0.1)
 
     def _begin(self) -> None:
-        if self._pulse:
+        if self._heartbeat:
             said = self.store.multi_get([f"erniekit/machine/{node}" for node in range(self.count)])
             self.machines = [Machine.from_json(word) for word in said]
-            self._pulse.start()
+            self._heartbeat.start()
 
     def late(self, numbers: Sequence[int]) -> Apart:
         """The error of waiting for these in vain; who they are, the last attempt has left in the store."""
@@ -153,7 +153,7 @@ class Nodes:
 
     def launch_name(self) -> str:
         """One for all attempts and machines: that of the launcher that was the first to ask."""
-        return self._pulse.launch_name() if self._pulse else self._launcher
+        return self._heartbeat.launch_name() if self._heartbeat else self._launcher
 
     def meeting_point(self, timeout: float) -> tuple[str, int]:
         """Host and port of a store for this attempt's ranks: an old one holds addresses of ranks that are gone."""
@@ -172,9 +172,9 @@ class Nodes:
         if self.count == 1:
             return failure
         name = f"erniekit/failed/{self.attempt}"
-        until = time.monotonic() + (launch_pulse.QUIET_S + 2 * PULSE_S if failure.peer else 0)
+        until = time.monotonic() + (heartbeat.QUIET_S + 2 * BEAT_INTERVAL_S if failure.peer else 0)
         while not self.store.check([name]) and time.monotonic() < until:
-            if lost := self.lost(again, launch_pulse.QUIET_S):
+            if lost := self.lost(again, heartbeat.QUIET_S):
                 failure = lost
                 break
             time.sleep(0.05)
@@ -186,10 +186,10 @@ class Nodes:
 
     def lost(self, again: bool, seconds: float = 0.0) -> Failure | None:
         """The loss of machines whose launchers are silent for so long, or were started anew. again: we may restart."""
-        if self._pulse is None:
+        if self._heartbeat is None:
             return None
-        back = self._pulse.replaced()
-        gone = [n for n in self._pulse.silent(seconds or launch_pulse.LOST_S) if n not in back]
+        back = self._heartbeat.replaced()
+        gone = [n for n in self._heartbeat.silent(seconds or heartbeat.LOST_S) if n not in back]
         lines = [f"error: lost, and back: {self.machines[n]}" for n in back]
         lines += [f"error: lost: {self.machines[n]}" for n in gone]
         if not lines:
@@ -215,12 +215,12 @@ class Nodes:
 
     def done(self) -> None:
         """The ranks of this machine have finished."""
-        if self._pulse:
-            self._pulse.done()
+        if self._heartbeat:
+            self._heartbeat.done()
 
     def close(self) -> None:
-        if self._pulse:
-            self._pulse.close()
+        if self._heartbeat:
+            self._heartbeat.close()
 
     def goodbye(self, missing: int = 0) -> None:
         """The last word is said: stay until all have it, as one of us is the host of the store."""

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from erniekit.cli import launch_pulse
-from erniekit.cli.launch_pulse import Machine, Pulse, newest_checkpoint, notice_silence
+from erniekit.launch import heartbeat
+from erniekit.launch.heartbeat import Heartbeat, Machine, newest_checkpoint, notice_silence
 
 
 @pytest.fixture
-def pulse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Pulse]]:
+def pulse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Heartbeat]]:
     """pulse(number, launcher): one of two machines, announced; each has a connection of its own."""
-    monkeypatch.setattr(launch_pulse, "PULSE_S", 0.05)
+    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL_S", 0.05)
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    made: list[Pulse] = []
+    made: list[Heartbeat] = []
 
-    def make(number: int, launcher: str) -> Pulse:
+    def make(number: int, launcher: str) -> Heartbeat:
         own = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-        made.append(Pulse(own, number, 2, launcher))
+        made.append(Heartbeat(own, number, 2, launcher))
         made[-1].announce(0)
         return made[-1]
 
@@ -89,8 +89,8 @@ def test_connections_to_the_meeting_point_get_a_time_limit_and_others_do_not() -
             idle = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
             every, count = (ours.getsockopt(socket.IPPROTO_TCP, o) for o in (socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
     assert kept == [1, 0]
-    assert limits == [launch_pulse.LOST_S * 1000, 0]
-    assert idle + every * count == launch_pulse.LOST_S
+    assert limits == [heartbeat.LOST_S * 1000, 0]
+    assert idle + every * count == heartbeat.LOST_S
 
 
 def test_a_machine_is_named_by_number_host_address_and_ranks() -> None:

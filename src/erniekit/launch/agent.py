@@ -1,6 +1,6 @@
-"""torch's launcher with our manners: the failed rank's own words first, nobody left behind, a save before leaving.
+"""torch's elastic agent, extended: shows the failed rank's own error first, leaves no process behind, saves before ending.
 
-Called by cli/launch.py. torch meets the other machines, numbers the ranks, starts and restarts them; this decides when.
+Used by start.py. torch meets the other machines, numbers the ranks, starts and restarts them; this decides when.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-from erniekit.cli.launch import LAUNCH_NAME, Launch
-from erniekit.cli.launch_failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
-from erniekit.cli.launch_logs import LAUNCHER_LOG, Relay, own_folder
-from erniekit.cli.launch_nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
-from erniekit.cli.launch_pulse import Machine, newest_checkpoint, notice_silence
 from erniekit.errors import ConfigError
+from erniekit.launch.failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
+from erniekit.launch.heartbeat import Machine, newest_checkpoint, notice_silence
+from erniekit.launch.logs import LAUNCHER_LOG, Relay, own_folder
+from erniekit.launch.nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
+from erniekit.launch.plan import LAUNCH_NAME, LaunchPlan
 from erniekit.log import say
 
 LEAVE_S = 8.0  # from SIGTERM to SIGKILL for the ranks whose peer is gone
@@ -41,7 +41,7 @@ NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-def run_ranks(launch: Launch, command: list[str]) -> int:
+def run_ranks(launch: LaunchPlan, command: list[str]) -> int:
     """Start `command` in every rank of this machine and see it through; the exit code for the shell."""
     try:
         logs = own_folder(launch.log_dir)
@@ -110,7 +110,7 @@ class RankLogs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """One per machine. torch's loop calls `_monitor_workers` ten times a second; a FAILED from it restarts or ends."""
 
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, launch: Launch, relay: Relay, here: str | None) -> None:
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, launch: LaunchPlan, relay: Relay, here: str | None) -> None:
         super().__init__(spec, logs)
         self.launch, self.relay, self.here, self.logs = launch, relay, here, logs
         self.exit_code, self.met = 0, False
@@ -347,7 +347,7 @@ def _remarks_to_a_file(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(launch: Launch) -> Iterator[None]:
+def _environment(launch: LaunchPlan) -> Iterator[None]:
     """What every rank of this machine inherits; ours again afterwards."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.nproc)))
@@ -379,7 +379,7 @@ def _first_line(error: Exception) -> str:
     return str(error.__cause__ or error).splitlines()[0]
 
 
-def _apart(launch: Launch, error: Exception) -> Apart:
+def _apart(launch: LaunchPlan, error: Exception) -> Apart:
     what = _first_line(error)
     if launch.nnodes == 1:
         return Apart(f"the ranks cannot meet: {what}", where=f"port {launch.port}", fix="unset MASTER_PORT and master")

@@ -1,6 +1,6 @@
 """Which machines of a run are still there: each launcher's heartbeat, and sockets that notice a silent network.
 
-Used by cli/launch_nodes.py. A machine that is switched off, or whose cable is pulled, closes no connection.
+Used by launch/nodes.py. A machine that is switched off, or whose cable is pulled, closes no connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-PULSE_S = 1.0  # between two heartbeats of a launcher
+BEAT_INTERVAL_S = 1.0  # between two heartbeats of a launcher
 QUIET_S = 4.0  # silence of a launcher after which it is to blame, when ranks have lost touch with a peer
 LOST_S = 30.0  # silence after which a machine is lost, whatever the ranks say
 DONE = "done"  # the last beat of a launcher whose ranks have finished
@@ -76,7 +76,7 @@ def notice_silence(port: int) -> None:
                     ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(LOST_S * 1000))
 
 
-class Pulse:
+class Heartbeat:
     """A thread that beats and listens. Its store is a connection of its own: the agent's may wait in C++ for long.
 
     `announce` before all have agreed on an attempt, `start` after; so every beat is there when it is asked for.
@@ -130,7 +130,7 @@ class Pulse:
 
     def _run(self) -> None:
         count = 0
-        while not self._stop.wait(PULSE_S):
+        while not self._stop.wait(BEAT_INTERVAL_S):
             count += 1
             try:
                 self.store.set(self._names[self.me], f"{self._launcher}:{self._word or count}")

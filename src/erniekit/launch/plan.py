@@ -1,21 +1,19 @@
-"""`erniekit train`: in this process on one device, else one process per device on every machine, by torch's launcher.
+"""The launch plan: how many ranks on which machines, from the keys and the environment, before torch is imported.
 
-Everything here happens before torch is imported; cli/launch_agent.py starts and watches the ranks.
+Used by cli/train.py, start.py and agent.py.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from erniekit.cli.system_limits import NEEDED_BY_RANKS, require_descriptors
-from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
 
 DEFAULT_PORT = 8080
@@ -27,7 +25,7 @@ GPUS_VISIBLE = "CUDA_VISIBLE_DEVICES"  # of auto, gpu and the makes that call th
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchPlan:
     """Who is started where. Without `node_rank` the machines get their numbers in the order they arrive."""
 
     nproc: int
@@ -46,31 +44,6 @@ class Launch:
     @property
     def world(self) -> int:
         return self.nproc * self.nnodes
-
-
-def train_command(args: list[str]) -> int:
-    from erniekit.recipes import run
-
-    cfg = load(args, "train")
-    if not inside():
-        choose_devices(cfg)
-        launch = plan(cfg)
-        if needed(launch, cfg):
-            refuse_later(cfg)
-            require_descriptors(NEEDED_BY_RANKS)
-            run.check_world(cfg, launch.world)
-            run.take_output(cfg)
-            return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
-    run.run_train(cfg, ["erniekit", "train", *args], launch_name())
-    return 0
-
-
-def start(launch: Launch, command: list[str]) -> int:
-    """Run `command` in every rank until all are done; returns the exit code for the shell."""
-    _import_torch()
-    from erniekit.cli.launch_agent import run_ranks
-
-    return run_ranks(launch, command)
 
 
 def inside(env: Mapping[str, str] | None = None) -> bool:
@@ -92,12 +65,12 @@ def launch_name(env: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def needed(launch: Launch, cfg: RunConfig) -> bool:
+def needed(launch: LaunchPlan, cfg: RunConfig) -> bool:
     """One process needs no launcher, unless it is to be started again when it crashes."""
     return launch.world > 1 or (cfg.given("max_restarts") and launch.max_restarts > 0)
 
 
-def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> Launch:
+def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     env = os.environ if env is None else env
     nnodes = cfg.launch.nnodes or _number(env, "NNODES", 1)
     node_rank = _node_rank(cfg, env, nnodes)
@@ -110,7 +83,7 @@ def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> Launch:
         )
     if nnodes == 1:  # any free port, or the one that was named: torch's fixed meeting point takes it as it is
         address, node_rank = "127.0.0.1", 0 if port else None
-    return Launch(
+    return LaunchPlan(
         nproc=_processes(cfg, env),
         nnodes=nnodes,
         node_rank=node_rank,
@@ -142,7 +115,7 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
         return asked or 1
     there = visible_devices(env, device)
     if there > 1 and device not in VISIBLE:  # worth asking torch, which is imported next anyway
-        there = min(there, _import_torch().cuda.device_count())
+        there = min(there, import_torch().cuda.device_count())
     if there and asked and asked > there:
         raise DeviceError(
             f"nproc_per_node is {asked} and {there} devices are visible here",
@@ -152,7 +125,7 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
     return asked or max(1, there)
 
 
-def _import_torch() -> Any:
+def import_torch() -> Any:
     """Into the launcher, where its C++ remarks on lost connections would hide the rank's own words."""
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,6 +1,6 @@
 """Why a rank ended: written by the rank beside its exit code, read and shown by the launcher. No torch in here.
 
-`record` is called by cli/main.py in the rank; `read` and `first` by cli/launch_agent.py.
+`record` is called by cli/main.py in the rank; `read` and `first` by launch/agent.py.
 """
 
 from __future__ import annotations

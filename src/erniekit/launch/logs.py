@@ -1,4 +1,4 @@
-"""Where the ranks' words go: each into its workerlog.N, rank 0's onto the screen as well. Used by cli/launch_agent.py.
+"""The ranks' output: each into its workerlog.N, rank 0's onto the screen as well. Used by launch/agent.py.
 
 A rank writes into a pipe, or into a terminal of its own where ours is one, so that its progress bar stays a bar.
 """
@@ -47,7 +47,7 @@ def _foreign_logs(folder: Path) -> bool:
 
 
 @dataclass
-class _Stream:
+class _RankOutput:
     """One end of a rank's output that we read."""
 
     rank: int
@@ -64,7 +64,7 @@ class Relay:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _RankOutput] = {}
         self._select = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._mid_line = self._muted = self._closed = False
@@ -150,7 +150,7 @@ class Relay:
             ours, theirs = os.pipe()
             path = f"/dev/fd/{theirs}"
         os.set_blocking(ours, False)
-        stream = _Stream(rank, ours, log, screen, terminal, others=[theirs])
+        stream = _RankOutput(rank, ours, log, screen, terminal, others=[theirs])
         self._streams[ours] = stream
         self._select.register(ours, selectors.EVENT_READ, stream)
         if self._thread is None:
@@ -158,7 +158,7 @@ class Relay:
             self._thread.start()
         return path
 
-    def _drop(self, stream: _Stream) -> None:
+    def _drop(self, stream: _RankOutput) -> None:
         self._log(stream, b"", last=True)
         self._select.unregister(stream.fd)
         del self._streams[stream.fd]
@@ -182,12 +182,12 @@ class Relay:
             return False
         for key, _ in self._select.select(wait):
             with self._lock:
-                stream: _Stream = key.data
+                stream: _RankOutput = key.data
                 if stream.fd in self._streams and self._streams[stream.fd] is stream:
                     came = self._move(stream) or came
         return came
 
-    def _move(self, stream: _Stream) -> bool:
+    def _move(self, stream: _RankOutput) -> bool:
         try:
             data = os.read(stream.fd, 1 << 16)
         except (BlockingIOError, InterruptedError):
@@ -202,7 +202,7 @@ class Relay:
         self._log(stream, data)
         return True
 
-    def _log(self, stream: _Stream, data: bytes, last: bool = False) -> None:
+    def _log(self, stream: _RankOutput, data: bytes, last: bool = False) -> None:
         """Whole lines, without colours; of a line that was drawn over again and again, the last state."""
         text = stream.rest + data
         lines, end, stream.rest = text.rpartition(b"\n")

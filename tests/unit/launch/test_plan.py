@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.cli.launch import Launch, choose_devices, inside, launch_name, needed, plan, visible_devices
 from erniekit.config import load
 from erniekit.errors import ConfigError, DeviceError
+from erniekit.launch.plan import LaunchPlan, choose_devices, inside, launch_name, needed, plan, visible_devices
 
 
-def planned(words: str = "", **env: str) -> Launch:
+def planned(words: str = "", **env: str) -> LaunchPlan:
     return plan(load(["device=cpu", *shlex.split(words)]), env)
 
 
@@ -138,7 +138,7 @@ def test_planning_imports_no_torch_on_one_device(root: Path) -> None:
     import sys
 
     code = (
-        "import sys; from erniekit.cli.launch import plan, needed; from erniekit.config import load;"
+        "import sys; from erniekit.launch.plan import plan, needed; from erniekit.config import load;"
         "cfg = load([]); assert not needed(plan(cfg, {'CUDA_VISIBLE_DEVICES': '0'}), cfg);"
         "print('torch' in sys.modules)"
     )
