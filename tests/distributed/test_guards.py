@@ -14,7 +14,7 @@ from erniekit.parallel.mesh import Layout, World
 from erniekit.train.agreement import StepAgreement, agree_on_stop, decide_finite
 from erniekit.train.drift import Block, ReplicaDrift, ReplicasDiffer
 from erniekit.train.stragglers import Stragglers
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

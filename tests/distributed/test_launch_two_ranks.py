@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import Launcher, alive, forked
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("two_ranks")  # they share the run that nobody disturbs
 

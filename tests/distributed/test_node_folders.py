@@ -24,8 +24,8 @@ from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 from erniekit.parallel.mesh import Layout, World
 from erniekit.recipes.finish import publish_on_nodes
-from fake_sharding import FakeSharding, Held
-from ranks import Ranks
+from support.fake_sharding import FakeSharding, Held
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launchers import Launcher, alive, forked
 from test_nodes import Host, ip
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("nodes")  # in turn: each has four processes or more
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from memory import MEMORY
+from support.memory import MEMORY
 
 LIMIT = 1.5 * 2**30  # bytes, the process and its workers together
 

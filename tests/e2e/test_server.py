@@ -12,7 +12,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from serving import Live, tiny_folder
+from support.serving import Live, tiny_folder
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -30,7 +30,7 @@ from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.loaded_models import with_adapter
-from serving import Program
+from support.serving import Program
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("vllm")]
 

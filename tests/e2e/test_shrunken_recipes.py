@@ -19,7 +19,7 @@ from erniekit.config import load, not_yet_supported
 from erniekit.demo.tiny import make_tokenizer
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from erniekit.api import run as train_here
 from erniekit.cli import main
-from erniekit.launch import agent, failure
+from erniekit.launch import agent, failure  # noqa: F401 - so that no rank has to
 
 ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,7 +43,7 @@ def child(job: dict[str, Any], rank: int, port: str) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
         if job["launcher"]:
             os.chdir(folder)
             code = main.main(["train", *job["words"]])
@@ -66,7 +66,7 @@ def child(job: dict[str, Any], rank: int, port: str) -> None:
 
 def serve() -> None:
     running: dict[int, tuple[int, int, int]] = {}  # pidfd -> job, rank, pid
-    lines = open(0, "rb", buffering=0, closefd=False)
+    lines = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - select and readline must see the same
     while True:
         ready, _, _ = select.select([lines, *running], [], [])
         for fd in ready:
@@ -100,7 +100,7 @@ def tell(**values: Any) -> None:
 
 def warm(words: list[str]) -> None:
     """One step in this process imports what a first step imports; its threads must be gone before the first fork."""
-    out, sys.stdout = sys.stdout, open(os.devnull, "w")
+    out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
     train_here("train", *words)
     sys.stdout = out
     assert threading.active_count() == 1, threading.enumerate()

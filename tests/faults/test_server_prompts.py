@@ -17,7 +17,7 @@ import pytest
 
 from erniekit.serve import prompt_work
 from faults.results import fault
-from serving import Live, Program, tiny_folder, until
+from support.serving import Live, Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -1,4 +1,4 @@
-"""torch's elastic agent, extended: shows the failed rank's own error first, leaves no process behind, saves before ending.
+"""torch's elastic agent, extended: shows the failed rank's own error first, leaves no process behind, lets ranks save.
 
 Used by start.py. torch meets the other machines, numbers the ranks, starts and restarts them; this decides when.
 """

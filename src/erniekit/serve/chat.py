@@ -127,7 +127,7 @@ class ChatSession:
     """A conversation so far. Thoughts are no part of it; what failed or was refused leaves no trace."""
 
     client: Client
-    request_fields: Mapping[str, Any]
+    options: Mapping[str, Any]
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
 

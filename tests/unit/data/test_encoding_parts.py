@@ -12,7 +12,7 @@ from erniekit.data import tokenizer as module
 from erniekit.data.template import PromptTooLong, _Rendering, prompt_ids
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage, Conversation
-from small_tokenizers import KINDS, make
+from support.small_tokenizers import KINDS, make
 
 
 @pytest.fixture(params=KINDS)

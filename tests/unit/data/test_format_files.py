@@ -16,8 +16,8 @@ import pytest
 from erniekit.data.formats import detect, read, rows
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
-from jsonl import write_jsonl
-from memory import MEMORY
+from support.jsonl import write_jsonl
+from support.memory import MEMORY
 
 ROW = {"src": ["q1", "q2"], "tgt": ["a1", "a2"]}
 

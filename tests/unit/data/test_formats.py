@@ -13,7 +13,7 @@ from erniekit.data.formats import FORMATS, detect, parse, read
 from erniekit.data.inspect import data_command
 from erniekit.data.types import ChatMessage, Conversation, RowProblem
 from erniekit.errors import DataError
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 ROW = {"src": ["q1", "q2"], "tgt": ["a1", "a2"]}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

@@ -12,7 +12,7 @@ from erniekit.data.report import total_lines
 from erniekit.data.token_cache import open_sources
 from erniekit.data.types import IGNORE, RowProblem
 from erniekit.errors import DataError
-from jsonl import small_row, write_jsonl
+from support.jsonl import small_row, write_jsonl
 
 
 def test_bad_rows_are_all_listed_with_file_line_and_reason(tmp_path, opened):

@@ -16,7 +16,7 @@ from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem
 from erniekit.serve.output_parser import OutputParser
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 E = "<|end_of_sentence|>"
 # As thinking models have it: thoughts before the last question are left out, and the prompt may open the thought.

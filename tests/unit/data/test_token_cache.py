@@ -17,7 +17,7 @@ from erniekit.data.formats import read
 from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError, DataError
-from jsonl import small_row, write_jsonl
+from support.jsonl import small_row, write_jsonl
 
 
 def folders(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from erniekit.data.formats import parse, parse_pair
 from erniekit.data.inspect import data_command
 from erniekit.data.types import ChatMessage, RowProblem
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 ASKED, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TOLD = {"role": "tool", "content": "t", "tool_call_id": "c1"}

@@ -21,8 +21,8 @@ from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.losses.causal import causal_loss
 from erniekit.recipes.evaluate import in_words
 from erniekit.track.results import write_results
-from jsonl import write_jsonl
-from recorded import tiny_folder
+from support.jsonl import write_jsonl
+from support.recorded import tiny_folder
 
 KEYS: dict[str, Any] = dict(max_seq_len=160, compute_type="fp32", device="cpu")
 

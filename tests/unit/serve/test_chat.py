@@ -32,7 +32,7 @@ from erniekit.serve.chat import ChatSession, ask, connect, converse, own_flags, 
 from erniekit.serve.chat_client import Address, Client
 from erniekit.serve.folder import choose_folder
 from erniekit.serve.generate import Generator, Sampling
-from serving import Live, until
+from support.serving import Live, until
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -16,7 +16,7 @@ from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.serve import loaded_models
 from erniekit.serve.engines.embedded import EngineLimits
-from serving import tiny_folder
+from support.serving import tiny_folder
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
     return Target(
         model=weights.path.resolve(),
         name=base or weights.path.resolve().name,
-        adapter_folders={name: path.resolve() for name, path in named.items()},
+        adapters={name: path.resolve() for name, path in named.items()},
         rank=rank,
         host=cfg.serve.host,
         port=port,

@@ -23,7 +23,7 @@ from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.serve.engines import EXTERNAL
 from erniekit.serve.engines.external import make_target
-from serving import Program, tiny_folder, until
+from support.serving import Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -20,7 +20,7 @@ from erniekit.config import load
 from erniekit.net.connections import ConnectionLimits, limited
 from erniekit.serve.loaded_models import find_models, load_models
 from erniekit.serve.server import bind, make_application
-from recorded import tiny_folder as tiny_folder  # for those that serve it
+from support.recorded import tiny_folder as tiny_folder  # for those that serve it
 
 
 class Live:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 
 def tiny_folder(paddle: Path, target: Path, family: str = "dense_old") -> Path:
