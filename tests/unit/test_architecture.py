@@ -97,3 +97,17 @@ def test_no_module_opens_without_saying_what_it_is_for() -> None:
         if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
     ]
     assert not silent
+
+
+# Class names that two rooms still define; a new one is a mistake.
+SHARED_CLASS_NAMES = {"Fused", "Options", "RowUpdate", "Shape", "Stage"}
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    found: dict[str, list[str]] = {}
+    for file in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(file.relative_to(SRC)))
+    twice = {name: files for name, files in found.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES}
+    assert not twice

@@ -1,6 +1,6 @@
 """How one run is spread over devices: the degrees, what is cut, and in which order a pipeline works.
 
-Read by parallel/world.py (the layout) and recipes/build.py. Layouts change where numbers live, never what they are.
+Read by config/world.py (the layout) and the recipes. Layouts change where numbers live, never what they are.
 """
 
 from __future__ import annotations
