@@ -15,7 +15,6 @@ from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 from erniekit.files.json_file import MAX_BYTES, read_value
 
-
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".pdparams", ".pdopt", ".pdstates")
 _MAX_HEADER = 32 << 20  # bytes: some 200,000 tensors in one file; larger ones take seconds and gigabytes to parse
 _BITS = {
