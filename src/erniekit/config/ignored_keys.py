@@ -20,7 +20,6 @@ _REASONS = {
     "the allocator grows as needed": "pre_alloc_memory",
     "read by no version of ERNIEKit": "pad_to_max_seqlen",
     "pickled weights are never read: convert them to safetensors": "allow_pickle",
-    "evaluation reads every row of every file once": "eval_dataset_prob",
     "gone since ERNIEKit 1.2.0; use download_hub": "from_hf_hub from_aistudio from_modelscope",
     "the layout is read from the files; save_format says how to write": """
         use_huggingface_model convert_from_hf save_to_hf""",

@@ -27,6 +27,7 @@ class DataSection:
         (), "Evaluation files. None: no evaluation.", also=("eval_data",), commas=True, basic=True, path="several"
     )
     eval_dataset_type: tuple[str, ...] = key((), "As train_dataset_type.", commas=True)
+    eval_dataset_prob: tuple[float, ...] = key((), "As train_dataset_prob.", low=0, commas=True)
     max_seq_len: int = key(
         4096,
         "Tokens per sequence; lower it first when memory runs out.",
