@@ -5,7 +5,6 @@ Made by config.load; handed around by the recipes; stored in checkpoints, run.js
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -135,19 +134,6 @@ class RunConfig:
     def resume_keys(self) -> dict[str, Any]:
         """The values that decide what the next step does: a resumed run must have the same."""
         return {name: _as_json(self[name]) for name, k in KEYS.items() if k.fixed}
-
-    def resume_hash(self) -> str:
-        text = json.dumps(self.resume_keys(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def changed_since(self, resume_keys: Mapping[str, Any]) -> list[Note]:
-        """What differs from the `resume_keys` a checkpoint stored, as notes; keys of other versions are passed over."""
-        now = self.resume_keys()
-        return [
-            Note(name, old, now[name], f"{old!r} in the checkpoint; now from {self.origin(name)}")
-            for name, old in resume_keys.items()
-            if name in now and now[name] != old
-        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {

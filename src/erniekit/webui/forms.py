@@ -55,14 +55,6 @@ class Form:
     def basic(self) -> tuple[FieldSpec, ...]:
         return tuple(f for f in self.fields if f.basic)
 
-    def by_section(self) -> dict[str, list[FieldSpec]]:
-        """The fields that are not basic, by the topic they belong to."""
-        out: dict[str, list[FieldSpec]] = {}
-        for f in self.fields:
-            if not f.basic:
-                out.setdefault(f.section, []).append(f)
-        return out
-
     def defaults(self) -> dict[str, Any]:
         return {f.key: f.default for f in self.fields}
 
