@@ -54,10 +54,10 @@ def test_all_98_recorded_recipes_resolve_with_their_values(tmp_path):
     assert len(RECIPES) == 98
     for name, values in RECIPES.items():
         cfg = resolve(tmp_path, name, values)
-        inert = {item.key for item in cfg.inert}
+        ignored = {item.key for item in cfg.ignored}
         derived = {n.key for n in cfg.notes if n.changes}
         for key, value in keys(values).items():
-            if key in inert:
+            if key in ignored:
                 continue
             assert cfg.origin(key) != "default", (name, key)
             if key not in derived and isinstance(value, (int, float)) and not isinstance(cfg[key], tuple):
@@ -108,7 +108,7 @@ def test_a_layout_alone_stops_no_recipe(tmp_path):
         refuse_later(cfg)
         spread += cfg.parallel.tensor_parallel_degree * cfg.parallel.pipeline_parallel_degree > 1
         words = cfg.parallel.pipeline_parallel_config
-        told = {item.name for item in cfg.inert if item.key == "pipeline_parallel_config"}
+        told = {item.name for item in cfg.ignored if item.key == "pipeline_parallel_config"}
         assert told == set(words), name
     assert spread == 21
 
@@ -125,7 +125,7 @@ def test_shipped_recipes_hold_the_recorded_values(root, name, tmp_path):
     theirs = resolve(tmp_path, name, RECIPES[name])
     differ = {key for key in KEYS if ours[key] != theirs[key]}
     assert differ <= (LEFT_OUT_OF_SMALL if "0.3B" in name else LEFT_OUT)
-    assert all(item.key in KEYS for item in ours.inert)  # words of a layout, no key
+    assert all(item.key in KEYS for item in ours.ignored)  # words of a layout, no key
     assert all(not item.stops for item in not_yet_supported(ours)) or "wint8" in name or "fp8" in name
 
 

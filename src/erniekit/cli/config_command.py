@@ -39,7 +39,7 @@ def purpose(cfg: RunConfig) -> str:
         return "train"
     if cfg.data.eval_dataset_path:
         return "eval"
-    if any(i.key == "hf_hub_id" for i in cfg.inert) or cfg.given("max_shard_size"):
+    if any(i.key == "hf_hub_id" for i in cfg.ignored) or cfg.given("max_shard_size"):
         return "export"
     return "chat" if cfg.given("max_new_tokens") or cfg.given("max_model_len") else "train"
 
@@ -117,7 +117,7 @@ def _in_columns(section: str, cells: list[str]) -> Iterator[str]:
 
 def _inert_lines(cfg: RunConfig) -> list[str]:
     by_reason: dict[str, list[str]] = {}
-    for item in cfg.inert:
+    for item in cfg.ignored:
         by_reason.setdefault(item.reason, []).append(item.name)
     return [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
 

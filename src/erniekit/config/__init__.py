@@ -34,10 +34,10 @@ def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] |
     values, notes = resolve({**DEFAULTS, **given}, sources, command)
     origins = {name: g.origin for name, g in sources.given.items()}
     origins |= {n.key: "derived" for n in notes if n.changes}
-    inert = [IgnoredKey(name, g.value, g.origin) for name, g in sources.inert.items()]
+    ignored = [IgnoredKey(name, g.value, g.origin) for name, g in sources.ignored.items()]
     idle = ((name, word) for name, k in KEYS.items() if k.idle for word in values[name] if word in k.idle)
-    inert += [IgnoredKey(name, word, origins[name]) for name, word in idle]
-    return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(inert))
+    ignored += [IgnoredKey(name, word, origins[name]) for name, word in idle]
+    return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(ignored))
 
 
 def need(cfg: RunConfig, *names: str) -> None:

@@ -81,7 +81,7 @@ class RunConfig:
     files: tuple[str, ...] = ()  # recipes read
     origins: Mapping[str, str] = field(default_factory=dict)  # of every key that is not at its default
     notes: tuple[Note, ...] = ()
-    inert: tuple[IgnoredKey, ...] = ()
+    ignored: tuple[IgnoredKey, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         """The value of a flat key."""
@@ -117,7 +117,7 @@ class RunConfig:
                 raise ConfigError(f"unknown key {name!r}", where="replace", fix=f"nearest: {suggest(name)}")
             values[known] = convert(KEYS[known], value, "replace")
             origins[known] = "argument"
-        return make_run(values, self.command, self.files, origins, self.notes, self.inert)
+        return make_run(values, self.command, self.files, origins, self.notes, self.ignored)
 
     def derive(self, *notes: Note) -> RunConfig:
         """The same run after notes that came too late for the rules; one takes the place of an earlier on its key."""
@@ -129,7 +129,7 @@ class RunConfig:
             at = next((i for i, n in enumerate(kept) if n.key == note.key and n.changes), len(kept))
             old = kept[at].old if at < len(kept) else note.old
             kept[at : at + 1] = [replace(note, old=old)] if old != note.new else []
-        return make_run(values, self.command, self.files, origins, tuple(kept), self.inert)
+        return make_run(values, self.command, self.files, origins, tuple(kept), self.ignored)
 
     def resume_keys(self) -> dict[str, Any]:
         """The values that decide what the next step does: a resumed run must have the same."""
@@ -142,7 +142,7 @@ class RunConfig:
             "values": {name: _as_json(value) for name, value in self.flat().items()},
             "origins": dict(self.origins),
             "notes": [{**asdict(n), "old": _as_json(n.old), "new": _as_json(n.new)} for n in self.notes],
-            "inert": [{**asdict(i), "reason": i.reason} for i in self.inert],
+            "inert": [{**asdict(i), "reason": i.reason} for i in self.ignored],
         }
 
     def to_json(self) -> str:
@@ -157,9 +157,9 @@ class RunConfig:
             if name in KEYS and not KEYS[name].secret:
                 values[name] = convert(KEYS[name], value, "stored run")
         notes = tuple(_stored_note(n) for n in data.get("notes", ()))
-        inert = tuple(IgnoredKey(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
+        ignored = tuple(IgnoredKey(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
         files = tuple(data.get("files", ()))
-        return make_run(values, data.get("command", "train"), files, data.get("origins", {}), notes, inert)
+        return make_run(values, data.get("command", "train"), files, data.get("origins", {}), notes, ignored)
 
 
 def make_run(
@@ -168,9 +168,9 @@ def make_run(
     files: tuple[str, ...],
     origins: Mapping[str, str],
     notes: tuple[Note, ...],
-    inert: tuple[IgnoredKey, ...],
+    ignored: tuple[IgnoredKey, ...],
 ) -> RunConfig:
-    return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, inert=inert)
+    return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, ignored=ignored)
 
 
 def _as_json(value: Any) -> Any:

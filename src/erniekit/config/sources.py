@@ -43,10 +43,10 @@ class Given:
 
 @dataclass
 class Sources:
-    """What was given, by declared key; `inert` holds the keys that are accepted without effect."""
+    """What was given, by declared key; `ignored` holds the keys that are accepted without effect."""
 
     given: dict[str, Given] = field(default_factory=dict)
-    inert: dict[str, Given] = field(default_factory=dict)
+    ignored: dict[str, Given] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     sectioned: bool = False  # a pre-training YAML was read
     unknown: list[tuple[str, str]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Sources:
                 value = _merged(self.given[name].value or {}, value)
             self.given[name] = Given(value, origin, self._order, in_file)
         elif name in IGNORED_KEYS:
-            self.inert[name] = Given(value, origin, self._order, in_file)
+            self.ignored[name] = Given(value, origin, self._order, in_file)
         else:
             self.unknown.append((name, origin))
 

@@ -42,16 +42,16 @@ def test_words_without_effect_are_told_each_with_its_reason():
     cfg = load(
         ["pipeline_parallel_config=disable_partial_send_recv use_dualpipev", "unified_checkpoint_config=async_save"]
     )
-    (item,) = cfg.inert
+    (item,) = cfg.ignored
     assert (item.name, item.key) == ("disable_partial_send_recv", "pipeline_parallel_config")
     assert item.reason == "whole tensors are always sent"
     assert any("disable_partial_send_recv (whole tensors are always sent)" in line for line in report(cfg))
-    assert RunConfig.from_json(cfg.to_json()).inert == cfg.inert
+    assert RunConfig.from_json(cfg.to_json()).ignored == cfg.ignored
 
 
 def test_words_a_rule_brings_are_told_as_well():
     cfg = load(["unified_checkpoint_config=enable_all_options"])
-    assert [item.name for item in cfg.inert] == ["skip_save_model_weight"]
+    assert [item.name for item in cfg.ignored] == ["skip_save_model_weight"]
 
 
 def test_a_mistyped_word_is_refused_with_the_nearest():

@@ -90,7 +90,7 @@ def test_resume_keys_survive_json():
 
 def test_inert_keys_come_with_their_reason():
     cfg = load(["--fuse_rope", "1"])
-    (item,) = cfg.inert
+    (item,) = cfg.ignored
     assert item.key == "fuse_rope"
     assert "kernel" in item.reason
 
