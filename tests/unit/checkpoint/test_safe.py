@@ -98,6 +98,7 @@ def test_a_pickle_is_refused_by_name_and_the_error_names_the_way_out(tmp_path):
         check_safetensors(tmp_path / "pytorch_model.bin")
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 200_000])
 def test_json_that_is_none_is_said_with_its_name(tmp_path, content):
     (tmp_path / "state.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state\.json is not JSON"):
