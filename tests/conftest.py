@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: a pool of threads in each would wait for one another in every small product.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from ranks import Ranks  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
 
 # A shell ignores Ctrl-C for what it runs in the background, and children inherit that; tests press it for real.
 if threading.current_thread() is threading.main_thread():

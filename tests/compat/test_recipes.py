@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from erniekit.config import later, load, refuse_later
+from erniekit.config import load, not_yet_supported, refuse_later
 from erniekit.config.flat import DEFAULTS, KEYS, canonical, is_known
-from erniekit.config.inert import INERT
+from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.errors import LaterError
 
 DATA = Path(__file__).parents[1] / "data" / "recipes"
@@ -54,10 +54,10 @@ def test_all_98_recorded_recipes_resolve_with_their_values(tmp_path):
     assert len(RECIPES) == 98
     for name, values in RECIPES.items():
         cfg = resolve(tmp_path, name, values)
-        inert = {item.key for item in cfg.inert}
+        ignored = {item.key for item in cfg.ignored}
         derived = {n.key for n in cfg.notes if n.changes}
         for key, value in keys(values).items():
-            if key in inert:
+            if key in ignored:
                 continue
             assert cfg.origin(key) != "default", (name, key)
             if key not in derived and isinstance(value, (int, float)) and not isinstance(cfg[key], tuple):
@@ -82,7 +82,7 @@ def test_recipes_that_need_a_later_version_are_refused_by_name(tmp_path):
             "fp8 training": values.get("compute_type") == "fp8",
             "training on this kind of device": values.get("device", "gpu") != "gpu",
         }
-        asked = {item.what for item in later(cfg) if item.stops}
+        asked = {item.what for item in not_yet_supported(cfg) if item.stops}
         assert {what for what, needed in expected.items() if needed} == asked & set(expected), name
         if not asked:
             refuse_later(cfg)
@@ -108,7 +108,7 @@ def test_a_layout_alone_stops_no_recipe(tmp_path):
         refuse_later(cfg)
         spread += cfg.parallel.tensor_parallel_degree * cfg.parallel.pipeline_parallel_degree > 1
         words = cfg.parallel.pipeline_parallel_config
-        told = {item.name for item in cfg.inert if item.key == "pipeline_parallel_config"}
+        told = {item.name for item in cfg.ignored if item.key == "pipeline_parallel_config"}
         assert told == set(words), name
     assert spread == 21
 
@@ -125,8 +125,8 @@ def test_shipped_recipes_hold_the_recorded_values(root, name, tmp_path):
     theirs = resolve(tmp_path, name, RECIPES[name])
     differ = {key for key in KEYS if ours[key] != theirs[key]}
     assert differ <= (LEFT_OUT_OF_SMALL if "0.3B" in name else LEFT_OUT)
-    assert all(item.key in KEYS for item in ours.inert)  # words of a layout, no key
-    assert all(not item.stops for item in later(ours)) or "wint8" in name or "fp8" in name
+    assert all(item.key in KEYS for item in ours.ignored)  # words of a layout, no key
+    assert all(not item.stops for item in not_yet_supported(ours)) or "wint8" in name or "fp8" in name
 
 
 def test_shipped_recipes_are_the_recorded_ones_and_say_once_where_they_differ(root):
@@ -136,7 +136,7 @@ def test_shipped_recipes_are_the_recorded_ones_and_say_once_where_they_differ(ro
         text = (root / name).read_text().splitlines()
         comments = [i for i, line in enumerate(text) if "#" in line]
         assert comments == list(range(len(comments))), name  # one comment, at the top
-        assert {canonical(k) for k in yaml.safe_load("\n".join(text))} <= set(RECIPES[name]) - set(INERT)
+        assert {canonical(k) for k in yaml.safe_load("\n".join(text))} <= set(RECIPES[name]) - set(IGNORED_KEYS)
 
 
 def test_every_yaml_under_examples_resolves(root):

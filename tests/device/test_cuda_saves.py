@@ -16,7 +16,7 @@ from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.slices import TensorFiles, fill_boxes
 from erniekit.models.names import transposed
 from erniekit.parallel.mesh import World
-from fake_sharding import FakeSharding, Held
+from support.fake_sharding import FakeSharding, Held
 
 pytestmark = [
     pytest.mark.cuda,

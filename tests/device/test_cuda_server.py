@@ -12,8 +12,8 @@ import torch
 
 from erniekit.api_load import find_model
 from erniekit.demo.tiny import make_tiny_model
-from erniekit.serve.engines.base import Choosing, Job, Token
-from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 def speak(engine: EmbeddedEngine, prompts: list[list[int]], count: int) -> list[list[int]]:
     async def one(prompt: list[int]) -> list[int]:
-        stream = engine.submit(Job(tuple(prompt), "m", Choosing(count, temperature=0), frozenset(), 1280))
+        stream = engine.submit(
+            GenerationJob(tuple(prompt), "m", SamplingParams(count, temperature=0), frozenset(), 1280)
+        )
         return [event.id async for _, event in stream if isinstance(event, Token)]
 
     async def go() -> list[list[int]]:
@@ -36,7 +38,7 @@ def test_it_says_what_the_model_says_without_a_cache(family: str, dtype: torch.d
     found = find_model(make_tiny_model(tmp_path / family, family=family))
     model, plain = found.build(dtype, "cuda"), found.build(dtype, "cuda").eval()
     cache = PagedCache(found.weights.config, 96, 16, dtype, "cuda")
-    engine = EmbeddedEngine({"m": model}, cache, Limits(sequences=16, length=128))
+    engine = EmbeddedEngine({"m": model}, cache, EngineLimits(sequences=16, length=128))
     luck = random.Random(0)
     prompts = [[luck.randrange(5, 1000) for _ in range(luck.randrange(1, 60))] for _ in range(16)]
     try:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from erniekit.cli import (
-    launch_agent,  # noqa: F401 - imported here, so that no forked launcher has to
-)
 from erniekit.cli import main as cli
-from erniekit.cli.launch import Launch, start
+from erniekit.launch import (
+    agent,  # noqa: F401 - imported here, so that no forked launcher has to
+)
+from erniekit.launch.plan import LaunchPlan
+from erniekit.launch.start import start
 
 WORKER = str(Path(__file__).with_name("launch_worker.py"))
 CPP = re.compile(r"^\[W\d{4} .*\n(Exception raised from .*\n((frame #|<omitting).*\n)*\n?)?", re.MULTILINE)
@@ -70,7 +71,7 @@ def forked(folder: Path, run: Callable[[], int], terminal: int | None = None) ->
         os._exit(code)
 
 
-def launcher(folder: Path, launch: Launch, *words: object, terminal: int | None = None) -> Launcher:
+def launcher(folder: Path, launch: LaunchPlan, *words: object, terminal: int | None = None) -> Launcher:
     """`words` played by tests/distributed/launch_worker.py in every rank."""
     return forked(folder, lambda: start(launch, [sys.executable, WORKER, *map(str, words)]), terminal)
 

@@ -33,7 +33,7 @@ from erniekit.parallel.mesh import Layout, World
 from erniekit.recipes.weights import from_nothing
 from erniekit.train.save import Saver
 from erniekit.train.step import TrainStep
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -20,8 +20,8 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 from erniekit.parallel.mesh import Layout, World
-from fake_sharding import random_sharding
-from ranks import Ranks
+from support.fake_sharding import random_sharding
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from distributed.test_reshard import curve, files, run, size
-from ranks import Ranks
-from recorded import tiny_folder, whole_rows
+from support.ranks import Ranks
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

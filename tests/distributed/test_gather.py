@@ -20,8 +20,8 @@ import torch.distributed as dist
 from erniekit.checkpoint import gather
 from erniekit.checkpoint.gather import Exchange, HostCopies, gather_tensors
 from erniekit.errors import CheckpointError
-from fake_sharding import FakeSharding, Held, random_sharding
-from ranks import Ranks
+from support.fake_sharding import FakeSharding, Held, random_sharding
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

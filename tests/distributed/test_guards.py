@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clock import Clock
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train import stragglers
 from erniekit.train.agreement import StepAgreement, agree_on_stop, decide_finite
 from erniekit.train.drift import Block, ReplicaDrift, ReplicasDiffer
 from erniekit.train.stragglers import Stragglers
-from ranks import Ranks
+from support.clock import Clock
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -21,9 +21,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from erniekit.cli import launch_agent
-from erniekit.cli.launch import Launch, start
 from erniekit.errors import ConfigError
+from erniekit.launch import agent
+from erniekit.launch.plan import LaunchPlan
+from erniekit.launch.start import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -36,7 +37,7 @@ def ranks(tmp_path: Path, capfd) -> Callable[..., tuple[int, str, str]]:
 
     def go(*words: object, **keys: object) -> tuple[int, str, str]:
         before = dict(os.environ)
-        launch = replace(Launch(2, log_dir=tmp_path / "logs", max_restarts=0), **keys)
+        launch = replace(LaunchPlan(2, log_dir=tmp_path / "logs", max_restarts=0), **keys)
         code = start(launch, [sys.executable, WORKER, *map(str, words)])
         assert dict(os.environ) == before
         seen = capfd.readouterr()
@@ -85,7 +86,7 @@ def test_a_crash_shows_its_traceback_first_and_is_restarted(ranks: Callable, tmp
 def test_after_the_last_restart_the_ranks_own_code_is_returned(
     ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_agent, "BACK_OFF_S", 0.1)
+    monkeypatch.setattr(agent, "BACK_OFF_S", 0.1)
     code, _, err = ranks("die", tmp_path, 70, max_restarts=1)
     assert code == 70
     assert err.count("error: rank 1 ended with exit code 70") == 2
@@ -95,8 +96,8 @@ def test_after_the_last_restart_the_ranks_own_code_is_returned(
 def test_a_rank_that_does_not_hear_is_killed_with_what_it_started(
     ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert launch_agent.LEAVE_S < LEFT_S - 5
-    monkeypatch.setattr(launch_agent, "LEAVE_S", 0.5)
+    assert agent.LEAVE_S < LEFT_S - 5
+    monkeypatch.setattr(agent, "LEAVE_S", 0.5)
     code, _, _ = ranks("deaf", tmp_path)
     assert code == 1
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -115,8 +116,8 @@ def test_the_others_may_finish_their_save_when_one_rank_has_left(ranks: Callable
 def test_a_rank_that_never_gets_to_its_save_is_not_waited_for_and_the_save_counts(
     ranks: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_agent, "SLACK_S", 0.1)
-    monkeypatch.setattr(launch_agent, "LEAVE_S", 0.2)
+    monkeypatch.setattr(agent, "SLACK_S", 0.1)
+    monkeypatch.setattr(agent, "LEAVE_S", 0.2)
     code, _, err = ranks("one_is_stuck", tmp_path, grace_s=0.2, max_restarts=3)
     assert code == 75
     assert "error: rank 1 did not leave" in err
@@ -148,7 +149,7 @@ def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callabl
     assert code == 0, err
     assert "error: rank 1 was ended by SIGKILL" in err.splitlines()[1]
     killed, again = (float((tmp_path / name).read_text()) for name in ("killed", "began-0-1"))
-    left = again - killed - launch_agent.BACK_OFF_S
+    left = again - killed - agent.BACK_OFF_S
     assert 0 <= left < LATE_S
     for rank in (0, 1):
         steps = [tuple(word.split(":")) for word in (tmp_path / f"steps-{rank}").read_text().split()]
@@ -162,7 +163,7 @@ def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callabl
 
 
 def saving_launcher(folder: Path, seconds: float) -> Launcher:
-    process = launcher(folder, Launch(2, log_dir=folder / "logs"), "save_when_told", folder, seconds)
+    process = launcher(folder, LaunchPlan(2, log_dir=folder / "logs"), "save_when_told", folder, seconds)
     wait_for(folder / "pid-0", folder / "pid-1")
     return process
 
@@ -205,7 +206,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
 def test_on_a_terminal_rank_0_draws_one_bar_and_its_log_is_plain(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    process = launcher(tmp_path, Launch(2, log_dir=tmp_path / "logs"), "bar", terminal=theirs)
+    process = launcher(tmp_path, LaunchPlan(2, log_dir=tmp_path / "logs"), "bar", terminal=theirs)
     os.close(theirs)
     screen = b""
     with contextlib.suppress(OSError):  # the last writer has left
@@ -230,14 +231,14 @@ def test_on_a_terminal_rank_0_draws_one_bar_and_its_log_is_plain(tmp_path: Path)
 # --- several launchers on this machine, as several machines
 
 
-def two(max_restarts: int = 3) -> Launch:
+def two(max_restarts: int = 3) -> LaunchPlan:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    return Launch(1, nnodes=2, port=port, join_timeout_s=60.0, max_restarts=max_restarts)
+    return LaunchPlan(1, nnodes=2, port=port, join_timeout_s=60.0, max_restarts=max_restarts)
 
 
-def machine(folder: Path, common: Launch, node: int, numbered: bool, *words: object) -> Launcher:
+def machine(folder: Path, common: LaunchPlan, node: int, numbered: bool, *words: object) -> Launcher:
     launch = replace(common, node_rank=node if numbered else None, log_dir=folder / "logs")
     return launcher(folder / f"machine-{node}", launch, *words)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from erniekit.cli.launch import train_command
+from erniekit.cli.train import train_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import Launcher, forked
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 ENDED = "checkpoint-10"  # a checkpoint that is there long before the end
 

@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from erniekit.checkpoint import manifest
-from erniekit.cli import launch_agent
-from erniekit.cli.launch import train_command
+from erniekit.cli.train import train_command
+from erniekit.launch import agent
 from erniekit.train.watchdog import EXIT_CODE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import Launcher, alive, forked
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("two_ranks")  # they share the run that nobody disturbs
 
@@ -139,7 +139,7 @@ def test_a_signal_to_one_rank_saves_on_both_and_the_same_command_goes_on(runs: R
 def test_a_rank_that_hangs_is_ended_and_the_restarted_run_ends_with_the_same_bits(
     runs: Runs, whole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_agent, "LEAVE_S", 2.0)
+    monkeypatch.setattr(agent, "LEAVE_S", 2.0)
     launcher = runs.start("hung", hang_soft_s=1.5, hang_hard_s=4)
     ranks = runs.ranks(launcher, "hung")
     os.kill(ranks[1], signal.SIGSTOP)  # rank 0 waits for it in a collective that never ends

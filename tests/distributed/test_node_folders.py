@@ -19,13 +19,13 @@ from erniekit.checkpoint import manifest, nodes, writer
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.manifest import unreadable
-from erniekit.checkpoint.nodes import agree_on_checkpoint, copier, copy_to_nodes, folder_is_shared, nodes_without
+from erniekit.checkpoint.nodes import agree_on_checkpoint, copier, copy_to_nodes, nodes_without
 from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 from erniekit.parallel.mesh import Layout, World
 from erniekit.recipes.finish import publish_on_nodes
-from fake_sharding import FakeSharding, Held
-from ranks import Ranks
+from support.fake_sharding import FakeSharding, Held
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -69,7 +69,7 @@ def look(root: str, places: list[int], leaders: list[int]) -> tuple[bool, list[i
     """places: which node's folder each rank sees."""
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     folder = node_folder(root, places[rank])
-    shared = folder_is_shared(folder, leaders, rank, group)
+    shared = not nodes_without(folder, leaders, rank, group)
     return shared, nodes_without(folder, leaders, rank, group)
 
 
@@ -81,7 +81,7 @@ def test_nodes_find_out_whether_they_share_a_folder(ranks: Ranks, tmp_path: Path
 
 
 def test_one_process_shares_with_itself(tmp_path: Path) -> None:
-    assert folder_is_shared(tmp_path, [0], 0, None)
+    assert not nodes_without(tmp_path, [0], 0, None)
 
 
 def look_in_vain(root: str) -> str:

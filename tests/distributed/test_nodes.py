@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from erniekit.cli import launch_pulse
-from erniekit.cli.launch import Launch, start
+from erniekit.launch import heartbeat
+from erniekit.launch.plan import LaunchPlan
+from erniekit.launch.start import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -101,7 +102,7 @@ def job(hosts: list[Host], folder: Path, numbered: bool, *words: object, **keys:
 
 
 def join(hosts: list[Host], node: int, logs: Path, numbered: bool, *words: object, **keys: Any) -> Launcher:
-    common = Launch(1, nnodes=2, address=hosts[0].address, port=8080, join_timeout_s=60.0, max_restarts=0)
+    common = LaunchPlan(1, nnodes=2, address=hosts[0].address, port=8080, join_timeout_s=60.0, max_restarts=0)
     mine = replace(common, node_rank=node if numbered else None, log_dir=logs, **keys)
     return hosts[node].run(logs, lambda: start(mine, [sys.executable, WORKER, *map(str, words)]))
 
@@ -188,7 +189,7 @@ def pull_the_cable(hosts: list[Host], folder: Path, attempt: int = 0) -> None:
 def test_a_pulled_cable_is_noticed_on_both_sides_and_the_job_goes_on_when_the_host_is_back(
     hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool
 ) -> None:
-    monkeypatch.setattr(launch_pulse, "LOST_S", 4.0)
+    monkeypatch.setattr(heartbeat, "LOST_S", 4.0)
     words = (numbered, "add_until_enough", tmp_path)
     stays, cut_off = job(hosts, tmp_path, *words, max_restarts=2)
     pull_the_cable(hosts, tmp_path)
@@ -218,7 +219,7 @@ def test_a_pulled_cable_is_noticed_on_both_sides_and_the_job_goes_on_when_the_ho
 def test_a_host_that_stays_away_ends_the_job_with_its_name(
     hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_pulse, "LOST_S", 3.0)
+    monkeypatch.setattr(heartbeat, "LOST_S", 3.0)
     waits, cut_off = job(hosts, tmp_path, True, "add_until_enough", tmp_path, max_restarts=1, join_timeout_s=8.0)
     pull_the_cable(hosts, tmp_path)
     try:

@@ -20,16 +20,16 @@ import psutil
 import pytest
 
 from erniekit.checkpoint import manifest
-from erniekit.cli import launch_pulse
-from erniekit.cli.launch import train_command
+from erniekit.cli.train import train_command
 from erniekit.export.run import export_command
+from erniekit.launch import heartbeat
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import Launcher, alive, forked
 from test_nodes import Host, ip
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("nodes")  # in turn: each has four processes or more
 
@@ -194,7 +194,7 @@ def stories(launchers: Sequence[Launcher]) -> str:
 def test_a_lost_host_comes_back_and_the_run_ends_as_if_nothing_had_happened(
     paddle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool, fault: str
 ) -> None:
-    monkeypatch.setattr(launch_pulse, "LOST_S", 5.0)
+    monkeypatch.setattr(heartbeat, "LOST_S", 5.0)
     whole = undisturbed(tmp_path, paddle, 2, **LORA_TP)
     with cluster(tmp_path, paddle) as (first, second):
         words = {**LORA_TP, "nnodes": 2, "master": f"{first.address}:8080"}

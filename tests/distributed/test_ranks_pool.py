@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RankFailed, Ranks
+from support.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -18,8 +18,8 @@ import pytest
 
 from erniekit.files import RECORD
 from faults.results import fault
-from ranks import Ranks
-from recorded import tiny_folder, whole_rows
+from support.ranks import Ranks
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from erniekit.cli.launch import train_command
+from erniekit.cli.train import train_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launchers import Launcher, alive, forked
 from test_nodes_training import PATIENCE_S, curve, kill, stories
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("nodes")
 

@@ -24,8 +24,8 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.world import open_world
 from erniekit.recipes import stage_of
 from erniekit.recipes.build import build
-from memory import memory
-from ranks import Ranks
+from support.memory import memory
+from support.ranks import Ranks
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 
 @pytest.fixture(scope="session")

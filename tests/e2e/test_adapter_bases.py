@@ -19,7 +19,7 @@ from erniekit.cli.main import main
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.serve.folder import stop_ids
-from erniekit.serve.shelf import fill, offers
+from erniekit.serve.loaded_models import find_models, load_models
 
 PROMPT = ("--prompt", "hello", "temperature=0", "max_new_tokens=4", "max_model_len=128")
 QUICK = dict(fine_tuning="LoRA", learning_rate=5e-2, max_steps=2, doctor="off")
@@ -133,11 +133,11 @@ def test_a_served_adapter_is_checked_like_an_opened_one(project: Path) -> None:
 
     run, base = project / "run", project / "models" / "tiny"
     words = [str(base), f"lora_modules=mine={run}", "max_model_len=64", "max_num_seqs=1", "device=cpu"]
-    fill(cfg := load_config(words, "server"), offers(cfg)).engine.stop()
+    load_models(cfg := load_config(words, "server"), find_models(cfg)).engine.stop()
     change(base)
     with pytest.raises(CheckpointError, match="trained on another model"):
-        fill(cfg, offers(cfg))
-    fill(cfg := load_config([*words, "override_base=True"], "server"), offers(cfg)).engine.stop()
+        load_models(cfg, find_models(cfg))
+    load_models(cfg := load_config([*words, "override_base=True"], "server"), find_models(cfg)).engine.stop()
 
 
 def test_eval_takes_the_adapter_of_lora_path_and_a_typed_folder_over_an_old_result(

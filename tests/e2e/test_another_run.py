@@ -18,7 +18,7 @@ from erniekit.checkpoint.identity import model_identity, read_base
 from erniekit.data.mmap_files import write_idx
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
-from recorded import whole_pairs
+from support.recorded import whole_pairs
 
 
 def token_files(prefix: Path, seed: int, tokens: int) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import Live, tiny_folder, until
+from support.serving import Live, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -18,8 +18,8 @@ from erniekit.config.metrics import metrics_of
 from erniekit.data import sealed
 from erniekit.errors import DataError
 from erniekit.losses.dpo import LOSS_TYPES, DpoSettings, metric_names
-from ranks import Ranks
-from recorded import tiny_folder, whole_pairs
+from support.ranks import Ranks
+from support.recorded import tiny_folder, whole_pairs
 
 LN2 = math.log(2)
 KINDS = [("Full", "live"), ("Full", "cached"), ("LoRA", "live"), ("LoRA", "cached")]

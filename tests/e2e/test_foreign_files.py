@@ -17,7 +17,7 @@ from erniekit.checkpoint.writer import publish
 from erniekit.cli.main import main
 from erniekit.export.target import check_target
 from erniekit.files import RECORD, NotOurs
-from snapshot import changed, snapshot
+from support.snapshot import changed, snapshot
 
 # Names a run, an export or an index writes or deletes, planted as a user's files.
 FILES = (

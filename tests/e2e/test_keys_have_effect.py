@@ -16,7 +16,7 @@ from erniekit.config.run import RunConfig
 from erniekit.config.sections import SECTIONS
 from erniekit.export.plan import READ
 from erniekit.serve import server
-from erniekit.serve.shelf import fill, offers
+from erniekit.serve.loaded_models import find_models, load_models
 from erniekit.webui.forms import form
 
 # Read under another name: a rule hands the value on.
@@ -78,9 +78,9 @@ def serve(base: Path, run: Path, rows: Path, out: Path) -> None:
     server.check_address(cfg, key)
     assert server.choose_engine(cfg) == "transformers"
     server.bind(cfg.serve.host, cfg.serve.port).close()
-    shelf = fill(cfg, offers(cfg))
-    server.make_gate(cfg, shelf, key)
-    shelf.engine.stop()
+    loaded = load_models(cfg, find_models(cfg))
+    server.make_application(cfg, loaded, key)
+    loaded.engine.stop()
 
 
 RUNS = {"export": export, "split": split, "eval": evaluate, "chat": chat, "server": serve}
@@ -96,10 +96,10 @@ def test_every_key_a_command_or_its_form_offers_is_read(
     train(tmp_path / "run", fine_tuning="LoRA", max_steps=1, doctor="off")
     read.clear()
     RUNS[command](tiny_model, tmp_path / "run", rows, tmp_path / "out")
-    offered = set(COMMANDS[command].keys)
+    entries = set(COMMANDS[command].keys)
     for page in (page for page, word in PAGES.items() if word == command):
-        offered |= {field.key for field in form(page).fields}
-    ignored = {key for key in offered if HANDED_ON.get(key, key) not in read} - ELSEWHERE.get(command, set())
+        entries |= {field.key for field in form(page).fields}
+    ignored = {key for key in entries if HANDED_ON.get(key, key) not in read} - ELSEWHERE.get(command, set())
     assert ignored == set()
 
 

@@ -13,7 +13,7 @@ import pytest
 from erniekit.errors import Preempted
 from erniekit.train.metrics import LogHook
 from erniekit.train.step import TrainStep
-from plain_adamw import results_come_late
+from support.plain_adamw import results_come_late
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

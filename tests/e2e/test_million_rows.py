@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from memory import MEMORY
+from support.memory import MEMORY
 
 LIMIT = 1.5 * 2**30  # bytes, the process and its workers together
 
@@ -21,14 +21,14 @@ import json, resource, sys, time
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data import tokens
+from erniekit.data import token_cache
 path, folder, cache, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 told = {}
 if steps:
     from erniekit.data.loader import BatchLoader  # torch; it has its own budget
-    tokens.tokenise_file = None  # a warm start must not get there
+    token_cache.tokenise_file = None  # a warm start must not get there
 began = time.monotonic()
-source = tokens.open_source(path, None, load_tokenizer(folder), max_seq_len=512, cache_dir=cache, num_proc=2)
+source = token_cache.open_source(path, None, load_tokenizer(folder), max_seq_len=512, cache_dir=cache, num_proc=2)
 told |= {"samples": len(source), "cached": source.report.from_cache, "opened_s": time.monotonic() - began}
 if steps:
     stream = PackStream(SampleOrder([len(source)], seed=23), [source.lengths], 512)

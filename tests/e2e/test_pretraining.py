@@ -12,7 +12,7 @@ import pytest
 from erniekit.cli.main import main
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

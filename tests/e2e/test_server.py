@@ -12,7 +12,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from serving import Live, tiny_folder
+from support.serving import Live, tiny_folder
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -60,7 +60,7 @@ def test_a_chat_answers_whole_and_as_a_stream_with_the_same_text_and_usage(clien
 
 
 def test_a_completion_answers_text_and_token_ids_alike_one_or_several(client, live):
-    tokenizer = next(iter(live.shelf.models.values())).tokenizer
+    tokenizer = next(iter(live.loaded.models.values())).tokenizer
     ids = tokenizer.encode_text("once upon")
     one = client.completions.create(model="tiny", prompt="once upon", max_tokens=6)
     both = client.completions.create(model="tiny", prompt=["once upon", ids], max_tokens=6)

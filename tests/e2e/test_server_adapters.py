@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from serving import Live
+from support.serving import Live
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -26,11 +26,11 @@ from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject, lora_state
 from erniekit.lora.settings import LoRASettings
-from erniekit.serve.engines.base import Choosing, Job, Token
-from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
-from erniekit.serve.shelf import adapted
-from serving import Program
+from erniekit.serve.loaded_models import with_adapter
+from support.serving import Program
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("vllm")]
 
@@ -88,13 +88,13 @@ def make_adapter(found: Found, folder: Path, seed: int) -> Path:
 def ours(found: Found, adapters: dict[str, Path]) -> dict[str, list[list[int]]]:
     """What the embedded engine says, by model name."""
     base = found.build(torch.float32)
-    trees = {"tiny": base} | {name: adapted(base, Found(found.weights, path)) for name, path in adapters.items()}
+    trees = {"tiny": base} | {name: with_adapter(base, Found(found.weights, path)) for name, path in adapters.items()}
     cache = PagedCache(found.weights.config, 64, 16, torch.float32, "cpu")
-    engine = EmbeddedEngine(trees, cache, Limits(length=256))
+    engine = EmbeddedEngine(trees, cache, EngineLimits(length=256))
 
     async def say(name: str, prompt: list[int]) -> list[int]:
-        wish = Choosing(LENGTH, temperature=0, ignore_stop=True)
-        stream = engine.submit(Job(tuple(prompt), name, wish, frozenset(), tiny.VOCAB))
+        wish = SamplingParams(LENGTH, temperature=0, ignore_stop=True)
+        stream = engine.submit(GenerationJob(tuple(prompt), name, wish, frozenset(), tiny.VOCAB))
         return [event.id async for _, event in stream if isinstance(event, Token)]
 
     async def all_of_it() -> dict[str, list[list[int]]]:

@@ -15,11 +15,11 @@ import pytest
 
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.cli.main import main
-from erniekit.config import later, load
+from erniekit.config import load, not_yet_supported
 from erniekit.demo.tiny import make_tokenizer
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -48,7 +48,7 @@ def recipes() -> list[Path]:
     """Those that this version trains."""
     found = [*(ROOT / "examples/configs").rglob("run_*.yaml"), *(ROOT / "examples/pre-training").rglob("*.yaml")]
     trained = [path for path in sorted(found) if path.stem not in ("run_chat", "run_eval", "run_export")]
-    return [path for path in trained if not any(item.stops for item in later(load([str(path)])))]
+    return [path for path in trained if not any(item.stops for item in not_yet_supported(load([str(path)])))]
 
 
 def name_of(path: Path) -> str:

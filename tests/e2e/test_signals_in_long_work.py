@@ -15,7 +15,7 @@ from erniekit.errors import Preempted
 from erniekit.parallel.engine import Engine
 from erniekit.train.save import Saver
 from erniekit.train.step import TrainStep
-from recorded import whole_pairs
+from support.recorded import whole_pairs
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

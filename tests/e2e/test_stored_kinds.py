@@ -22,7 +22,7 @@ from erniekit.demo.tiny import make_tiny_model
 from erniekit.export.run import export
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.merge import merged_tensor, row_updates
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ import pytest
 
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.recipes.preview import preview_command
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 
 @pytest.fixture

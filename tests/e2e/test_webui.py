@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from browsing import Hands, WebUI, chromium, why_not
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.webui.app import HOME
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.paths import Roots
+from support.browsing import Hands, WebUI, chromium, why_not
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "a browser is here"),

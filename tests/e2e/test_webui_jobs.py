@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.demo.tiny import TRAIN, make_tiny_model
-from erniekit.webui.jobs import Job, Jobs
+from erniekit.webui.jobs import Jobs, WebJob
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs
 
@@ -41,7 +41,7 @@ def until(holds: Callable[[], bool], what: Callable[[], str], seconds: float = 1
         time.sleep(0.05)
 
 
-def ended(jobs: Jobs, job: Job) -> Job:
+def ended(jobs: Jobs, job: WebJob) -> WebJob:
     until(lambda: not jobs.get(job.id).is_running, lambda: jobs.log_tail(job.id).text)
     return jobs.get(job.id)
 

@@ -91,7 +91,7 @@ class Served:
 def served(room: Path) -> Iterator[Served]:
     import uvicorn
 
-    from erniekit.webui.app import Settings, make_app
+    from erniekit.webui.app import PageSettings, make_app
 
     kept = {name: os.environ.get(name) for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR")}
     sockets = []
@@ -100,7 +100,7 @@ def served(room: Path) -> Iterator[Served]:
         listening.bind(("127.0.0.1", 0))
         sockets.append(listening)
     ports = [one.getsockname()[1] for one in sockets]
-    guard = make_app(Settings(port=ports[0], roots=(str(room),), lang="en"), TOKEN)
+    guard = make_app(PageSettings(port=ports[0], roots=(str(room),), lang="en"), TOKEN)
     inside = guard.app.app
     page = next(r.app.get_blocks() for r in inside.routes if hasattr(getattr(r, "app", None), "get_blocks"))
     quiet: dict[str, Any] = {"log_level": "critical", "access_log": False, "timeout_graceful_shutdown": 1}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.cli.main import main
-from serving import tiny_folder
+from support.serving import tiny_folder
 
 
 class Payload:

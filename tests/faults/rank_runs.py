@@ -18,7 +18,7 @@ from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.errors import CheckpointError
 from faults.results import Row
-from recorded import tiny_folder, whole_rows
+from support.recorded import tiny_folder, whole_rows
 
 SERVER = Path(__file__).with_name("rank_server.py")
 TIMEOUT = 240.0  # seconds for a run that takes two on an idle machine

@@ -21,7 +21,8 @@ import torch
 from tqdm import tqdm
 
 from erniekit.api import run as train_here
-from erniekit.cli import launch_agent, launch_failure, main  # noqa: F401 - so that no rank has to
+from erniekit.cli import main
+from erniekit.launch import agent, failure  # noqa: F401 - so that no rank has to
 
 ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -26,7 +26,7 @@ from erniekit.data.formats import files
 from erniekit.data.formats.files import decode, rows
 from erniekit.data.text_rows import Place as Position
 from erniekit.data.text_rows import documents
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import DataError, ErnieKitError
 from faults.results import fault
 
@@ -45,21 +45,21 @@ def bomb(path: Path, block: bytes, times: int, head: bytes = b"") -> Path:
     return path
 
 
-def read_all(path: Path) -> list[Problem]:
+def read_all(path: Path) -> list[RowProblem]:
     """The problems of a file, every row decoded."""
     found = []
     for number, raw in rows(path):
-        if isinstance(raw, Problem):
+        if isinstance(raw, RowProblem):
             found.append(raw)
             continue
         try:
             decode(raw)
         except (ValueError, RecursionError) as error:
-            found.append(Problem(str(path), number, "bad_json", str(error)[:80]))
+            found.append(RowProblem(str(path), number, "bad_json", str(error)[:80]))
     return found
 
 
-def bounded(read: Callable[[], list[Problem]]) -> list[Problem]:
+def bounded(read: Callable[[], list[RowProblem]]) -> list[RowProblem]:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     found = read()
     assert time.process_time() - began < SECONDS
@@ -124,7 +124,7 @@ def test_an_archive_that_unpacks_too_far_is_refused_and_what_came_before_is_kept
     line = json.dumps({"src": "a" * 900, "tgt": "b"}).encode() + b"\n"
     path = bomb(tmp_path / "rows.jsonl.gz", line * 1000, 60)
     found = list(rows(path))
-    assert isinstance(found[-1][1], Problem)
+    assert isinstance(found[-1][1], RowProblem)
     assert "unpacks to more than 200 times its size" in found[-1][1].reason
     assert len(found) > 1000
 
@@ -133,14 +133,14 @@ def test_text_for_indexing_has_the_same_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "EXPANDS_FROM", MIB)
     path = bomb(tmp_path / "rows.txt.gz", b"word " * 1000 + b"\n\n", 4000)
     found = list(documents(path, Position()))
-    assert isinstance(found[-1].raw, Problem)
+    assert isinstance(found[-1].raw, RowProblem)
     assert "200 times" in found[-1].raw.reason
     monkeypatch.setattr(files, "MAX_SKIPPED_BYTES", 70 * MIB)
     long = tmp_path / "long.jsonl"
     with long.open("wb") as out:
         out.truncate(100 * MIB)  # one line of zeros
     told = list(documents(long, Position()))[-1].raw
-    assert isinstance(told, Problem)
+    assert isinstance(told, RowProblem)
     assert "MiB" in told.reason
 
 

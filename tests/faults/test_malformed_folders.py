@@ -27,7 +27,7 @@ from erniekit.recipes.model_config import Recorder
 from erniekit.serve.folder import stop_ids
 from faults.places import Place, words_of
 from faults.results import fault
-from serving import tiny_folder
+from support.serving import tiny_folder
 
 SECONDS = 2.0  # of this process's own time for one refusal
 NUMBERS = [0, -1, 1, 3, 10**12, 2**63, 10**400, 2.5, -0.5, 1e308, float("nan"), float("inf"), float("-inf")]

@@ -16,7 +16,7 @@ import httpx2 as httpx
 import pytest
 
 from faults.results import fault
-from serving import Live, Program, tiny_folder, until
+from support.serving import Live, Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -18,7 +18,7 @@ import pytest
 
 from erniekit.net.connections import ConnectionLimits
 from faults.results import fault
-from serving import Live, Program, tiny_folder, until
+from support.serving import Live, Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 

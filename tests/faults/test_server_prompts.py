@@ -18,7 +18,7 @@ import pytest
 
 from erniekit.serve import prompt_work
 from faults.results import fault
-from serving import Live, Program, tiny_folder, until
+from support.serving import Live, Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -126,7 +126,7 @@ def attacked(url: str, size: int, turns: int, times: int) -> None:
 
 
 def test_short_prompts_are_answered_while_eight_hostile_ones_are_in_work(live: Live, monkeypatch: pytest.MonkeyPatch):
-    prompts = live.gate.app.state.api.prompts
+    prompts = live.application.app.state.api.prompts
     monkeypatch.setattr(prompts, "limits", replace(prompts.limits, render_s=1.0))
     attacked(live.url, 160_000, 1024, 1)
 
@@ -134,7 +134,7 @@ def test_short_prompts_are_answered_while_eight_hostile_ones_are_in_work(live: L
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "turns", "times"), [(160_000, 1024, 1), (524_288, 4094, 4)])
 def test_a_server_of_its_own_process_holds_out_against_the_full_size(live: Live, size: int, turns: int, times: int):
-    server = Program(live.shelf.models["tiny"].folder, "port=0", "max_model_len=512", "temperature=0")
+    server = Program(live.loaded.models["tiny"].folder, "port=0", "max_model_len=512", "temperature=0")
     try:
         attacked(server.ready(), size, turns, times)
         assert server.end(signal.SIGTERM) == 0

@@ -16,7 +16,7 @@ import pytest
 
 from erniekit.cli.main import main
 from faults.results import fault
-from serving import Live, tiny_folder
+from support.serving import Live, tiny_folder
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -20,7 +20,7 @@ import httpx2 as httpx
 import pytest
 
 from faults.results import fault
-from serving import Program, tiny_folder
+from support.serving import Program, tiny_folder
 
 pytestmark = pytest.mark.xdist_group("server")
 

@@ -19,7 +19,7 @@ from erniekit.cli.main import main
 from erniekit.errors import CheckpointError
 from faults.places import Place, words_of
 from faults.results import fault
-from serving import tiny_folder
+from support.serving import tiny_folder
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 from erniekit.config.flat import KEYS
 from erniekit.errors import ErnieKitError
 from erniekit.webui import forms
-from erniekit.webui.jobs import Job, Jobs
+from erniekit.webui.jobs import Jobs, WebJob
 from erniekit.webui.paths import KEYS as PATH_KEYS
 from erniekit.webui.paths import Roots
 from faults.results import fault
@@ -91,7 +91,7 @@ def recipe_for(page: str, key: str, value: object) -> str:
     return forms.to_yaml({**needed, key: value}, page)
 
 
-def harmless(job: Job, f: forms.FieldSpec, text: str, room: Path) -> None:
+def harmless(job: WebJob, f: forms.FieldSpec, text: str, room: Path) -> None:
     """What was passed on is the same text, or the real path it names inside the roots."""
     told = forms.from_yaml(job.recipe.read_text(encoding="utf-8"))
     value = told.get(f.key)

@@ -35,7 +35,7 @@ from erniekit.recipes.dpo import STAGE, sum_over_cp
 from erniekit.recipes.reference import Reference
 from erniekit.train.step import TrainStep
 from parity.test_layouts import SHAPE, config, whole_value
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -26,7 +26,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train.step import TrainStep
 from parity.test_layouts import LENGTH, assembled, labels_in_one_place, packs, whole_value
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

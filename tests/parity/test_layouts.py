@@ -28,7 +28,7 @@ from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train.step import TrainStep
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.models.names import hf_decoder_names
-from recorded_training import full_curve, gradients, mean_loss, norms
+from support.recorded_training import full_curve, gradients, mean_loss, norms
 
 LOGITS = {"atol": 1e-4, "rtol": 0.0}
 LOSS = 1e-4

@@ -18,7 +18,7 @@ from erniekit.checkpoint.model_writer import write_model
 from erniekit.export.run import export
 from erniekit.models import MODELS
 from erniekit.models.layers.router import Router, Routing
-from recorded_training import full_curve, gradients, mean_loss, norms
+from support.recorded_training import full_curve, gradients, mean_loss, norms
 
 # fp32 sums in another order: these logits reach about 5, one ulp there is 5e-7, and a few dozen of them add up.
 TOLERANCE = 1e-5

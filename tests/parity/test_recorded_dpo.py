@@ -19,8 +19,8 @@ from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names, pair_log_pr
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
-from recorded import recorded_run, train_from_rows
-from recorded_training import pair_batch, recorded_step, with_adapter
+from support.recorded import recorded_run, train_from_rows
+from support.recorded_training import pair_batch, recorded_step, with_adapter
 
 CURVE = 1e-4  # fp32 on another BLAS: the fixtures' own cross-check differs by 3e-6 to 6e-6
 LOGPS = 2e-3  # sums of 300 in fp32

@@ -20,8 +20,8 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.train.step import TrainStep
-from recorded import recorded_run, train_from_rows
-from recorded_training import on_one_rank, plain_batch, recorded_step
+from support.recorded import recorded_run, train_from_rows
+from support.recorded_training import on_one_rank, plain_batch, recorded_step
 
 RUN = 1e-4  # fp32 on another BLAS: the fixtures' own cross-check of this run differs by 1e-6
 CURVE = 5e-4  # without accumulation 20 steps at a high rate amplify it; their cross-check: 6e-5

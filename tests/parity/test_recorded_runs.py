@@ -18,8 +18,8 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.train.step import TrainStep
-from recorded import recorded_run, train_from_rows
-from recorded_training import on_one_rank, plain_batch, recorded_step, with_adapter
+from support.recorded import recorded_run, train_from_rows
+from support.recorded_training import on_one_rank, plain_batch, recorded_step, with_adapter
 
 CURVE = 1e-4  # fp32 on another BLAS: the fixtures' own cross-check differs by 2e-6 to 6e-6
 

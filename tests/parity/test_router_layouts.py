@@ -23,7 +23,7 @@ from erniekit.parallel.mesh import Layout, World
 from erniekit.recipes import experts
 from erniekit.train.step import TrainStep
 from parity.test_layouts import LENGTH, packs, whole_value
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

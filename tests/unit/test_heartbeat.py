@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from clock import until
 from erniekit import heartbeat
+from support.clock import until
 
 
 def test_a_listener_hears_its_own_thread_alone_and_only_while_it_listens() -> None:

@@ -1,4 +1,4 @@
-"""`make clean` removes what make made and nothing of a user's."""
+"""`make clean` removes what make made and nothing of a user's; pre-commit runs what make runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 KEPT = ("output/model.safetensors", "vdl_log/events", "erniekit-demo/mine.txt", "erniekit-webui/jobs/1/log")
 
@@ -25,3 +26,13 @@ def test_make_clean_removes_the_environment_it_made_and_no_run(tmp_path: Path, r
     assert (tmp_path / ".venv" / "bin" / "python").exists() is not made_by_make
     assert not (tmp_path / ".venv" / ".ready").exists()
     assert not (tmp_path / ".ruff_cache").exists()
+
+
+def test_pre_commit_runs_the_same_checks_as_make(root: Path):
+    lines = (root / "Makefile").read_text().splitlines()
+    targets = [next(k for k, line in enumerate(lines) if line.startswith(f"{name}:")) for name in ("lint", "types")]
+    recipes = [line for at in targets for line in lines[at + 1 : lines.index("", at)]]
+    made = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipes]
+    hooks = yaml.safe_load((root / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"] for hook in hooks] == made
+    assert {hook["language"] for hook in hooks} == {"system"}

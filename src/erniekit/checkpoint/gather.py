@@ -1,6 +1,6 @@
 """Whole tensors from the parts that ranks hold: one at a time, to the one rank that writes, over a gloo group.
 
-Used by train/save_on_ranks.py and wherever a tensor is needed whole. The writer asks and the others answer, so nobody
+Used by collective.py and nodes.py. The writer asks and the others answer, so nobody
 waits for a rank that failed: it says so, or its connection closes, or the time-out passes.
 """
 

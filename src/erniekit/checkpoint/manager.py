@@ -1,5 +1,5 @@
 """When a save counts, what is kept, and which checkpoint a run goes on from.
-Used by train/ through `save`, `check` and `latest_good`; folders are `<output_dir>/checkpoint-<step>`."""
+Used by recipes/ and collective.py (`save`, `check`, `latest_good`); folders are `<output_dir>/checkpoint-<step>`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writing a model folder: shards of bounded size, index, config and tokenizer, in the HF or the Paddle layout.
 
-Called by train (checkpoints, final model), export/ and the demo. Memory is bounded by one shard.
+Used by recipes/ (checkpoints, final model), export/ and demo/. Memory is bounded by one shard.
 """
 
 from __future__ import annotations

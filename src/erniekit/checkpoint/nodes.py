@@ -62,10 +62,6 @@ def nodes_without(output_dir: Path, leaders: Sequence[int], rank: int, group: Pr
     return [r for r in found if r is not None]
 
 
-def folder_is_shared(output_dir: Path, leaders: Sequence[int], rank: int, group: ProcessGroup | None) -> bool:
-    return not nodes_without(output_dir, leaders, rank, group)
-
-
 def copy_to_nodes(
     path: Path,
     targets: Sequence[int],

@@ -1,5 +1,5 @@
 """What may be read from a weight folder: safetensors with a sane header, JSON of a sane size, no pickle.
-Called before any tensor is loaded, by hf.py, paddle.py, state.py and lora."""
+Used before any tensor is loaded by model_folder.py, slices.py, probe.py, identity.py and lora."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 from erniekit.files.json_file import MAX_BYTES, read_value
-
-if TYPE_CHECKING:
-    import torch
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".pdparams", ".pdopt", ".pdstates")
 _MAX_HEADER = 32 << 20  # bytes: some 200,000 tensors in one file; larger ones take seconds and gigabytes to parse
@@ -58,34 +55,14 @@ def check_safetensors(path: Path) -> SafetensorsHeader:
         ) from None
 
 
-def refuse_pickle(path: Path, *, allow_pickle: bool = False) -> None:
-    """A pickle runs whatever its author wrote; only an explicit `allow_pickle` lets one through."""
-    if path.suffix.lower() in PICKLE_SUFFIXES and not allow_pickle:
+def refuse_pickle(path: Path) -> None:
+    """A pickle runs whatever its author wrote."""
+    if path.suffix.lower() in PICKLE_SUFFIXES:
         raise CheckpointError(
             f"{path.name} is a pickle: loading it can run any program its author put inside",
             where=str(path),
-            fix="convert the weights to safetensors, or set allow_pickle: true if you trust their author",
+            fix="convert the weights to safetensors with the program that wrote them",
         )
-
-
-def load_pickle(path: Path, *, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a .bin/.pt file, when allowed, through torch's loader that builds plain values only."""
-    refuse_pickle(path, allow_pickle=allow_pickle)
-    refuse_special(path, CheckpointError)
-    import torch
-
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for bad archives; each means: nothing to load here
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{path.name} holds more than tensors, or is damaged: {reason}",
-            where=str(path),
-            fix="convert it to safetensors with the program that wrote it",
-        ) from None
-    if not isinstance(loaded, dict) or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
-        raise CheckpointError(f"{path.name} is not a dictionary of tensors", where=str(path))
-    return loaded
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:

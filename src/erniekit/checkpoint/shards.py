@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from erniekit import heartbeat
 
@@ -76,12 +76,3 @@ def _clear(folder: Path, stem: str) -> None:
     for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), *folder.glob(f"{stem}.safetensors*")):
         if old.name.endswith((".safetensors", ".safetensors.index.json")):
             old.unlink()
-
-
-def read_shards(folder: Path, stem: str) -> dict[str, torch.Tensor]:
-    """All tensors written under `stem`; empty when there are none."""
-    out: dict[str, torch.Tensor] = {}
-    whole = folder / f"{stem}.safetensors"
-    for file in [whole] if whole.is_file() else sorted(folder.glob(f"{stem}-*-of-*.safetensors")):
-        out.update(load_file(str(file)))
-    return out

@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from erniekit.config import Later, RunConfig, later, load
+from erniekit.config import NotYetSupported, RunConfig, load, not_yet_supported
 from erniekit.config.flat import KEYS
 from erniekit.config.note import shown
 from erniekit.config.sections import SECTIONS
@@ -26,7 +26,7 @@ def config_command(args: list[str]) -> int:
     cfg = load(words, "config")
     cfg = load(words, command or purpose(cfg))
     if as_json:
-        needs = [{"what": item.what, "key": item.key, "stops": item.stops} for item in later(cfg)]
+        needs = [{"what": item.what, "key": item.key, "stops": item.stops} for item in not_yet_supported(cfg)]
         print(json.dumps({**cfg.to_dict(), "later": needs}, indent=1, ensure_ascii=False))
     else:
         print("\n".join(report(cfg, everything)))
@@ -39,7 +39,7 @@ def purpose(cfg: RunConfig) -> str:
         return "train"
     if cfg.data.eval_dataset_path:
         return "eval"
-    if any(i.key == "hf_hub_id" for i in cfg.inert) or cfg.given("max_shard_size"):
+    if any(i.key == "hf_hub_id" for i in cfg.ignored) or cfg.given("max_shard_size"):
         return "export"
     return "chat" if cfg.given("max_new_tokens") or cfg.given("max_model_len") else "train"
 
@@ -54,7 +54,7 @@ def report(cfg: RunConfig, everything: bool = False) -> list[str]:
     notes = [str(n) for n in cfg.notes if everything or not n.quiet]
     out += _block("follows", notes)
     out += _block("does nothing", _inert_lines(cfg))
-    out += _block("not yet", [_later_line(cfg, item) for item in later(cfg)])
+    out += _block("not yet", [_not_yet_line(cfg, item) for item in not_yet_supported(cfg)])
     return out if everything else [*out, paint("(--all shows every key, --json is for programs)", "dim")]
 
 
@@ -117,12 +117,12 @@ def _in_columns(section: str, cells: list[str]) -> Iterator[str]:
 
 def _inert_lines(cfg: RunConfig) -> list[str]:
     by_reason: dict[str, list[str]] = {}
-    for item in cfg.inert:
+    for item in cfg.ignored:
         by_reason.setdefault(item.reason, []).append(item.name)
     return [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
 
 
-def _later_line(cfg: RunConfig, item: Later) -> str:
+def _not_yet_line(cfg: RunConfig, item: NotYetSupported) -> str:
     value = f"{item.key} {shown(item.value)} {_origin(cfg, item.origin)}"
     return f"{value}  {item.what}{' (stops the run)' if item.stops else ''}; {item.today}"
 

@@ -109,13 +109,13 @@ def _brief(text: str, room: int) -> str:
 
 
 def _all_keys() -> list[str]:
-    from erniekit.config.inert import INERT
+    from erniekit.config.ignored_keys import IGNORED_KEYS
     from erniekit.config.sections import SECTIONS
 
     out = ["every key, its default and what it does", ""]
     for section in SECTIONS:
         out += [*_of_section(section), ""]
-    dead = textwrap.wrap(", ".join(sorted(INERT)), WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+    dead = textwrap.wrap(", ".join(sorted(IGNORED_KEYS)), WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
     return [*out, "accepted without effect; --help KEY says why", *dead]
 
 
@@ -131,14 +131,14 @@ def _of_section(section: str) -> list[str]:
 
 def _of_key(topic: str) -> list[str]:
     from erniekit.config.convert import expected
-    from erniekit.config.flat import INERT, KEYS, canonical, suggest
+    from erniekit.config.flat import IGNORED_KEYS, KEYS, canonical, suggest
     from erniekit.config.sections import SECTIONS
     from erniekit.errors import ConfigError
     from erniekit.registry import nearest
 
     name = canonical(topic.lstrip("-"))
-    if name in INERT:
-        return [f"{name}: accepted without effect", f"  {INERT[name]}"]
+    if name in IGNORED_KEYS:
+        return [f"{name}: accepted without effect", f"  {IGNORED_KEYS[name]}"]
     if name not in KEYS:
         near = suggest(name) or nearest(name, list(SECTIONS))
         fix = f"did you mean {' or '.join(near)}?" if near else "a command, a section, a key, or all"

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 
-from erniekit.cli.launch_failure import LAUNCHED
 from erniekit.cli.main import main
+from erniekit.launch.failure import LAUNCHED
 
 _PR_SET_PDEATHSIG = 1  # prctl: the signal to get when the parent dies
 

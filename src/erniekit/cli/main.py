@@ -13,9 +13,9 @@ from importlib import import_module
 from types import ModuleType
 
 from erniekit.cli.installation import check_installation
-from erniekit.cli.launch_failure import record
 from erniekit.cli.system_limits import explained, require_descriptors
 from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
+from erniekit.launch.failure import record
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ COMMANDS: dict[str, Command] = {
         ("output_dir",),
     ),
     "train": Command(
-        "erniekit.cli.launch:train_command",
+        "erniekit.cli.train:train_command",
         "train",
         "train a model from a recipe, from flags, or both",
         (

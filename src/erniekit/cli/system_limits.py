@@ -1,6 +1,6 @@
 """What the system refuses a command: descriptors, permissions, space. Said as an error of three lines, by its own name.
 
-Called by cli/main.py around every command and by cli/launch.py before ranks are started. No torch in here.
+Called by cli/main.py around every command and by train.py before ranks are started. No torch in here.
 """
 
 from __future__ import annotations

@@ -9,23 +9,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config.flat import DEFAULTS, KEYS
-from erniekit.config.later import Later, later, refuse_later
+from erniekit.config.not_yet_supported import NotYetSupported, not_yet_supported, refuse_later
 from erniekit.config.note import Note
 from erniekit.config.world import accumulation_for, for_world
 from erniekit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from erniekit.config.run import Inert, RunConfig
+    from erniekit.config.run import IgnoredKey, RunConfig
 
 __all__ = [
-    "Inert", "Later", "Note", "RunConfig", "accumulation_for", "for_world", "later", "load", "need", "refuse_later",
+    "IgnoredKey", "NotYetSupported", "Note", "RunConfig", "accumulation_for", "for_world", "load", "need",
+    "not_yet_supported", "refuse_later",
 ]  # fmt: skip
 
 
 def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """The run that the words after `command` describe: files, --flags and key=value in any mix, then `overrides`."""
     from erniekit.config.resolve import resolve
-    from erniekit.config.run import Inert, make_run
+    from erniekit.config.run import IgnoredKey, make_run
     from erniekit.config.sources import collect
 
     sources = collect(args, command, overrides)
@@ -33,10 +34,10 @@ def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] |
     values, notes = resolve({**DEFAULTS, **given}, sources, command)
     origins = {name: g.origin for name, g in sources.given.items()}
     origins |= {n.key: "derived" for n in notes if n.changes}
-    inert = [Inert(name, g.value, g.origin) for name, g in sources.inert.items()]
+    ignored = [IgnoredKey(name, g.value, g.origin) for name, g in sources.ignored.items()]
     idle = ((name, word) for name, k in KEYS.items() if k.idle for word in values[name] if word in k.idle)
-    inert += [Inert(name, word, origins[name]) for name, word in idle]
-    return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(inert))
+    ignored += [IgnoredKey(name, word, origins[name]) for name, word in idle]
+    return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(ignored))
 
 
 def need(cfg: RunConfig, *names: str) -> None:
@@ -49,8 +50,8 @@ def need(cfg: RunConfig, *names: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """RunConfig and Inert, imported on use: help needs the keys alone and must answer at once."""
-    if name in ("Inert", "RunConfig"):
+    """RunConfig and IgnoredKey, imported on use: help needs the keys alone and must answer at once."""
+    if name in ("IgnoredKey", "RunConfig"):
         from erniekit.config import run
 
         return getattr(run, name)

@@ -20,7 +20,7 @@ MAX_NODES = 100_000  # after aliases are followed: what a loader would have to b
 MAX_DEPTH = 100
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     value: Any
     line: int  # 1-based
     text: str | None = None  # a YAML scalar as written: the key's type decides, not YAML's (`off`, `5e-7`, `1:1`)
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
         return {k: e.plain for k, e in self.value.items()} if isinstance(self.value, dict) else self.value
 
 
-def read_file(name: str) -> dict[str, Entry]:
+def read_file(name: str) -> dict[str, FileEntry]:
     """The top-level mapping of a config file. Values that are mappings hold `Entry` values themselves."""
     path = Path(name)
     refuse_special(path, ConfigError)
@@ -92,7 +92,7 @@ def _duplicate(key: str, first: int, second: int, name: str) -> ConfigError:
 # ---- JSON
 
 
-def _read_json(text: str, name: str) -> dict[str, Entry]:
+def _read_json(text: str, name: str) -> dict[str, FileEntry]:
     lines: dict[str, list[int]] = {}
     for m in re.finditer(r'"([^"\\]+)"\s*:', text):
         lines.setdefault(m.group(1), []).append(text.count("\n", 0, m.start()) + 1)
@@ -113,19 +113,19 @@ def _read_json(text: str, name: str) -> dict[str, Entry]:
         raise ConfigError(f"not valid JSON: {e}", where=f"{name}:{line}", fix="correct the line") from None
     if not isinstance(data, dict):
         raise ConfigError("expected a mapping of keys to values", where=name, fix='{"key": value, ...}')
-    return {key: Entry(_nest(value, lines), lines.get(key, [1])[0]) for key, value in data.items()}
+    return {key: FileEntry(_nest(value, lines), lines.get(key, [1])[0]) for key, value in data.items()}
 
 
 def _nest(value: Any, lines: dict[str, list[int]]) -> Any:
     if not isinstance(value, dict):
         return value
-    return {key: Entry(_nest(v, lines), lines.get(key, [1])[0]) for key, v in value.items()}
+    return {key: FileEntry(_nest(v, lines), lines.get(key, [1])[0]) for key, v in value.items()}
 
 
 # ---- YAML
 
 
-def _read_yaml(text: str, name: str) -> dict[str, Entry]:
+def _read_yaml(text: str, name: str) -> dict[str, FileEntry]:
     import yaml
 
     node = _compose(text, name)
@@ -196,9 +196,9 @@ def _pairs(node: Any, name: str) -> Iterator[tuple[str, Any, int]]:
         yield k.value, v, line
 
 
-def _entries(loader: Any, node: Any, name: str) -> dict[str, Entry]:
+def _entries(loader: Any, node: Any, name: str) -> dict[str, FileEntry]:
     return {
-        key: Entry(_value(loader, v, name, _entries), line, v.value if isinstance(v.value, str) else None)
+        key: FileEntry(_value(loader, v, name, _entries), line, v.value if isinstance(v.value, str) else None)
         for key, v, line in _pairs(node, name)
     }
 

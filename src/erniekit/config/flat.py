@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.field import Key, keys_of
-from erniekit.config.inert import INERT
+from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.config.sections import SECTIONS
 from erniekit.registry import nearest
 
@@ -46,7 +46,7 @@ def canonical(name: str) -> str:
 
 def is_known(name: str) -> bool:
     name = canonical(name)
-    return name in KEYS or name in INERT
+    return name in KEYS or name in IGNORED_KEYS
 
 
 def suggest(name: str) -> list[str]:
@@ -54,7 +54,7 @@ def suggest(name: str) -> list[str]:
     name = name.replace("-", "_")
     if name in ELSEWHERE:
         return [ELSEWHERE[name]]
-    return nearest(name, [*KEYS, *ALIASES, *INERT], count=2)
+    return nearest(name, [*KEYS, *ALIASES, *IGNORED_KEYS], count=2)
 
 
 def build(values: Mapping[str, Any]) -> dict[str, Any]:

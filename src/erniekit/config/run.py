@@ -5,7 +5,6 @@ Made by config.load; handed around by the recipes; stored in checkpoints, run.js
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from erniekit.config.convert import convert
 from erniekit.config.flat import DEFAULTS, KEYS, build, canonical, suggest
-from erniekit.config.inert import INERT
+from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.config.note import Note
 from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
@@ -38,7 +37,7 @@ HIDDEN = "***"
 
 
 @dataclass(frozen=True)
-class Inert:
+class IgnoredKey:
     """A key that was given and does nothing here; or one such word (the value) of a key that holds several."""
 
     key: str
@@ -52,7 +51,7 @@ class Inert:
 
     @property
     def reason(self) -> str:
-        return KEYS[self.key].idle[self.value] if self._is_word else INERT.get(self.key, "of another version")
+        return KEYS[self.key].idle[self.value] if self._is_word else IGNORED_KEYS.get(self.key, "of another version")
 
     @property
     def _is_word(self) -> bool:
@@ -82,7 +81,7 @@ class RunConfig:
     files: tuple[str, ...] = ()  # recipes read
     origins: Mapping[str, str] = field(default_factory=dict)  # of every key that is not at its default
     notes: tuple[Note, ...] = ()
-    inert: tuple[Inert, ...] = ()
+    ignored: tuple[IgnoredKey, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         """The value of a flat key."""
@@ -118,7 +117,7 @@ class RunConfig:
                 raise ConfigError(f"unknown key {name!r}", where="replace", fix=f"nearest: {suggest(name)}")
             values[known] = convert(KEYS[known], value, "replace")
             origins[known] = "argument"
-        return make_run(values, self.command, self.files, origins, self.notes, self.inert)
+        return make_run(values, self.command, self.files, origins, self.notes, self.ignored)
 
     def derive(self, *notes: Note) -> RunConfig:
         """The same run after notes that came too late for the rules; one takes the place of an earlier on its key."""
@@ -130,24 +129,11 @@ class RunConfig:
             at = next((i for i, n in enumerate(kept) if n.key == note.key and n.changes), len(kept))
             old = kept[at].old if at < len(kept) else note.old
             kept[at : at + 1] = [replace(note, old=old)] if old != note.new else []
-        return make_run(values, self.command, self.files, origins, tuple(kept), self.inert)
+        return make_run(values, self.command, self.files, origins, tuple(kept), self.ignored)
 
     def resume_keys(self) -> dict[str, Any]:
         """The values that decide what the next step does: a resumed run must have the same."""
         return {name: _as_json(self[name]) for name, k in KEYS.items() if k.fixed}
-
-    def resume_hash(self) -> str:
-        text = json.dumps(self.resume_keys(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def changed_since(self, resume_keys: Mapping[str, Any]) -> list[Note]:
-        """What differs from the `resume_keys` a checkpoint stored, as notes; keys of other versions are passed over."""
-        now = self.resume_keys()
-        return [
-            Note(name, old, now[name], f"{old!r} in the checkpoint; now from {self.origin(name)}")
-            for name, old in resume_keys.items()
-            if name in now and now[name] != old
-        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -156,7 +142,7 @@ class RunConfig:
             "values": {name: _as_json(value) for name, value in self.flat().items()},
             "origins": dict(self.origins),
             "notes": [{**asdict(n), "old": _as_json(n.old), "new": _as_json(n.new)} for n in self.notes],
-            "inert": [{**asdict(i), "reason": i.reason} for i in self.inert],
+            "inert": [{**asdict(i), "reason": i.reason} for i in self.ignored],
         }
 
     def to_json(self) -> str:
@@ -171,9 +157,9 @@ class RunConfig:
             if name in KEYS and not KEYS[name].secret:
                 values[name] = convert(KEYS[name], value, "stored run")
         notes = tuple(_stored_note(n) for n in data.get("notes", ()))
-        inert = tuple(Inert(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
+        ignored = tuple(IgnoredKey(i["key"], i["value"], i["origin"]) for i in data.get("inert", ()))
         files = tuple(data.get("files", ()))
-        return make_run(values, data.get("command", "train"), files, data.get("origins", {}), notes, inert)
+        return make_run(values, data.get("command", "train"), files, data.get("origins", {}), notes, ignored)
 
 
 def make_run(
@@ -182,9 +168,9 @@ def make_run(
     files: tuple[str, ...],
     origins: Mapping[str, str],
     notes: tuple[Note, ...],
-    inert: tuple[Inert, ...],
+    ignored: tuple[IgnoredKey, ...],
 ) -> RunConfig:
-    return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, inert=inert)
+    return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, ignored=ignored)
 
 
 def _as_json(value: Any) -> Any:

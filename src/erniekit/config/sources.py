@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from erniekit.config.convert import FALSE, TRUE, convert
-from erniekit.config.files import Entry, parse_value, read_file
+from erniekit.config.files import FileEntry, parse_value, read_file
 from erniekit.config.flat import KEYS, canonical, is_known, suggest
-from erniekit.config.inert import INERT
+from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.errors import ConfigError
 
 SECTIONED = ("env", "model_args", "trainer_args")  # of the pre-training YAML
@@ -43,10 +43,10 @@ class Given:
 
 @dataclass
 class Sources:
-    """What was given, by declared key; `inert` holds the keys that are accepted without effect."""
+    """What was given, by declared key; `ignored` holds the keys that are accepted without effect."""
 
     given: dict[str, Given] = field(default_factory=dict)
-    inert: dict[str, Given] = field(default_factory=dict)
+    ignored: dict[str, Given] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     sectioned: bool = False  # a pre-training YAML was read
     unknown: list[tuple[str, str]] = field(default_factory=list)
@@ -68,8 +68,8 @@ class Sources:
             if isinstance(value, dict) and name in self.given:  # a later word changes some of it
                 value = _merged(self.given[name].value or {}, value)
             self.given[name] = Given(value, origin, self._order, in_file)
-        elif name in INERT:
-            self.inert[name] = Given(value, origin, self._order, in_file)
+        elif name in IGNORED_KEYS:
+            self.ignored[name] = Given(value, origin, self._order, in_file)
         else:
             self.unknown.append((name, origin))
 
@@ -110,7 +110,7 @@ def _read_into(out: Sources, name: str) -> None:
             _put_entry(out, key, entry, name)
 
 
-def _put_entry(out: Sources, key: str, entry: Entry, name: str) -> None:
+def _put_entry(out: Sources, key: str, entry: FileEntry, name: str) -> None:
     value = entry.plain if isinstance(entry.value, dict) else entry.given
     out.put(key, value, f"{name}:{entry.line}", in_file=True)
 

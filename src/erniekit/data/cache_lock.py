@@ -1,6 +1,6 @@
 """One process at a time makes a cache folder; the others wait, say for whom, and give up on one that stands still.
 
-Used by tokens.py, documents.py and index.py around what ranks and runs share.
+Used by token_cache.py, documents.py and index.py around what ranks and runs share.
 """
 
 from __future__ import annotations

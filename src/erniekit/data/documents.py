@@ -19,7 +19,7 @@ import numpy as np
 from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.mmap_files import TokenFiles
-from erniekit.data.tokens import default_cache_dir
+from erniekit.data.token_cache import default_cache_dir
 from erniekit.data.types import IGNORE, Sample
 from erniekit.errors import ConfigError, DataError
 from erniekit.files.unwritable import way_out
@@ -78,7 +78,7 @@ class Epoch(NamedTuple):
     bounds: np.ndarray  # int64 [documents + 1]: tokens before each place
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Neighbouring tokens of one document; as one integer it is what a stream hands to the loader."""
 
     start: int  # in the token file
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
         return (self.start << 32 | self.size) << 1 | self.goes_on
 
     @classmethod
-    def of(cls, code: int) -> Piece:
+    def of(cls, code: int) -> DocumentPiece:
         return cls(code >> 33, code >> 1 & 0xFFFFFFFF, bool(code & 1))
 
 
@@ -133,7 +133,7 @@ class DocumentRows:
 
     def sample(self, index: int) -> Sample:
         if self.masked:
-            piece = Piece.of(index)
+            piece = DocumentPiece.of(index)
             read = self._read(piece.start, piece.size + piece.goes_on)
             last = np.full(1 - piece.goes_on, IGNORE, np.int32)  # nothing follows a document's end
             return Sample(read[: piece.size], np.concatenate([read[1:], last]))
@@ -149,7 +149,7 @@ class DocumentRows:
         begin = place * self.max_seq_len
         return begin, min(begin + self.max_seq_len, self.tokens - 1), self._epoch(number)
 
-    def _pieces(self, epoch: Epoch, begin: int, end: int) -> Iterator[Piece]:
+    def _pieces(self, epoch: Epoch, begin: int, end: int) -> Iterator[DocumentPiece]:
         bounds = epoch.bounds
         first = int(np.searchsorted(bounds, begin, "right")) - 1
         last = int(np.searchsorted(bounds, end, "left"))
@@ -160,7 +160,7 @@ class DocumentRows:
         told = (starts + low - before[:-1], high - low, high < before[1:])
         for start, size, goes_on in zip(*(array.tolist() for array in told)):
             if size:
-                yield Piece(start, size, goes_on)
+                yield DocumentPiece(start, size, goes_on)
 
     def _read(self, start: int, count: int) -> np.ndarray:
         read = self.files.tokens(start, count)

@@ -40,7 +40,7 @@ from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.text_job import TextChunk, TextJob
 from erniekit.data.text_rows import Place, documents
 from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, Rows, in_parallel
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import refuse_special
 from erniekit.files.unwritable import way_out
@@ -171,7 +171,7 @@ def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]
         )
     report = DataReport.from_dict(told["report"], _named(files))
     if len(files) > 1:
-        report.first_bad = [Problem(**problem) for problem in told["report"]["first_bad"]]
+        report.first_bad = [RowProblem(**problem) for problem in told["report"]["first_bad"]]
     return Indexed(str(output), report, fresh=False)
 
 
@@ -231,7 +231,7 @@ class _Run:
         report.measure(np.diff(bounds[docs]))
         report.trained_tokens = report.tokens
         with open(self.work / BAD, encoding="utf-8") as listed:
-            report.first_bad = [Problem(**json.loads(line)) for line in islice(listed, SHOWN)]
+            report.first_bad = [RowProblem(**json.loads(line)) for line in islice(listed, SHOWN)]
         return report
 
     def _reopened(self, name: str) -> IO[bytes]:
@@ -272,7 +272,7 @@ class _Run:
             out[SIZES].write(chunk.sizes.astype("<i4").tobytes())
             out[SEQUENCES].write(chunk.sequences.astype("<i4").tobytes())
             for line, kind, reason in chunk.bad:
-                told = asdict(Problem(str(self.files[place.file]), line, kind, reason))
+                told = asdict(RowProblem(str(self.files[place.file]), line, kind, reason))
                 out[BAD].write((json.dumps(told, ensure_ascii=False) + "\n").encode())
                 kinds[kind] += 1
             if not state.documents and not len(chunk.sequences) and state.rows + chunk.rows >= _ENOUGH_ROWS:

@@ -13,8 +13,8 @@ from erniekit.data.index import Indexed, index_text
 from erniekit.data.mmap_files import CODES, SUFFIXES, narrowest
 from erniekit.data.report import short
 from erniekit.data.text_job import TextJob
+from erniekit.data.token_cache import cores
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.tokens import cores
 from erniekit.errors import ConfigError
 from erniekit.log import paint, say, typed, warn
 

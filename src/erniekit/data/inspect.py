@@ -12,7 +12,7 @@ from erniekit.data.formats import FORMATS, Detected, detect, parse, parse_pair, 
 from erniekit.data.preference import Preference
 from erniekit.data.report import unused_line
 from erniekit.data.thinking import has_thought
-from erniekit.data.types import Message, Problem
+from erniekit.data.types import ChatMessage, RowProblem
 from erniekit.errors import DataError
 from erniekit.log import paint, say
 
@@ -37,7 +37,7 @@ def _check(path: str, format: str | None) -> int:
     found = detect(path) if format is None else _as_given(path, format)
     total = examples = 0
     kinds: Counter[str] = Counter()
-    shown: list[Problem] = []
+    shown: list[RowProblem] = []
     unused: Counter[str] = Counter()
     thoughts = 0
     pairs = _Pairs()
@@ -45,7 +45,7 @@ def _check(path: str, format: str | None) -> int:
         total += 1
         read = parse_pair if found.preference else parse
         result = read(raw, line, path, found.format)
-        if isinstance(result, Problem):
+        if isinstance(result, RowProblem):
             kinds[result.kind] += 1
             if len(shown) < _SHOWN:
                 shown.append(result)
@@ -125,7 +125,7 @@ class _Pairs:
         return out
 
 
-def _size(said: tuple[Message, ...]) -> int:
+def _size(said: tuple[ChatMessage, ...]) -> int:
     return sum(len(message.content) for message in said)
 
 
@@ -138,6 +138,6 @@ def _median(counts: Counter[int]) -> int:
     raise AssertionError("no counts")
 
 
-def _shown(message: Message, most: int = 80) -> str:
+def _shown(message: ChatMessage, most: int = 80) -> str:
     text = " ".join(message.content.split())
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -18,11 +18,11 @@ from erniekit.data.pack import Members
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     def sample(self, index: int) -> Sample: ...
 
 
-class Stream(Protocol):
+class PackOrder(Protocol):
     """Which samples make pack p: a PackStream, or the RowStream of pre-training."""
 
     epochs: int | None  # None: there is always a next pack
@@ -42,8 +42,8 @@ class BatchLoader:
 
     def __init__(
         self,
-        stream: Stream,
-        sources: Sequence[Source],
+        stream: PackOrder,
+        sources: Sequence[SampleSource],
         batch_size: int,
         accumulation: int = 1,
         *,

@@ -24,7 +24,7 @@ _PASS, _TABLE = 0, 1  # keep the two uses of one seed apart
 Drawn = tuple[np.ndarray, np.ndarray]  # source number and sample index per position, index -1: an empty place
 
 
-class Order(Protocol):
+class DrawOrder(Protocol):
     def take(self, start: int, count: int) -> Drawn:
         """Positions [start, start + count)."""
 

@@ -14,7 +14,7 @@ from threading import RLock
 
 import numpy as np
 
-from erniekit.data.mix import Order
+from erniekit.data.mix import DrawOrder
 from erniekit.errors import DataError
 
 Members = list[tuple[int, int]]  # (source, sample) of each document of a pack, in row order
@@ -59,7 +59,7 @@ class PackStream:
 
     def __init__(
         self,
-        order: Order,
+        order: DrawOrder,
         lengths: Sequence[np.ndarray],
         max_seq_len: int,
         *,

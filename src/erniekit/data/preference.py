@@ -1,6 +1,6 @@
 """The nouns of preference data, in the order a line meets them: Preference -> PairSample.
 
-formats/ makes the first, preference_assemble.py turns it into the second, tokens.py keeps that,
+formats/ makes the first, preference_assemble.py turns it into the second, token_cache.py keeps that,
 preference_collate.py lays it out for the model.
 """
 
@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.types import Message, Sample
+from erniekit.data.types import ChatMessage, Sample
 
 
 @dataclass(frozen=True)
 class Preference:
     """A prompt and two answers to it, the better one first."""
 
-    prompt: tuple[Message, ...]  # its last message is not the assistant's
-    chosen: tuple[Message, ...]  # assistant, then user and assistant in turn where an answer takes several
-    rejected: tuple[Message, ...]
+    prompt: tuple[ChatMessage, ...]  # its last message is not the assistant's
+    chosen: tuple[ChatMessage, ...]  # assistant, then user and assistant in turn where an answer takes several
+    rejected: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     score_delta: float = 1.0  # how much better, in the data's own units
     unused: tuple[str, ...] = field(default=(), compare=False)  # as in Conversation

@@ -15,7 +15,7 @@ from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.template import TemplateRefused, Turn, turns
 from erniekit.data.thinking import Thinking, has_thought, kept
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, Conversation, Message
+from erniekit.data.types import IGNORE, ChatMessage, Conversation
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _encode(
     return pasts[0], questions[0][:common], chosen, rejected
 
 
-def _all_trained(answer: tuple[Message, ...]) -> tuple[Message, ...]:
+def _all_trained(answer: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     return tuple(replace(message, trained=message.role == "assistant") for message in answer)
 
 

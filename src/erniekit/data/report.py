@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 
 SHOWN = 20  # bad rows quoted in an error
@@ -27,9 +27,9 @@ class DataReport:
     rows: int = 0
     samples: int = 0
     bad: dict[str, int] = field(default_factory=dict)  # kind -> rows that could not be read
-    first_bad: list[Problem] = field(default_factory=list)
+    first_bad: list[RowProblem] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)  # kind -> conversations a rule left out
-    first_dropped: list[Problem] = field(default_factory=list)
+    first_dropped: list[RowProblem] = field(default_factory=list)
     dropped_turns: int = 0  # older turns left out of samples that were kept
     rewritten_turns: int = 0  # older answers that are read only: the chat template renders them otherwise than when new
     truncated_tokens: int = 0
@@ -151,7 +151,7 @@ class DataReport:
         """As stored; `file` is where the same bytes lie now."""
         told = {key: told[key] for key in cls.__dataclass_fields__ if key in told} | {"file": file}
         for key in ("first_bad", "first_dropped"):
-            told[key] = [Problem(**(problem | {"file": file})) for problem in told[key]]
+            told[key] = [RowProblem(**(problem | {"file": file})) for problem in told[key]]
         told["histogram"] = [(top, n) for top, n in told["histogram"]]
         return cls(**told)
 

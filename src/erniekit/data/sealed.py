@@ -1,6 +1,6 @@
 """Files that outlive a power cut and are checked before use: fsync, size and digest of each, then one rename.
 
-For the caches (tokens.py, documents.py, index.py, recipes/reference.py) and the fingerprints of mmap_files.py.
+For the caches (token_cache.py, documents.py, index.py, recipes/reference.py) and the fingerprints of mmap_files.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from erniekit.data.prefix_renderer import Prefixes, render_prefixes
 from erniekit.data.template_limit import TookTooLong, deadline
 from erniekit.data.thinking import thought_tokens, write_out
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import Conversation, Message
+from erniekit.data.types import ChatMessage, Conversation
 from erniekit.errors import DataError
 
 # Unicode noncharacters: no text has them, so one can mark a place inside a string.
@@ -88,7 +88,7 @@ def variables_for(conversation: Conversation) -> dict[str, Any]:
 
 
 def prompt_ids(
-    messages: Sequence[Message | Mapping[str, Any]],
+    messages: Sequence[ChatMessage | Mapping[str, Any]],
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] | None = None,
     whole: bool = False,
@@ -139,7 +139,12 @@ def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
 
 def keeps_history(tokenizer: Tokenizer) -> bool:
     """Whether an earlier turn is rendered as when it was new; if not, only the last trained answer can be trained."""
-    said = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d"))
+    said = (
+        ChatMessage("user", "a"),
+        ChatMessage("assistant", "b"),
+        ChatMessage("user", "c"),
+        ChatMessage("assistant", "d"),
+    )
     try:
         return _cut(_Rendering(Conversation(said), tokenizer)) is not None
     except TemplateRefused:
@@ -189,7 +194,7 @@ def _cut_prefixes(found: Prefixes, answers: Sequence[int], controls: tuple[str, 
     return out
 
 
-def _cut_last(ready: _Rendering, messages: Sequence[Message]) -> tuple[str, str]:
+def _cut_last(ready: _Rendering, messages: Sequence[ChatMessage]) -> tuple[str, str]:
     if not messages:
         raise TemplateRefused("the conversation has no assistant message")
     query, answer = ready.render(messages[:-1], True), ready.render(messages, False)
@@ -252,7 +257,7 @@ class _Rendering:
             "documents": None,
         }
 
-    def render(self, said: Sequence[Message], ask: bool) -> str:
+    def render(self, said: Sequence[ChatMessage], ask: bool) -> str:
         plain = [self._plain(message) for message in said]
         try:
             with deadline():
@@ -282,13 +287,13 @@ class _Rendering:
             fix="correct its loops, or remove it to use the built-in ERNIE text form",
         )
 
-    def _plain(self, message: Message) -> dict[str, Any]:
+    def _plain(self, message: ChatMessage) -> dict[str, Any]:
         out: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.tool_calls:
             out["tool_calls"] = list(message.tool_calls)
         return out | dict.fromkeys(self._template.thought_fields, message.thought) if message.thought else out
 
-    def _shielded(self, message: Message) -> Message:
+    def _shielded(self, message: ChatMessage) -> ChatMessage:
         find = self.tokenizer.special_pattern.search
         if not message.tool_calls and not find(message.content) and not find(message.thought):
             return message
@@ -307,7 +312,7 @@ class _Rendering:
         return [self._shield(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _unused_mark(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+def _unused_mark(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
     text = "".join(m.content + m.thought for m in messages) + (
         str([m.tool_calls for m in messages]) + str(tools) if tools or any(m.tool_calls for m in messages) else ""
     )
@@ -317,19 +322,19 @@ def _unused_mark(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -
     raise TemplateRefused("the text uses all 32 Unicode noncharacters U+FDD0..U+FDEF")
 
 
-def _message(given: Message | Mapping[str, Any]) -> Message:
-    if isinstance(given, Message):
+def _message(given: ChatMessage | Mapping[str, Any]) -> ChatMessage:
+    if isinstance(given, ChatMessage):
         return given
-    return Message(given["role"], given.get("content") or "", tool_calls=tuple(given.get("tool_calls") or ()))
+    return ChatMessage(given["role"], given.get("content") or "", tool_calls=tuple(given.get("tool_calls") or ()))
 
 
 def uses_tools(conversation: Conversation) -> bool:
     return bool(conversation.tools) or any(m.role == "tool" or m.tool_calls for m in conversation.messages)
 
 
-def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+def _write_out_tools(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> tuple[ChatMessage, ...]:
     """For templates that know no tools: the list in the system text, calls and results between tags."""
-    out: list[Message] = []
+    out: list[ChatMessage] = []
     for message in messages:
         if message.tool_calls:
             calls = [f"<tool_call>\n{to_json(call.get('function', call))}\n</tool_call>" for call in message.tool_calls]
@@ -340,7 +345,7 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
             if out and out[-1].role == "user" and out[-1].content.endswith("</tool_response>"):
                 out[-1] = replace(out[-1], content=out[-1].content + "\n" + text)
             else:
-                out.append(Message("user", text))
+                out.append(ChatMessage("user", text))
         else:
             out.append(message)
     if tools:
@@ -352,11 +357,11 @@ def _write_out_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]
         if out and out[0].role == "system":
             out[0] = replace(out[0], content=f"{out[0].content}\n{block}")
         else:
-            out.insert(0, Message("system", block))
+            out.insert(0, ChatMessage("system", block))
     return tuple(out)
 
 
-def _places(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+def _places(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[int]:
     """How many messages `_write_out_tools` makes of the first 0, 1, 2 ... of them: results in a row become one."""
     more = bool(tools) and not (messages and messages[0].role == "system")
     alone = (

@@ -13,7 +13,7 @@ from erniekit.data.formats.files import decode
 from erniekit.data.text_rows import PlainText
 from erniekit.data.tokenise import Rows
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TextJob:
         sequences: list[int] = []
         bad: list[Told] = []
         for line, raw in batch:
-            if isinstance(raw, Problem):
+            if isinstance(raw, RowProblem):
                 bad.append((line, raw.kind, raw.reason))
                 continue
             try:

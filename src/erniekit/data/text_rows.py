@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from erniekit.data.formats import files
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
 
@@ -36,14 +36,14 @@ class Place(NamedTuple):
     row: int = 0  # lines, or rows of .json and .parquet
 
 
-class Found(NamedTuple):
+class FoundDocument(NamedTuple):
     row: int  # where it begins
     raw: Raw
     after: Place
     read: int  # bytes of the file on disk that are done, as far as they are known
 
 
-def documents(path: Path, place: Place) -> Iterator[Found]:
+def documents(path: Path, place: Place) -> Iterator[FoundDocument]:
     """The documents of one file from `place` on."""
     if place.offset == _LOST:
         return
@@ -57,7 +57,7 @@ def documents(path: Path, place: Place) -> Iterator[Found]:
     with disk:
         if path.is_dir() or kind.endswith((".json", ".parquet")):
             for number, raw in islice(rows(path), place.row, None):
-                yield Found(number, raw, place._replace(row=max(number, place.row)), 0)
+                yield FoundDocument(number, raw, place._replace(row=max(number, place.row)), 0)
             return
         packed = disk.read(2) == b"\x1f\x8b"
         disk.seek(0)
@@ -70,10 +70,10 @@ def documents(path: Path, place: Place) -> Iterator[Found]:
             stream.seek(place.offset)  # packed: unpacks what lies before, which costs little beside tokenising it
             for number, raw, line in reader(stream, path, place.row):
                 offset = stream.tell()
-                yield Found(number, raw, Place(place.file, offset, line), disk.tell() if packed else offset)
+                yield FoundDocument(number, raw, Place(place.file, offset, line), disk.tell() if packed else offset)
         except (OSError, EOFError, zlib.error) as error:
-            told = Problem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
-            yield Found(number + 1, told, Place(place.file, _LOST, number + 1), size)
+            told = RowProblem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
+            yield FoundDocument(number + 1, told, Place(place.file, _LOST, number + 1), size)
 
 
 def _line(stream: IO[bytes], first: bool) -> tuple[bytes, int]:
@@ -133,6 +133,6 @@ def _one_more(blank: int) -> int:
     return blank + 1
 
 
-def _too_long(path: Path, number: int, size: int) -> Problem:
+def _too_long(path: Path, number: int, size: int) -> RowProblem:
     limit = MAX_ROW_BYTES >> 20
-    return Problem(str(path), number, "row_too_long", f"the line has {size >> 20} MiB; the limit is {limit} MiB")
+    return RowProblem(str(path), number, "row_too_long", f"the line has {size >> 20} MiB; the limit is {limit} MiB")

@@ -1,7 +1,7 @@
 """Thoughts in front of answers: which of them a row keeps, how they are written down, which tokens they are.
 
 Used by the formats (field names), template.py (rendering) and assemble.py (labels). The tags are those that
-serve/speech.py takes apart, so a served answer divides where a trained one does.
+serve/output_parser.py takes apart, so a served answer divides where a trained one does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Literal
 
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import Message
+from erniekit.data.types import ChatMessage
 
 THINK, THOUGHT = "<think>", "</think>"
 # What chat programs call a thought beside `content`, and templates read it as.
@@ -32,7 +32,7 @@ def divided(content: str) -> tuple[str, str]:
     return inside[len(THINK) :].strip(), answer.lstrip()
 
 
-def kept(messages: Sequence[Message], rule: Thinking) -> tuple[Message, ...]:
+def kept(messages: Sequence[ChatMessage], rule: Thinking) -> tuple[ChatMessage, ...]:
     """Without the thoughts that the rule leaves out, whether they are fields of their own or open the content."""
     if rule in ("all", "mask"):
         return tuple(messages)
@@ -41,16 +41,16 @@ def kept(messages: Sequence[Message], rule: Thinking) -> tuple[Message, ...]:
     return tuple(m if i == spared or m.role != "assistant" else without(m) for i, m in enumerate(messages))
 
 
-def without(message: Message) -> Message:
+def without(message: ChatMessage) -> ChatMessage:
     _, answer = divided(message.content)
     return replace(message, content=answer, thought="") if message.thought or answer != message.content else message
 
 
-def has_thought(message: Message) -> bool:
+def has_thought(message: ChatMessage) -> bool:
     return message.role == "assistant" and bool(message.thought or divided(message.content)[0])
 
 
-def write_out(message: Message) -> Message:
+def write_out(message: ChatMessage) -> ChatMessage:
     """For templates that know no thoughts: the answer with its thought between tags in front."""
     if not message.thought:
         return message

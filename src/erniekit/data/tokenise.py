@@ -1,6 +1,6 @@
 """Rows of one dataset file -> samples in a cache folder, on all cores.
 
-tokens.py calls `tokenise_file`; a worker process runs `serve`. Nothing here imports torch, so workers start fast.
+token_cache.py calls `tokenise_file`; a worker process runs `serve`. Nothing here imports torch, so workers start fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, Conversation, Problem, Sample
+from erniekit.data.types import IGNORE, Conversation, RowProblem, Sample
 from erniekit.errors import DataError, ErnieKitError
 
 CHUNK_ROWS = 2000
@@ -57,14 +57,14 @@ Rows = list[tuple[int, Any]]
 Made = TypeVar("Made", covariant=True)
 
 
-class Work(Protocol[Made]):
+class RowWork(Protocol[Made]):
     """What a worker process is given: it travels there once, then makes something of each chunk of rows."""
 
     def work(self, batch: Rows) -> Made: ...
 
 
 @dataclass(frozen=True)
-class Job:
+class TokeniseJob:
     """What decides a row's tokens, besides the row."""
 
     path: str
@@ -79,11 +79,11 @@ class Job:
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
 
-    def read(self, raw: Any, line: int) -> Sequence[Conversation | Preference] | Problem:
+    def read(self, raw: Any, line: int) -> Sequence[Conversation | Preference] | RowProblem:
         if self.pairs is None:
             return parse(raw, line, self.path, self.format, self.compat)
         pair = parse_pair(raw, line, self.path, self.format, self.compat)
-        return pair if isinstance(pair, Problem) else [pair]
+        return pair if isinstance(pair, RowProblem) else [pair]
 
     def assemble(self, said: Conversation | Preference, known: list[Turn] | None = None) -> Assembled | Dropped:
         """known: its turns, where they are rendered already."""
@@ -94,7 +94,7 @@ class Job:
         return assemble_pair(said, self.tokenizer, limit, rules, self.overlong, self.compat, self.thinking)
 
 
-def tokenise_rows(batch: Rows, job: Job) -> Chunk:
+def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
     out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
     main: list[tuple[int, Sample]] = []
     later: list[tuple[int, Sample]] = []
@@ -115,7 +115,7 @@ def tokenise_rows(batch: Rows, job: Job) -> Chunk:
     for line, raw in batch:
         try:
             parsed = job.read(raw, line)
-            if isinstance(parsed, Problem):
+            if isinstance(parsed, RowProblem):
                 out.bad.append((line, parsed.kind, parsed.reason))
                 continue
             out.unused.update(parsed[0].unused)
@@ -148,7 +148,7 @@ def _without_system(said: Conversation | Preference) -> Conversation | Preferenc
     return replace(said, prompt=messages[1:])
 
 
-class Part:
+class SampleWriter:
     """Samples written so far: tokens in two files, a few numbers per sample in memory."""
 
     def __init__(self, ids: IO[bytes], labels: IO[bytes]) -> None:
@@ -168,7 +168,7 @@ class Part:
 class Writer:
     """Appends chunks to a cache folder. Second forms are kept apart and come last, behind all first forms."""
 
-    def __init__(self, job: Job, main: Part, later: Part, bad_rows: IO[str]) -> None:
+    def __init__(self, job: TokeniseJob, main: SampleWriter, later: SampleWriter, bad_rows: IO[str]) -> None:
         self.job, self.main, self.later, self.bad_rows = job, main, later, bad_rows
         self._forms = [np.zeros((0, 2), np.int64)]
         self._bad: Counter[str] = Counter()
@@ -194,7 +194,7 @@ class Writer:
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
         for first, told in ((report.first_bad, chunk.bad), (report.first_dropped, chunk.dropped)):
-            first += [Problem(self.job.path, *one) for one in told[: SHOWN - len(first)]]
+            first += [RowProblem(self.job.path, *one) for one in told[: SHOWN - len(first)]]
         for line, kind, reason in chunk.bad:
             told_row = {"line": line, "kind": kind, "reason": reason}
             self.bad_rows.write(json.dumps(told_row, ensure_ascii=False) + "\n")
@@ -219,7 +219,7 @@ class Writer:
         return self.report
 
 
-def tokenise_file(job: Job, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
+def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
     """Fill `folder` from `job.path`; only a few chunks per core are in memory at a time."""
     chunks = _cut(rows(job.path))
     head = list(islice(chunks, 2))
@@ -228,8 +228,8 @@ def tokenise_file(job: Job, folder: Path, num_proc: int, expected_rows: int | No
     else:
         made = in_parallel(chain(head, chunks), job, num_proc)
     with ExitStack() as stack:
-        main = Part(*(stack.enter_context(open(folder / name, "wb")) for name in (IDS, LABELS)))
-        later = Part(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
+        main = SampleWriter(*(stack.enter_context(open(folder / name, "wb")) for name in (IDS, LABELS)))
+        later = SampleWriter(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
         bad_rows = stack.enter_context(open(folder / BAD_ROWS, "w", encoding="utf-8"))
         writer = Writer(job, main, later, bad_rows)
         bar = tqdm(
@@ -263,10 +263,10 @@ def _cut(lines: Iterator[tuple[int, Any]]) -> Iterator[Rows]:
         yield batch
 
 
-def in_parallel(chunks: Iterable[Rows], job: Work[Made], num_proc: int) -> Iterator[Made]:
+def in_parallel(chunks: Iterable[Rows], job: RowWork[Made], num_proc: int) -> Iterator[Made]:
     """What each chunk becomes, in order, from `num_proc` workers, at most two ahead of each."""
-    workers = [Worker(job) for _ in range(num_proc)]
-    free: queue.SimpleQueue[Worker[Made]] = queue.SimpleQueue()
+    workers = [TokeniseWorker(job) for _ in range(num_proc)]
+    free: queue.SimpleQueue[TokeniseWorker[Made]] = queue.SimpleQueue()
     for worker in workers:
         free.put(worker)
 
@@ -294,7 +294,7 @@ def in_parallel(chunks: Iterable[Rows], job: Work[Made], num_proc: int) -> Itera
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Worker(Generic[Made]):
+class TokeniseWorker(Generic[Made]):
     """A bare Python process. multiprocessing would either fork one that may hold torch's threads, or run the
     caller's script again in a new one, which breaks scripts without a `__main__` guard."""
 
@@ -303,7 +303,7 @@ class Worker(Generic[Made]):
         "from erniekit.data.tokenise import serve; serve()"
     )
 
-    def __init__(self, job: Work[Made]) -> None:
+    def __init__(self, job: RowWork[Made]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", self.BOOT],
             stdin=subprocess.PIPE,
@@ -349,7 +349,7 @@ def serve() -> None:
     asked = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
-    job: Work[Any] | Exception
+    job: RowWork[Any] | Exception
     try:
         job = pickle.loads(pickle.load(asked))  # opens the tokenizer again, from its folder
     except Exception as error:

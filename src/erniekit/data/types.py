@@ -17,7 +17,7 @@ IGNORE = -100  # a label that is not trained
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     role: str  # system | user | assistant | tool
     content: str
     trained: bool = True  # assistant messages only: whether this answer carries loss
@@ -27,13 +27,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     unused: tuple[str, ...] = field(default=(), compare=False)  # fields of its row that hold what no reader takes
 
 
 @dataclass(frozen=True)
-class Problem:
+class RowProblem:
     """A row that cannot be used, or was dropped by a rule. `kind` is a short slug that reports count by."""
 
     file: str

@@ -24,7 +24,7 @@ RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     base: Path
     adapters: tuple[Path, ...]  # none: the base is written again
     tokenizer: Path | None  # named by key; else what was trained with
@@ -44,7 +44,7 @@ def tell_unread(cfg: RunConfig) -> None:
         say(f"note     without effect on {cfg.command}: {', '.join(idle)} (weights keep their dtype)")
 
 
-def plan_of(cfg: RunConfig) -> Plan:
+def plan_of(cfg: RunConfig) -> ExportPlan:
     """lora_path on model_name_or_path, to output_dir; or what a run left in output_dir, to <output_dir>/export."""
     output_dir = Path(str(cfg.train.output_dir)).expanduser()
     if cfg.lora.lora_path and not starts_training(cfg):
@@ -63,9 +63,9 @@ def plan_of(cfg: RunConfig) -> Plan:
         if not source.is_adapter:
             if cfg.typed("model_name_or_path"):
                 say(f"note     model_name_or_path is not used: {source.path} holds a whole model, not an adapter")
-            return Plan(source.path, (), named_tokenizer(cfg), out)
+            return ExportPlan(source.path, (), named_tokenizer(cfg), out)
         adapters = (source.path,)
-    return Plan(_base(cfg, adapters), adapters, named_tokenizer(cfg), out)
+    return ExportPlan(_base(cfg, adapters), adapters, named_tokenizer(cfg), out)
 
 
 def starts_training(cfg: RunConfig) -> bool:

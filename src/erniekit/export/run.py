@@ -19,7 +19,7 @@ from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
-from erniekit.export.plan import Plan, plan_of, tell_unread, tokenizer_of
+from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
@@ -57,7 +57,7 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     )
 
 
-def _probe_of(plan: Plan, override_base: bool) -> Probe | None:
+def _probe_of(plan: ExportPlan, override_base: bool) -> Probe | None:
     """The saved answer the result must give; several adapters, or one on another base, give none that was saved."""
     if not plan.adapters:
         return probes.load(plan.base)

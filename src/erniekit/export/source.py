@@ -16,12 +16,12 @@ from erniekit.lora.adapter_files import is_adapter
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     path: Path
     is_adapter: bool
 
 
-def find_source(output_dir: Path) -> Source | None:
+def find_source(output_dir: Path) -> ExportSource | None:
     """None when nothing was trained there. A damaged checkpoint is passed over with a warning; one that cannot be read
     now stops: an older one must not take its place unnoticed."""
     own = _weights_in(output_dir)
@@ -60,12 +60,12 @@ def is_unfinished(output_dir: Path) -> bool:
     return isinstance(story, dict) and story.get("status") in ("running", "stopped", "failed")
 
 
-def _weights_in(folder: Path) -> Source | None:
+def _weights_in(folder: Path) -> ExportSource | None:
     try:
         if is_adapter(folder):
-            return Source(folder, is_adapter=True)
+            return ExportSource(folder, is_adapter=True)
         listed = Listed(folder)
         has_weights = listed.has("config.json") and bool(listed.glob("model*.safetensors"))
     except OSError as error:
         raise unreadable(folder, error) from error
-    return Source(folder, is_adapter=False) if has_weights else None
+    return ExportSource(folder, is_adapter=False) if has_weights else None

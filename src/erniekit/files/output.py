@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.errors import ConfigError
-from erniekit.files.record import RECORD, Entry, NotOurs, OwnedFiles, content_of, some
+from erniekit.files.record import RECORD, NotOurs, OwnedFiles, RecordEntry, content_of, some
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.files.unwritable import way_out
 
@@ -96,16 +96,18 @@ def is_unrecorded_run(output: Path) -> bool:
     return isinstance(story.get("format"), int) and {"version", "command", "status"} <= story.keys()
 
 
-def _adoptable(output: Path) -> dict[str, Entry]:
+def _adoptable(output: Path) -> dict[str, RecordEntry]:
     """Files of an unrecorded run: those with a run's names, and model files equal to a checkpoint's."""
     plain = [name for name in _names(output) if (output / name).is_file() and not (output / name).is_symlink()]
-    found = {name: Entry() for name in plain if name in RUN_FILES}
+    found = {name: RecordEntry() for name in plain if name in RUN_FILES}
     saved: dict[str, set[str]] = {}
     for folder in output.glob("checkpoint-*"):
         listed = _json(folder / MANIFEST).get("files")
         for name, record in (listed if isinstance(listed, dict) else {}).items():
             saved.setdefault(name, set()).add(str(record.get("sha256") if isinstance(record, dict) else ""))
-    found |= {name: Entry() for name in plain if name in saved and content_of(output / name).sha256 in saved[name]}
+    found |= {
+        name: RecordEntry() for name in plain if name in saved and content_of(output / name).sha256 in saved[name]
+    }
     return found
 
 
@@ -128,7 +130,7 @@ def _refuse_overlap(output: Path, key: str, path: Path) -> None:
     )
 
 
-def _refuse_own_file(output: Path, key: str, path: Path, entries: Mapping[str, Entry]) -> None:
+def _refuse_own_file(output: Path, key: str, path: Path, entries: Mapping[str, RecordEntry]) -> None:
     """A dataset that is one of the run's own files, such as its list of bad rows, would be rewritten as it is read."""
     real, ours = Path(os.path.realpath(path)), Path(os.path.realpath(output))
     if real.is_relative_to(ours) and real.relative_to(ours).as_posix() in entries:

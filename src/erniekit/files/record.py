@@ -35,7 +35,7 @@ class Content(NamedTuple):
 
 
 @dataclass
-class Entry:
+class RecordEntry:
     """`digests` empty: a file that is rewritten as the work goes on. Otherwise the contents written under this name:
     two while one replaces the other, so that a kill between the two leaves either recognised."""
 
@@ -58,8 +58,8 @@ class OwnedFiles:
         """What the folder was created for ("run", "demo", "job"); empty for a folder that is not ours as a whole."""
         return next((str(line["folder"]) for line in self._lines() if "folder" in line), "")
 
-    def entries(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+    def entries(self) -> dict[str, RecordEntry]:
+        found: dict[str, RecordEntry] = {}
         for line in self._lines():
             name = line.get("name")
             if not isinstance(name, str) or not _is_inside(name):
@@ -67,7 +67,7 @@ class OwnedFiles:
             if line.get("removed"):
                 found.pop(name, None)
                 continue
-            entry = found.setdefault(name, Entry(str(line.get("use", ""))))
+            entry = found.setdefault(name, RecordEntry(str(line.get("use", ""))))
             if line.get("open"):
                 entry.digests.clear()
             if "sha256" in line:  # without a size nothing matches it
@@ -76,7 +76,7 @@ class OwnedFiles:
                 entry.digests.append(known._replace(mtime_ns=time) if isinstance(time, int) else known)
         return found
 
-    def is_ours(self, name: str, entries: Mapping[str, Entry] | None = None) -> bool:
+    def is_ours(self, name: str, entries: Mapping[str, RecordEntry] | None = None) -> bool:
         """Whether the file of this name is a plain file that we created and, where its content is recorded, that
         content."""
         entry = (self.entries() if entries is None else entries).get(name)

@@ -1,7 +1,7 @@
 """A server's address: printed, and written to a file for the program that started it; and the variables of both.
 
 The web page reads the file and not the log: the name of a model or an adapter could forge a line of the log. Used by
-serve/server.py, serve/engines/started.py and webui/jobs.py.
+serve/server.py, serve/engines/external.py and webui/jobs.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who a request says it talks to and where it comes from: Host, Origin, the client's address.
 
-Used by serve/gate.py and by the web page's guard. A site can make its own name resolve to this machine (DNS
+Used by serve/middleware.py and by the web page's guard. A site can make its own name resolve to this machine (DNS
 rebinding) and then read what answers here; the Host header still holds that name.
 """
 

@@ -17,8 +17,8 @@ from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.token_cache import PairSource, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.tokens import PairSource, TokenSource, open_sources
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World

@@ -1,4 +1,4 @@
-"""A training run from config to result, whatever the stage. Called by sft.py, dpo.py and pretrain.py.
+"""A training run from config to result, whatever the stage. Called by run.py and bench/ours.py.
 
 `run` reads top to bottom: open, build, check, resume, fit, finish. What differs between stages is in stage.py.
 """

@@ -9,14 +9,14 @@ from typing import Any
 from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
 from erniekit.config.flat import KEYS
-from erniekit.config.inert import INERT
+from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.errors import ConfigError
 from erniekit.log import say
 from erniekit.models import find
 from erniekit.registry import nearest
 
 ALSO = {"multi_token_pred_depth": "num_nextn_predict_layers"}
-# How ERNIE's pre-training computes and sends what is the same mathematics; fp8 itself is refused in config/later.py.
+# How ERNIE's pre-training computes and sends what is the same mathematics; config/not_yet_supported.py refuses fp8.
 WITHOUT_EFFECT = {
     "use_fp8_mlp", "use_fp8_fuse_node", "fp8_mem_configs", "fp8_fused_ops_configs", "use_quant_before_a2a",
     "use_ep_comm_overlap", "use_combine_before_a2a", "use_async_a2a", "use_rms_qkv_recompute",
@@ -59,7 +59,7 @@ def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def _idle(name: str) -> bool:
-    return name in WITHOUT_EFFECT or name in INERT
+    return name in WITHOUT_EFFECT or name in IGNORED_KEYS
 
 
 def _unknown(name: str, known: set[str], where: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""The folder a run writes to: refused, or taken. Called by fit.py, doctor.py and, before ranks start, cli/launch.py."""
+"""The folder a run writes to: refused, or taken. Called by fit.py, doctor.py and, before ranks start, cli/train.py."""
 
 from __future__ import annotations
 

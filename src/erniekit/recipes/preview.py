@@ -22,9 +22,9 @@ from erniekit.data.formats.files import decode
 from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.text_rows import Place, PlainText, documents
 from erniekit.data.thinking import write_out
-from erniekit.data.tokenise import Job
+from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import IGNORE, Conversation, Message, Problem, Sample
+from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
 from erniekit.log import colour_on, paint, say
 
 READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of the answer that a pair rejects
@@ -117,13 +117,13 @@ def _reader(
     compat = cfg.train.compat == "erniekit" and pairs is None
     d = cfg.data
     rules: Any = (d.max_seq_len, d.overlong, compat, pairs, d.train_thinking)
-    job = Job(str(file), name, tokenizer, *rules)  # type: ignore[arg-type]  # without a tokenizer it only reads
+    job = TokeniseJob(str(file), name, tokenizer, *rules)  # type: ignore[arg-type]  # without a tokenizer it only reads
     return name, lambda line, raw: row_pieces(job, line, raw)
 
 
-def row_pieces(job: Job, line: int, raw: Raw) -> Shown:
+def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:
     parsed = job.read(raw, line)
-    if isinstance(parsed, Problem):
+    if isinstance(parsed, RowProblem):
         return [], parsed.reason, ()
     out: list[Piece] = []
     unused = parsed[0].unused
@@ -162,7 +162,7 @@ def pair_pieces(pair: PairSample, tokenizer: Tokenizer) -> list[Piece]:
 
 
 def said_pieces(said: Conversation | Preference) -> list[Piece]:
-    def turn(message: Message, part: int) -> Piece:
+    def turn(message: ChatMessage, part: int) -> Piece:
         trained = message.role == "assistant" and message.trained
         return f"{message.role}: {write_out(message).content}\n", part if trained else READ
 
@@ -179,7 +179,7 @@ def text_pieces(raw: Raw, tokenizer: Tokenizer | None, max_seq_len: int) -> Show
         row = raw.decode("utf-8") if isinstance(raw, PlainText) else decode(raw)
     except (ValueError, RecursionError) as error:
         return [], f"not usable: {error}", ()
-    if isinstance(raw, Problem):
+    if isinstance(raw, RowProblem):
         return [], raw.reason, ()
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str) or not text:

@@ -24,7 +24,7 @@ from erniekit.data import cache_versions, sealed
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.data.tokens import PairSource, default_cache_dir
+from erniekit.data.token_cache import PairSource, default_cache_dir
 from erniekit.data.types import Batch
 from erniekit.errors import DataError
 from erniekit.log import say, warn

@@ -29,7 +29,7 @@ from erniekit.version import __version__
 # A node's own: where it keeps its files (their contents are compared later), what it logs, how long it waits.
 OWN_SECTIONS = ("launch", "export", "serve")
 OWN_KEYS = (
-    "model_name_or_path", "download_hub", "allow_pickle", "tokenizer_name", "lora_path", "vision_model_name_or_path",
+    "model_name_or_path", "download_hub", "tokenizer_name", "lora_path", "vision_model_name_or_path",
     "train_dataset_path", "eval_dataset_path", "text_dataset_path", "offline_dataset_path", "input_dir",
     "data_filelist", "data_weights", "cache_dir", "dataset_num_proc", "dataloader_num_workers", "prefetch_factor",
     "max_bad_fraction", "output_dir", "resume_from_checkpoint", "device", "no_cuda", "memory_limit", "gc_interval",

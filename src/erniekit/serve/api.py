@@ -1,6 +1,7 @@
 """The OpenAI routes over an engine: `make_app` gives the ASGI application. Called by server.py and by tests.
 
-A request becomes jobs (asked.py), jobs become text (answer.py), text becomes OpenAI's objects (shapes.py).
+request_parsing.py turns a request into generation jobs, running_request.py runs them and detokenizes their tokens, and
+response_builder.py makes OpenAI's objects of the text.
 """
 
 from __future__ import annotations
@@ -18,43 +19,51 @@ from starlette.responses import Response
 
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts
-from erniekit.serve.answer import Answering, Part
-from erniekit.serve.asked import Asked, Defaults, Question, Served, ignored_fields, read_chat, read_completion
-from erniekit.serve.engines.base import Engine
-from erniekit.serve.gate import Gate, Receive, Scope, Send, read_json, reply
-from erniekit.serve.health import Watch
+from erniekit.serve.engines.base import InferenceEngine
+from erniekit.serve.health import HealthMonitor
 from erniekit.serve.metrics import TYPE, Metrics
-from erniekit.serve.problem import Problem, as_json
-from erniekit.serve.prompt_work import Busy, Late, Limits, PromptWork, Stuck
-from erniekit.serve.prompt_worker import Failed, Texts
-from erniekit.serve.schema import ChatRequest, CompletionRequest, Wishes
-from erniekit.serve.shapes import Shape
+from erniekit.serve.middleware import Middleware, Receive, Scope, Send, error_response, read_json
+from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptWork, Stuck
+from erniekit.serve.prompt_worker import Failed, TextPrompts
+from erniekit.serve.request_error import RequestError, as_json
+from erniekit.serve.request_parsing import (
+    ParsedRequest,
+    PreparedRequest,
+    SamplingDefaults,
+    ServedModel,
+    ignored_fields,
+    parse_chat,
+    parse_completion,
+)
+from erniekit.serve.response_builder import ResponseBuilder
+from erniekit.serve.running_request import ChoiceDelta, RunningRequest
+from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 from erniekit.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 IGNORED = "X-Ignored-Fields"
-MOST_LOGGED = 64  # field names; clients can make up any number
+MAX_LOGGED_NAMES = 64  # field names; clients can make up any number
 
 
 @dataclass(frozen=True)
-class Settings:
-    defaults: Defaults
+class ApiSettings:
+    defaults: SamplingDefaults
     timeout: float = 600.0  # seconds an answer may take, its time in the queue included
     key: str | None = None
     created: int = 0
     hosts: Hosts | None = None  # the names it is reached by; None: any
-    prompts: Limits = field(default_factory=Limits)  # of the work on prompts
+    prompts: PromptLimits = field(default_factory=PromptLimits)  # of the work on prompts
 
 
 class Api:
     """models: by name, the default one first."""
 
-    def __init__(self, engine: Engine, models: Mapping[str, Served], settings: Settings) -> None:
+    def __init__(self, engine: InferenceEngine, models: Mapping[str, ServedModel], settings: ApiSettings) -> None:
         self.engine, self.models, self.settings = engine, models, settings
         self.metrics = Metrics()
         self.prompts = PromptWork(settings.prompts)
-        self.answering: weakref.WeakSet[Answering] = weakref.WeakSet()
-        self.watch = Watch(engine, self.prompts)
+        self.running_requests: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
+        self.monitor = HealthMonitor(engine, self.prompts)
         for served in models.values():
             _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
         self.ignored: set[str] = set()  # field names the log has named
@@ -63,13 +72,13 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """An answer to a conversation."""
-        asked = await read_json(request, ChatRequest)
-        return await self._answer(request, asked, read_chat)
+        body = await read_json(request, ChatRequest)
+        return await self._answer(request, body, parse_chat)
 
     async def completions(self, request: Request) -> Response:
         """How texts go on."""
-        asked = await read_json(request, CompletionRequest)
-        return await self._answer(request, asked, read_completion)
+        body = await read_json(request, CompletionRequest)
+        return await self._answer(request, body, parse_completion)
 
     async def list_models(self) -> Response:
         """The models that can be asked for by name."""
@@ -77,13 +86,13 @@ class Api:
 
     async def one_model(self, model: str) -> Response:
         """One of them."""
-        return _json(self._card(self._served(model)))
+        return _json(self._card(self._find_model(model)))
 
     async def health(self) -> Response:
         """200 while requests can be answered."""
-        self.watch.start()
+        self.monitor.start()
         load, prompts = self.engine.load(), self.prompts.load()
-        reason = self.watch.reason(load)
+        reason = self.monitor.reason(load)
         state = {
             "status": "ok" if reason is None else "failing",
             "running": load.running,
@@ -96,102 +105,104 @@ class Api:
     async def prometheus(self) -> Response:
         """What is counted, for Prometheus."""
         load = self.engine.load()
-        healthy = self.watch.reason(load) is None
-        return Response(self.metrics.text(load, self.prompts.load(), healthy, self.watch.lag), media_type=TYPE)
+        healthy = self.monitor.reason(load) is None
+        return Response(self.metrics.text(load, self.prompts.load(), healthy, self.monitor.lag), media_type=TYPE)
 
-    # --- the way of an answer
+    # --- one request
 
-    async def _answer(self, request: Request, wishes: Wishes, prepare: Any) -> Response:
+    async def _answer(self, request: Request, body: GenerationRequest, prepare: Any) -> Response:
         arrived = time.monotonic()
-        self.watch.start()
-        question: Question = prepare(wishes, self._served(wishes.model), self.settings.defaults)
-        asked: Asked | None = await unless_gone(request.receive, self._asked(question))
-        if asked is None:
+        self.monitor.start()
+        parsed: ParsedRequest = prepare(body, self._find_model(body.model), self.settings.defaults)
+        prepared: PreparedRequest | None = await until_disconnect(request.receive, self._prepared(parsed))
+        if prepared is None:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # nobody reads it
         left = arrived + self.settings.timeout - time.monotonic()
-        answering = Answering(asked, self.engine, left, not wishes.stream)
-        self.answering.add(answering)
-        shape = Shape(answering, asked.jobs[0].choosing.logprobs is not None)
-        self.metrics.prompt_tokens += asked.prompt_tokens
-        headers = self._name_ignored(wishes)
-        if wishes.stream:
-            usage = wishes.stream_options is not None and wishes.stream_options.include_usage
-            return EventStream(self, answering, self._events(answering, shape, usage), headers)
-        parts = await unless_gone(request.receive, _collect(answering))
-        self._count(answering)
+        running_request = RunningRequest(prepared, self.engine, left, not body.stream)
+        self.running_requests.add(running_request)
+        builder = ResponseBuilder(running_request, prepared.jobs[0].sampling.logprobs is not None)
+        self.metrics.prompt_tokens += prepared.prompt_tokens
+        headers = self._name_ignored(body)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(self, running_request, self._events(running_request, builder, usage), headers)
+        parts = await until_disconnect(request.receive, _collect(running_request))
+        self._count(running_request)
         if parts is None:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # nobody reads it
-        return _json(shape.whole(parts), headers=headers)
+        return _json(builder.whole(parts), headers=headers)
 
     def end_answers(self) -> None:
         """Whoever still waits is told that the server stops: for the end, when an engine or a tokenizer hangs."""
         self.prompts.end()
-        for answering in list(self.answering):
-            answering.stop()
+        for running_request in list(self.running_requests):
+            running_request.stop()
 
-    async def _asked(self, question: Question) -> Asked:
-        """The request's jobs, its prompt prepared in time or a Problem."""
-        if isinstance(question.work, Texts) and not question.work.texts:
-            return question.asked([])
-        tokenizer, timeout = question.served.tokenizer, self.settings.timeout
+    async def _prepared(self, parsed: ParsedRequest) -> PreparedRequest:
+        """The request's jobs, its prompt prepared in time or a RequestError."""
+        if isinstance(parsed.work, TextPrompts) and not parsed.work.texts:
+            return parsed.prepare([])
+        tokenizer, timeout = parsed.served.tokenizer, self.settings.timeout
         try:
-            made = await self.prompts.ids(question.work, tokenizer, question.most, timeout)
+            made = await self.prompts.ids(parsed.work, tokenizer, parsed.most, timeout)
         except Busy:
-            raise Problem(
+            raise RequestError(
                 429, "the server is busy: too many prompts wait", code="queue_full", headers={"Retry-After": "2"}
             ) from None
         except Late:
             made = Failed("slow", "its deadline passed")
         except Stuck:
-            raise Problem(503, "the server cannot prepare prompts now", code="stuck") from None
+            raise RequestError(503, "the server cannot prepare prompts now", code="stuck") from None
         if isinstance(made, Failed):
             if made.kind in ("slow", "changed", "fault"):
                 warn(f"a prompt was not prepared: {made.message}")
-            raise question.refuse(made)
-        return question.asked(made)
+            raise parsed.refuse(made)
+        return parsed.prepare(made)
 
-    def _name_ignored(self, wishes: Wishes) -> dict[str, str]:
+    def _name_ignored(self, body: GenerationRequest) -> dict[str, str]:
         """Fields that had no effect: in a header of every answer, and the first time each in the server's log."""
-        names = ignored_fields(wishes)
+        names = ignored_fields(body)
         new = [name for name in names if name not in self.ignored]
-        if new and len(self.ignored) < MOST_LOGGED:
+        if new and len(self.ignored) < MAX_LOGGED_NAMES:
             self.ignored.update(new)
             warn(f"requests hold fields that have no effect here: {', '.join(new)}")
         return {IGNORED: ", ".join(names)} if names else {}
 
-    async def _events(self, answering: Answering, shape: Shape, usage: bool) -> AsyncIterator[bytes]:
+    async def _events(
+        self, running_request: RunningRequest, builder: ResponseBuilder, usage: bool
+    ) -> AsyncIterator[bytes]:
         """Ends in [DONE] or in an error, whatever happens."""
         try:
-            async for part in answering.parts():
-                for chunk in shape.chunks(part):
+            async for part in running_request.parts():
+                for chunk in builder.chunks(part):
                     yield _event({**chunk, "usage": None} if usage else chunk)
             if usage:
-                yield _event(shape.usage_chunk())
+                yield _event(builder.usage_chunk())
             yield DONE
-        except Problem as problem:
+        except RequestError as problem:
             yield _event(problem.body())
         except Exception as error:
             warn(f"a stream failed: {type(error).__name__}: {error}")
-            yield _event(Problem(500, "the server failed on this request").body())
+            yield _event(RequestError(500, "the server failed on this request").body())
 
-    def _count(self, answering: Answering) -> None:
-        self.metrics.generated_tokens += answering.said
-        self.metrics.duration.add(time.monotonic() - answering.began)
-        if answering.first is not None:
-            self.metrics.first_token.add(answering.first - answering.began)
+    def _count(self, running_request: RunningRequest) -> None:
+        self.metrics.generated_tokens += running_request.generated
+        self.metrics.duration.add(time.monotonic() - running_request.began)
+        if running_request.first is not None:
+            self.metrics.first_token.add(running_request.first - running_request.began)
 
-    def _served(self, name: str) -> Served:
+    def _find_model(self, name: str) -> ServedModel:
         if name in self.models:
             return self.models[name]
         if name == "default":
             return next(iter(self.models.values()))
-        raise Problem(
+        raise RequestError(
             404, f"there is no model {name!r} here: /v1/models lists them"[:400], param="model", code="model_not_found"
         )
 
-    def _card(self, served: Served) -> dict[str, Any]:
+    def _card(self, served: ServedModel) -> dict[str, Any]:
         return {
             "id": served.name,
             "object": "model",
@@ -207,12 +218,12 @@ class EventStream(Response):
     """Server-sent events that stop being made as soon as nobody listens, also while the first is waited for."""
 
     def __init__(
-        self, api: Api, answering: Answering, events: AsyncIterator[bytes], headers: Mapping[str, str]
+        self, api: Api, running_request: RunningRequest, events: AsyncIterator[bytes], headers: Mapping[str, str]
     ) -> None:
         plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(media_type="text/event-stream", headers={**plain, **headers})
         del self.headers["content-length"]
-        self.api, self.answering, self.events = api, answering, events
+        self.api, self.running_request, self.events = api, running_request, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def pump() -> bool:
@@ -223,14 +234,14 @@ class EventStream(Response):
             return True
 
         try:
-            if await unless_gone(receive, pump()) is None:
+            if await until_disconnect(receive, pump()) is None:
                 self.api.metrics.disconnects += 1
         finally:
-            self.api.engine.cancel(self.answering.stream)
-            self.api._count(self.answering)
+            self.api.engine.cancel(self.running_request.stream)
+            self.api._count(self.running_request)
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
+async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
     """The result of `work`, or None when the client left first; then the work is cancelled."""
 
     async def gone() -> None:
@@ -247,8 +258,8 @@ async def unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
         await asyncio.gather(doing, watching, return_exceptions=True)
 
 
-async def _collect(answering: Answering) -> list[Part]:
-    return [part async for part in answering.parts()]
+async def _collect(running_request: RunningRequest) -> list[ChoiceDelta]:
+    return [part async for part in running_request.parts()]
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -259,8 +270,8 @@ def _event(value: Any) -> bytes:
     return b"data: " + as_json(value) + b"\n\n"
 
 
-def make_app(engine: Engine, models: Mapping[str, Served], settings: Settings) -> Gate:
-    """The application; `gate.draining = True` turns new questions away while old ones are answered."""
+def make_app(engine: InferenceEngine, models: Mapping[str, ServedModel], settings: ApiSettings) -> Middleware:
+    """The application; `draining = True` on it refuses new requests while running ones finish."""
     api = Api(engine, models, settings)
     app = FastAPI(title="erniekit", version=__version__, docs_url=None, redoc_url=None)
     for path, method, route, body in (
@@ -274,32 +285,34 @@ def make_app(engine: Engine, models: Mapping[str, Served], settings: Settings) -
         app.add_api_route(
             path, route, methods=[method], response_class=Response, openapi_extra=_body_of(body), summary=route.__doc__
         )
-    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_fault)
+    app.add_exception_handler(Exception, _on_exception)
     _name_schemas(app)
     paths = frozenset(route.path for route in app.routes if "{" not in route.path)  # type: ignore[attr-defined]
     app.state.api = api
-    return Gate(app, settings.key, api.metrics, paths, settings.hosts)
+    return Middleware(app, settings.key, api.metrics, paths, settings.hosts)
 
 
-async def _on_problem(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, Problem)
-    return reply(problem)
+async def _on_request_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestError)
+    return error_response(problem)
 
 
-async def _on_fault(request: Request, error: Exception) -> Response:
-    return reply(Problem(500, "the server failed on this request"))
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return error_response(RequestError(500, "the server failed on this request"))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405, in our shape."""
     assert isinstance(error, HTTPException)
     words = {404: "there is nothing at this address", 405: "this address does not take that method"}
-    return reply(Problem(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers))
+    return error_response(
+        RequestError(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers)
+    )
 
 
-def _body_of(kind: type[Wishes] | None) -> dict[str, Any]:
+def _body_of(kind: type[GenerationRequest] | None) -> dict[str, Any]:
     if kind is None:
         return {}
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}

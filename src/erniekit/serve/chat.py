@@ -14,10 +14,10 @@ from typing import Any, TextIO
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import colour_on, paint
-from erniekit.serve.chat_client import EVERYWHERE, Address, Answer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.chat_client import EVERYWHERE, Address, ChatAnswer, Client, NoAnswer, address_of, is_address
 from erniekit.serve.interrupts import heard_at_the_prompt
+from erniekit.serve.output_parser import Delta
 from erniekit.serve.server import read_key
-from erniekit.serve.speech import Delta
 
 WORDS = "exit leaves, clear starts anew, Ctrl-C stops an answer"
 # What a terminal would obey rather than show: all control characters but tab and newline.
@@ -33,8 +33,8 @@ def chat_command(args: list[str]) -> int:
         if hasattr(stream, "reconfigure"):  # a character this terminal cannot spell must not end the conversation
             stream.reconfigure(errors="replace")
     alone = "prompt" in own
-    with reach(cfg, sys.stderr if alone else sys.stdout, quiet=alone) as (client, about):
-        talk = Talk(client, wishes(cfg), own.get("system", ""))
+    with connect(cfg, sys.stderr if alone else sys.stdout, quiet=alone) as (client, about):
+        talk = ChatSession(client, request_fields(cfg), own.get("system", ""))
         if alone:
             return ask(talk, own["prompt"], sys.stdout, sys.stderr)
         return converse(talk, about, sys.stdin, sys.stdout)
@@ -44,7 +44,7 @@ def chat_command(args: list[str]) -> int:
 
 
 @contextmanager
-def reach(cfg: RunConfig, output: TextIO, quiet: bool = False) -> Iterator[tuple[Client, str]]:
+def connect(cfg: RunConfig, output: TextIO, quiet: bool = False) -> Iterator[tuple[Client, str]]:
     """A client and what it reaches, for as long as the block lasts."""
     address, must = server_of(cfg)
     if address is not None:
@@ -95,7 +95,7 @@ def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
     return (Address(EVERYWHERE.get(s.host, s.host.strip("[]")), s.port) if s.port else None), must
 
 
-def wishes(cfg: RunConfig) -> dict[str, Any]:
+def request_fields(cfg: RunConfig) -> dict[str, Any]:
     """Every key of sampling in the words of the interface; the server's own values never step in."""
     s = cfg.serve
     out: dict[str, Any] = {
@@ -123,11 +123,11 @@ def wishes(cfg: RunConfig) -> dict[str, Any]:
 
 
 @dataclass
-class Talk:
+class ChatSession:
     """A conversation so far. Thoughts are no part of it; what failed or was refused leaves no trace."""
 
     client: Client
-    wishes: Mapping[str, Any]
+    options: Mapping[str, Any]
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
 
@@ -137,12 +137,12 @@ class Talk:
     def clear(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def say(self, text: str, screen: Screen) -> Answer:
+    def say(self, text: str, screen: Screen) -> ChatAnswer:
         """Ctrl-C hangs up, which stops the server, and keeps what was said."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        answer = Answer()
+        answer = ChatAnswer()
         try:
-            with closing(self.client.answer(asked, self.wishes, answer)) as pieces:
+            with closing(self.client.answer(asked, self.options, answer)) as pieces:
                 for piece in pieces:
                     screen.show(piece)
         except KeyboardInterrupt:
@@ -184,7 +184,7 @@ class Screen:
         print(text, end="", file=stream, flush=True)
 
 
-def notes_on(answer: Answer) -> str:
+def notes_on(answer: ChatAnswer) -> str:
     known = {None: "", "stop": "", "tool_calls": "", "length": "[cut at the length limit]", "interrupt": "[stopped]"}
     notes = [known.get(answer.finish, f"[{answer.finish}]")]
     if answer.usage:
@@ -193,7 +193,7 @@ def notes_on(answer: Answer) -> str:
     return " ".join(note for note in notes if note).translate(_CONTROLS)
 
 
-def ask(talk: Talk, prompt: str, output: TextIO, aside: TextIO) -> int:
+def ask(talk: ChatSession, prompt: str, output: TextIO, aside: TextIO) -> int:
     """One answer, and nothing else on `output`: thoughts and notes go aside."""
     screen = Screen(output, aside)
     answer = talk.say(prompt, screen)
@@ -204,7 +204,7 @@ def ask(talk: Talk, prompt: str, output: TextIO, aside: TextIO) -> int:
     return 130 if answer.finish == "interrupt" else 0
 
 
-def converse(talk: Talk, about: str, input_stream: TextIO, output: TextIO) -> int:
+def converse(talk: ChatSession, about: str, input_stream: TextIO, output: TextIO) -> int:
     """Turns until `exit`, the end of the input, or Ctrl-C twice."""
     print(f"{about}; {WORDS}", file=output, flush=True)
     interrupts = 0
@@ -226,7 +226,7 @@ def converse(talk: Talk, about: str, input_stream: TextIO, output: TextIO) -> in
     return 0
 
 
-def _turn(talk: Talk, text: str, output: TextIO) -> tuple[int, str]:
+def _turn(talk: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
     """One answer on the screen; 1 when it was interrupted, and how its line ends. A refusal is said and the
     conversation goes on."""
     screen = Screen(output, output)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from erniekit.errors import ConfigError, ErnieKitError
-from erniekit.serve.speech import Delta, Speech
+from erniekit.serve.output_parser import Delta, OutputParser
 
 CONNECT_S = 5.0
 LINE_BYTES = 8 * 2**20  # of one event; also of a whole answer
@@ -70,7 +70,7 @@ def address_of(word: str) -> Address:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """What was said so far. finish: stop, length, interrupt, or the server's own word for another end."""
 
     text: str = ""
@@ -109,10 +109,10 @@ class Client:
         self.model = wanted or (names[0] if names else "default")
 
     def answer(
-        self, messages: Sequence[Mapping[str, str]], wishes: Mapping[str, Any], into: Answer
+        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any], into: ChatAnswer
     ) -> Generator[Delta, None, None]:
         """Thoughts and words as they come, collected in `into`. Closing the iterator hangs up: the server stops too."""
-        body = {"model": self.model, "messages": list(messages), **wishes}
+        body = {"model": self.model, "messages": list(messages), **options}
         try:
             yield from self._answer(body, into)
         except NoAnswer as error:
@@ -122,14 +122,14 @@ class Client:
             # a wish for that many words: without it the context is the limit.
             yield from self._answer({name: value for name, value in body.items() if name != "max_tokens"}, into)
 
-    def _answer(self, body: dict[str, Any], into: Answer) -> Iterator[Delta]:
+    def _answer(self, body: dict[str, Any], into: ChatAnswer) -> Iterator[Delta]:
         with self._request("POST", "/chat/completions", body) as response:
-            speech = Speech()  # servers that do not tell thoughts apart leave their tags in the text
+            parser = OutputParser()  # servers that do not tell thoughts apart leave their tags in the text
             events = self._events(response) if body.get("stream") else self._whole(response)
             for event in events:
-                for delta in _deltas(event, speech, into):
+                for delta in _deltas(event, parser, into):
                     yield _book(delta, into)
-            for delta in speech.add("", last=True):
+            for delta in parser.add("", last=True):
                 yield _book(delta, into)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -230,7 +230,7 @@ def _lacks_room(error: NoAnswer) -> bool:
     return error.status == 400 and any(word in error.what.lower() for word in ("context", "max_tokens", "too long"))
 
 
-def _deltas(event: Mapping[str, Any], speech: Speech, into: Answer) -> Iterator[Delta]:
+def _deltas(event: Mapping[str, Any], parser: OutputParser, into: ChatAnswer) -> Iterator[Delta]:
     into.usage = event.get("usage") or into.usage
     choices = event.get("choices") or [{}]
     choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
@@ -240,11 +240,11 @@ def _deltas(event: Mapping[str, Any], speech: Speech, into: Answer) -> Iterator[
     if isinstance(thought, str) and thought:
         yield Delta("reasoning", thought)
     if isinstance(said.get("content"), str):
-        yield from speech.add(said["content"])
+        yield from parser.add(said["content"])
     into.finish = choice.get("finish_reason") or into.finish
 
 
-def _book(delta: Delta, into: Answer) -> Delta:
+def _book(delta: Delta, into: ChatAnswer) -> Delta:
     if delta.kind == "reasoning":
         into.thought += delta.text
     else:

@@ -16,7 +16,7 @@ from erniekit.errors import ConfigError
 from erniekit.net.listen import bind
 from erniekit.serve.chat_client import Address, Client
 from erniekit.serve.engines import EMBEDDED
-from erniekit.serve.server import make_gate, need_packages
+from erniekit.serve.server import make_application, need_packages
 
 START_S = 30.0
 
@@ -40,29 +40,29 @@ def embedded(cfg: RunConfig) -> Iterator[tuple[Client, str]]:
     import uvicorn
 
     from erniekit.net.connections import limited
-    from erniekit.serve.shelf import fill, offers
+    from erniekit.serve.loaded_models import find_models, load_models
 
     cfg = cfg.replace(max_num_seqs=1)  # one person: the cache holds one conversation
-    offered = offers(cfg)
-    shelf = fill(cfg, offered[:1])
+    entries = find_models(cfg)
+    loaded = load_models(cfg, entries[:1])
     key = secrets.token_urlsafe(24)  # other users of this machine can reach the port
     try:
         sock = bind("127.0.0.1", 0)
-        config, sock = limited(make_gate(cfg, shelf, key), sock, lifespan="off")
+        config, sock = limited(make_application(cfg, loaded, key), sock, lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="chat server", daemon=True)
         thread.start()
         try:
             _wait(server, thread)
             address = Address("127.0.0.1", sock.getsockname()[1])
-            client = Client(address, key, cfg.serve.request_timeout, offered[0].name)
-            yield client, f"{offered[0].found.describe()}, {shelf.about.partition(',')[0]}"
+            client = Client(address, key, cfg.serve.request_timeout, entries[0].name)
+            yield client, f"{entries[0].found.describe()}, {loaded.about.partition(',')[0]}"
         finally:
             server.should_exit = server.force_exit = True
             thread.join(START_S)
             sock.close()
     finally:
-        shelf.engine.stop()
+        loaded.engine.stop()
 
 
 def _wait(server: object, thread: threading.Thread) -> None:

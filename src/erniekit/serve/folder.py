@@ -1,4 +1,4 @@
-"""Which folder a run's keys mean, and where a model's answers end. Used by shelf.py, for the server and for chat."""
+"""Which folder a run's keys mean, and the model's stop token ids. Used by loaded_models.py and chat.py."""
 
 from __future__ import annotations
 

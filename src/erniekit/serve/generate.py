@@ -16,8 +16,8 @@ from erniekit.checkpoint.transformers_bridge import to_transformers
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import DataError
 from erniekit.lora.merge import fold
-from erniekit.serve.engines.base import COLD, NARROW
-from erniekit.serve.spelling import Spelling
+from erniekit.serve.detokenizer import Detokenizer
+from erniekit.serve.engines.base import GREEDY_TEMPERATURE, GREEDY_TOP_P
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLD or self.top_p < NARROW
+        return self.temperature < GREEDY_TEMPERATURE or self.top_p < GREEDY_TOP_P
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedText:
     ids: list[int]  # as generated, the stop token apart
     text: str
     stopped: str  # stop: the model ended it; length: a limit did; interrupt: the person did
@@ -60,7 +60,7 @@ class Generator:
     @torch.no_grad()
     def answer(
         self, prompt: Sequence[int], sampling: Sampling, on_text: Callable[[str], None] = lambda text: None
-    ) -> Answer:
+    ) -> GeneratedText:
         """Whole characters go to `on_text` as they come. Ctrl-C ends the answer and keeps what was said."""
         from transformers import GenerationConfig, LogitsProcessorList
 
@@ -83,7 +83,7 @@ class Generator:
             **({} if sampling.greedy else chances),
         )
         ids = torch.tensor([list(prompt)], device=self.twin.device)
-        said = _Said(self.tokenizer, self.stop_ids, on_text)
+        said = _TokenStreamer(self.tokenizer, self.stop_ids, on_text)
         stopped = ""
         try:
             self.twin.generate(
@@ -96,7 +96,7 @@ class Generator:
         except KeyboardInterrupt:
             stopped = "interrupt"
         said.flush()
-        return Answer(said.ids, said.text, stopped or ("stop" if said.ended else "length"))
+        return GeneratedText(said.ids, said.text, stopped or ("stop" if said.ended else "length"))
 
     def _processors(self, prompt_length: int, sampling: Sampling) -> list[Callable[..., torch.Tensor]]:
         out: list[Callable[..., torch.Tensor]] = []
@@ -119,17 +119,17 @@ def _penalise(said: torch.Tensor, scores: torch.Tensor, sampling: Sampling) -> t
     return scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0).to(scores.dtype)
 
 
-class _Said:
+class _TokenStreamer:
     """A streamer as transformers' loop calls it: first the prompt, then one token at a time."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], on_text: Callable[[str], None]) -> None:
-        self.spelling, self.stop_ids, self.on_text = Spelling(tokenizer), frozenset(stop_ids), on_text
+        self.detokenizer, self.stop_ids, self.on_text = Detokenizer(tokenizer), frozenset(stop_ids), on_text
         self.text, self.ended = "", False
         self._prompt_seen = False
 
     @property
     def ids(self) -> list[int]:
-        return self.spelling.ids
+        return self.detokenizer.ids
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompt_seen:
@@ -139,13 +139,13 @@ class _Said:
             if id in self.stop_ids:
                 self.ended = True
             else:
-                self._show(self.spelling.add(id))
+                self._show(self.detokenizer.add(id))
 
     def end(self) -> None:
         pass
 
     def flush(self) -> None:
-        self._show(self.spelling.rest())
+        self._show(self.detokenizer.rest())
 
     def _show(self, new: str) -> None:
         if new:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from erniekit.serve.engines.base import Engine, Load
+from erniekit.serve.engines.base import InferenceEngine, Load
 from erniekit.serve.prompt_work import PromptWork
 
 EVERY_S = 0.5
@@ -15,10 +15,12 @@ LAG_S = 5.0  # that the event loop came too late
 LAG_KEPT_S = 10.0  # how long such a lag is told
 
 
-class Watch:
-    """Looks at the engine and the clock twice a second, in the event loop that answers."""
+class HealthMonitor:
+    """Checks the engine and the clock twice a second, in the event loop that answers."""
 
-    def __init__(self, engine: Engine, prompts: PromptWork, stall_s: float = STALL_S, lag_s: float = LAG_S) -> None:
+    def __init__(
+        self, engine: InferenceEngine, prompts: PromptWork, stall_s: float = STALL_S, lag_s: float = LAG_S
+    ) -> None:
         self.engine, self.prompts, self.stall_s, self.lag_s = engine, prompts, stall_s, lag_s
         self._task: asyncio.Task[None] | None = None
         self._steps, self._moved = -1, time.monotonic()

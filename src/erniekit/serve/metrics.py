@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text form. Filled by api.py and gate.py, read at /metrics."""
+"""What the server counts, in Prometheus' text form. Filled by api.py and middleware.py, read at /metrics."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve import prompt_worker
-from erniekit.serve.prompt_worker import Conversation, Failed, Source, Texts, Work, prepare
+from erniekit.serve.prompt_worker import ChatPrompt, Failed, PromptTask, TextPrompts, TokenizerSource, prepare
 
 SHORT_CHARACTERS, SHORT_MESSAGES = 16_384, 64  # a prompt with more of either is long
 DEADLINE_S = 30.0  # from a request's arrival to its ids
@@ -44,8 +44,8 @@ class Stuck(Exception):
 
 
 @dataclass(eq=False)
-class Task:
-    work: Work
+class QueuedTask:
+    work: PromptTask
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
@@ -54,28 +54,34 @@ class Task:
 
 
 @dataclass(eq=False)
-class Slot:
+class WorkerSlot:
     """A thread, and the work it is at."""
 
-    task: Task | None = None
+    task: QueuedTask | None = None
 
 
-class Lane:
+class WorkQueue:
     """A queue and the threads that work it off. A thread that is beyond a deadline counts as lost: another takes its
     place, up to twice as many, and it ends when it comes back."""
 
     def __init__(
-        self, name: str, threads: int, queue: int, do: Callable[[Task], Any], leave: Callable[[], None], grace_s: float
+        self,
+        name: str,
+        threads: int,
+        queue: int,
+        do: Callable[[QueuedTask], Any],
+        leave: Callable[[], None],
+        grace_s: float,
     ) -> None:
         """leave: called at a thread's end, in it. grace_s: between a deadline and the thread's counting as lost."""
         self.name, self.threads, self.queue, self.do, self.leave = name, threads, queue, do, leave
         self.grace_s = grace_s
-        self.waiting: deque[Task] = deque()
-        self.slots: list[Slot] = []
+        self.waiting: deque[QueuedTask] = deque()
+        self.slots: list[WorkerSlot] = []
         self._lock = threading.Condition()
         self._ended = False
 
-    def put(self, task: Task) -> None:
+    def put(self, task: QueuedTask) -> None:
         with self._lock:
             lost = self._lost()
             if len(lost) >= 2 * self.threads:
@@ -86,7 +92,7 @@ class Lane:
                 raise Busy
             self.waiting.append(task)
             if free < len(self.waiting) and to_come:
-                slot = Slot()
+                slot = WorkerSlot()
                 thread = threading.Thread(target=self._run, args=(slot,), name=f"{self.name} prompts", daemon=True)
                 self.slots.append(slot)
                 try:
@@ -98,13 +104,13 @@ class Lane:
                         raise Busy from None
             self._lock.notify()
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: QueuedTask) -> None:
         """What waits is forgotten; what runs goes on, and its result is not looked at."""
         with self._lock:
             if task in self.waiting:
                 self.waiting.remove(task)
 
-    def _lost(self) -> list[Slot]:
+    def _lost(self) -> list[WorkerSlot]:
         late = time.monotonic() - self.grace_s
         return [slot for slot in self.slots if slot.task is not None and slot.task.ends < late]
 
@@ -113,7 +119,7 @@ class Lane:
         with self._lock:
             return sum(slot.task is not None for slot in self.slots), len(self.waiting), len(self._lost())
 
-    def end(self) -> list[Task]:
+    def end(self) -> list[QueuedTask]:
         """No thread takes another task; those that waited or run are given back."""
         with self._lock:
             self._ended = True
@@ -122,7 +128,7 @@ class Lane:
             self._lock.notify_all()
         return left
 
-    def _run(self, slot: Slot) -> None:
+    def _run(self, slot: WorkerSlot) -> None:
         while (task := self._next(slot)) is not None:
             try:
                 result = self.do(task)
@@ -136,7 +142,7 @@ class Lane:
                 pass
         self.leave()
 
-    def _next(self, slot: Slot) -> Task | None:
+    def _next(self, slot: WorkerSlot) -> QueuedTask | None:
         with self._lock:
             while not self._ended and len(self.slots) <= self.threads + len(self._lost()):
                 if self.waiting:
@@ -157,11 +163,11 @@ class Process:
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
-        self._task: Task | None = None
+        self._task: QueuedTask | None = None
         self._lock = threading.Lock()
         _PROCESSES.add(self)
 
-    def do(self, task: Task, seconds: float) -> Any:
+    def do(self, task: QueuedTask, seconds: float) -> Any:
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._child = _start()
@@ -169,7 +175,7 @@ class Process:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            prompt_worker.send(child.stdin, (Source.of(task.tokenizer), task.work, seconds))
+            prompt_worker.send(child.stdin, (TokenizerSource.of(task.tokenizer), task.work, seconds))
             return prompt_worker.receive(child.stdout)
         except (OSError, EOFError):
             self.reap()
@@ -178,7 +184,7 @@ class Process:
             with self._lock:
                 self._task = None
 
-    def kill(self, task: Task | None = None) -> None:
+    def kill(self, task: QueuedTask | None = None) -> None:
         """The process; with a task, only if that is what it works on."""
         with self._lock:
             if self._child is not None and (task is None or task is self._task):
@@ -220,7 +226,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PromptLimits:
     threads: int = 2
     processes: int = 2
     short_queue: int = 64
@@ -244,48 +250,48 @@ class PromptLoad:
 
 @dataclass
 class PromptWork:
-    limits: Limits = field(default_factory=Limits)
+    limits: PromptLimits = field(default_factory=PromptLimits)
     abandoned: int = 0  # deadlines that have passed
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self._short = Lane("short", limits.threads, limits.short_queue, _in_thread, lambda: None, 0.0)
-        self._long = Lane("long", limits.processes, limits.long_queue, self._in_process, self._leave, LEFT_S)
+        self._short = WorkQueue("short", limits.threads, limits.short_queue, _in_thread, lambda: None, 0.0)
+        self._long = WorkQueue("long", limits.processes, limits.long_queue, self._in_process, self._leave, LEFT_S)
         self._own = threading.local()  # a thread's process
         self._processes: list[Process] = []
 
-    async def ids(self, what: Conversation | Texts, tokenizer: Tokenizer, most: int, seconds: float) -> Any:
+    async def ids(self, what: ChatPrompt | TextPrompts, tokenizer: Tokenizer, most: int, seconds: float) -> Any:
         """list[list[int]] or Failed. Raises Busy, Late or Stuck; cancelling it drops the work."""
         limits = self.limits
         ends = time.monotonic() + min(seconds, limits.deadline_s)
         if is_short(what, limits.short_characters):
-            found = await self._done(self._short, Work(what, most, limits.short_render_s), tokenizer, ends)
+            found = await self._done(self._short, PromptTask(what, most, limits.short_render_s), tokenizer, ends)
             if not isinstance(found, Failed) or found.kind != "slow":
                 return found
         # Long from the start, or short for a template that takes its time over it: nobody else is to wait for that.
-        return await self._done(self._long, Work(what, most, limits.render_s), tokenizer, ends)
+        return await self._done(self._long, PromptTask(what, most, limits.render_s), tokenizer, ends)
 
-    async def _done(self, lane: Lane, work: Work, tokenizer: Tokenizer, ends: float) -> Any:
+    async def _done(self, queue: WorkQueue, work: PromptTask, tokenizer: Tokenizer, ends: float) -> Any:
         loop = asyncio.get_running_loop()
-        task = Task(work, tokenizer, loop, loop.create_future(), ends)
-        lane.put(task)
+        task = QueuedTask(work, tokenizer, loop, loop.create_future(), ends)
+        queue.put(task)
         alarm = loop.call_later(ends - time.monotonic(), _settle, task.result, Late())
         try:
             found = await task.result
         except asyncio.CancelledError:
-            lane.drop(task)
+            queue.drop(task)
             loop.call_later(LEFT_S, _kill, task)
             raise
         finally:
             alarm.cancel()
         if isinstance(found, Late):
-            lane.drop(task)
+            queue.drop(task)
             _kill(task)
             self.abandoned += 1
             raise found
         return found
 
-    def _in_process(self, task: Task) -> Any:
+    def _in_process(self, task: QueuedTask) -> Any:
         process = getattr(self._own, "process", None)
         if process is None:
             process = self._own.process = Process()
@@ -315,17 +321,17 @@ class PromptWork:
             process.kill()
 
 
-def _in_thread(task: Task) -> Any:
+def _in_thread(task: QueuedTask) -> Any:
     return prepare(task.work, task.tokenizer)
 
 
-def _kill(task: Task) -> None:
+def _kill(task: QueuedTask) -> None:
     if task.process is not None:
         task.process.kill(task)
 
 
-def is_short(what: Conversation | Texts, most: int = SHORT_CHARACTERS) -> bool:
-    if isinstance(what, Texts):
+def is_short(what: ChatPrompt | TextPrompts, most: int = SHORT_CHARACTERS) -> bool:
+    if isinstance(what, TextPrompts):
         return sum(map(len, what.texts)) <= most
     if len(what.messages) > SHORT_MESSAGES:
         return False

@@ -29,7 +29,7 @@ TEXT_FAULTS = (UnicodeEncodeError, RecursionError, TypeError, KeyError, Attribut
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatPrompt:
     """Messages to render with the model's chat template."""
 
     messages: list[dict[str, Any]]
@@ -38,7 +38,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextPrompts:
     """Texts to encode as they are; `opening` is the id that each begins with."""
 
     texts: list[str]
@@ -46,8 +46,8 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Work:
-    what: Conversation | Texts
+class PromptTask:
+    what: ChatPrompt | TextPrompts
     most: int  # tokens that a prompt may have
     render_s: float  # processor time for the chat template
 
@@ -62,7 +62,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenizerSource:
     """Which tokenizer: as it was loaded by the server."""
 
     folder: str
@@ -73,7 +73,7 @@ class Source:
     widest: int | None  # takes a while to find for a large vocabulary
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Source:
+    def of(cls, tokenizer: Tokenizer) -> TokenizerSource:
         _, (folder, rows) = tokenizer.__reduce__()
         templates = tokenizer.chat_template, tokenizer.tool_template
         return cls(folder, rows, tokenizer.fingerprint, *templates, tokenizer.widest)
@@ -91,14 +91,14 @@ class Source:
         return tokenizer
 
 
-def prepare(work: Work, tokenizer: Tokenizer) -> list[list[int]] | Failed:
+def prepare(work: PromptTask, tokenizer: Tokenizer) -> list[list[int]] | Failed:
     """The ids of each prompt of a request, or why there are none."""
     try:
         with deadline(work.render_s):
-            if isinstance(work.what, Texts):
+            if isinstance(work.what, TextPrompts):
                 return _encode(work.what, tokenizer, work.most)
-            said = work.what
-            ids = prompt_ids(said.messages, tokenizer, said.tools, variables=said.variables, most=work.most)
+            chat = work.what
+            ids = prompt_ids(chat.messages, tokenizer, chat.tools, variables=chat.variables, most=work.most)
             return [ids]
     except TemplateRefused as refused:
         return Failed("refused", str(refused))
@@ -114,7 +114,7 @@ def prepare(work: Work, tokenizer: Tokenizer) -> list[list[int]] | Failed:
         return Failed("fault", f"{type(error).__name__}: {error}"[:400])
 
 
-def _encode(work: Texts, tokenizer: Tokenizer, most: int) -> list[list[int]]:
+def _encode(work: TextPrompts, tokenizer: Tokenizer, most: int) -> list[list[int]]:
     out = []
     for text in work.texts:
         least = tokenizer.least_tokens(len(text))
@@ -149,7 +149,7 @@ def receive(pipe: IO[bytes]) -> Any:
 def main() -> None:
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get between two results
-    tokenizers: dict[Source, Tokenizer] = {}
+    tokenizers: dict[TokenizerSource, Tokenizer] = {}
     while True:
         try:
             source, work, seconds = receive(sys.stdin.buffer)

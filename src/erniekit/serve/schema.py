@@ -1,7 +1,8 @@
-"""What a client may ask: OpenAI's two requests, their numbers bounded. Read by api.py and shown as the OpenAPI schema.
+"""The request schema: OpenAI's two requests, their numbers bounded. Used by api.py, which shows it as OpenAPI.
 
-Fields that would change the answer and that no engine of ours can do are refused by name (UNSUPPORTED, asked.py).
-Others that are unknown are ignored, since clients send fields of newer interfaces, and named in a response header.
+Fields that would change the answer and that no engine here supports are refused by name (UNSUPPORTED, used by
+request_parsing.py). Other unknown fields are ignored, since clients send fields of newer interfaces, and named in a
+response header.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
 
-MOST_ANSWERS = 128  # of one request: prompts times n
-Word = Annotated[str, Field(max_length=64)]
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+MAX_COMPLETIONS = 128  # of one request: prompts times n
+StopString = Annotated[str, Field(max_length=64)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 
@@ -57,7 +58,7 @@ class StreamOptions(_Object):
     include_usage: bool = False
 
 
-class Wishes(_Object):
+class GenerationRequest(_Object):
     """What both requests have in common. None: the server's own key decides. Unknown fields are in model_extra."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -75,8 +76,8 @@ class Wishes(_Object):
     logit_bias: dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=300
     )
-    seed: Whole | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=8)] | None = None
+    seed: Int64 | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=8)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = Field(False, description="Go on past the model's own end, up to max_tokens.")
@@ -101,7 +102,7 @@ class Tool(_Object):
     function: dict[str, Any]
 
 
-class ChatRequest(Wishes):
+class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="OpenAI's newer word for max_tokens.")
     logprobs: bool | None = None
@@ -113,9 +114,9 @@ class ChatRequest(Wishes):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=32)
 
 
-class CompletionRequest(Wishes):
+class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32, fail_fast=True)] = (
-        Field(description=f"Prompts times n are {MOST_ANSWERS} at most.")
+        Field(description=f"Prompts times n are {MAX_COMPLETIONS} at most.")
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -126,6 +127,6 @@ class CompletionRequest(Wishes):
     def _few_enough(cls, prompt: Any, info: ValidationInfo) -> Any:
         count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
         answers = count * info.data.get("n", 1)
-        if answers > MOST_ANSWERS:
-            raise ValueError(f"{answers} answers are asked for (prompts times n); {MOST_ANSWERS} are the most")
+        if answers > MAX_COMPLETIONS:
+            raise ValueError(f"{answers} answers are asked for (prompts times n); {MAX_COMPLETIONS} are the most")
         return prompt

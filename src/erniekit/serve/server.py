@@ -27,8 +27,8 @@ from erniekit.net.listen import bind
 from erniekit.serve.engines import EMBEDDED
 
 if TYPE_CHECKING:
-    from erniekit.serve.gate import Gate
-    from erniekit.serve.shelf import Shelf
+    from erniekit.serve.loaded_models import LoadedModels
+    from erniekit.serve.middleware import Middleware
 
 ENGINE_S = 2.0  # for the engine's thread to end, once it is told to
 LEFT_S = 5.0  # beyond drain_timeout, for the last words to be sent
@@ -42,9 +42,9 @@ def server_command(args: list[str]) -> int:
     check_address(cfg, key)
     name = choose_engine(cfg)
     if name != EMBEDDED:
-        from erniekit.serve.engines.started import serve_started
+        from erniekit.serve.engines.external import serve_external
 
-        return serve_started(cfg, name, key)
+        return serve_external(cfg, name, key)
     need_packages()
     return serve_embedded(cfg, key)
 
@@ -62,10 +62,10 @@ def choose_engine(cfg: RunConfig) -> str:
         return s.engine
     if s.server_tp_degree <= 1:
         return EMBEDDED
-    from erniekit.serve.engines import STARTED
-    from erniekit.serve.engines.started import present
+    from erniekit.serve.engines import EXTERNAL
+    from erniekit.serve.engines.external import is_installed
 
-    found = next((name for name in STARTED if present(STARTED.get(name), s.engine_python)), None)
+    found = next((name for name in EXTERNAL if is_installed(EXTERNAL.get(name), s.engine_python)), None)
     if found is None:
         raise ConfigError(
             f"no engine here can spread a model over {s.server_tp_degree} devices",
@@ -108,54 +108,54 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
 
 
 def serve_embedded(cfg: RunConfig, key: str | None) -> int:
-    from erniekit.serve.shelf import fill, offers
+    from erniekit.serve.loaded_models import find_models, load_models
 
     if cfg.serve.quantization:
         warn(f"quantization {cfg.serve.quantization}: the embedded engine uses the weights as they are stored")
-    offered = offers(cfg)
+    entries = find_models(cfg)
     sock = bind(cfg.serve.host, cfg.serve.port)
     try:
-        say(f"loading {offered[0].found.describe()}")
-        shelf = fill(cfg, offered)
-        quicken(shelf)
+        say(f"loading {entries[0].found.describe()}")
+        loaded = load_models(cfg, entries)
+        disable_slow_onednn(loaded)
         if cfg.serve.use_warmup:
-            asyncio.run(warm_up(shelf))
+            asyncio.run(warm_up(loaded))
         try:
-            return run(cfg, shelf, sock, key)
+            return run(cfg, loaded, sock, key)
         finally:
-            shelf.engine.stop("the server is stopping", ENGINE_S)
+            loaded.engine.stop("the server is stopping", ENGINE_S)
     finally:
         sock.close()
 
 
-def quicken(shelf: Shelf) -> None:
+def disable_slow_onednn(loaded: LoadedModels) -> None:
     """On ARM, oneDNN takes fp32 products of 16 rows and more, and needs up to twice the time of torch's own for batches
     as small as ours."""
     import torch
 
-    engine = shelf.engine
+    engine = loaded.engine
     fp32 = next(next(iter(engine.models.values())).parameters()).dtype == torch.float32
     if engine.device.type == "cpu" and fp32 and platform.machine() in ("aarch64", "arm64"):
         torch.backends.mkldnn.set_flags(False)
 
 
-async def warm_up(shelf: Shelf) -> None:
+async def warm_up(loaded: LoadedModels) -> None:
     """One token from each model: what is compiled or cached on first use is then there."""
-    from erniekit.serve.engines.base import Choosing, Job
+    from erniekit.serve.engines.base import GenerationJob, SamplingParams
 
-    for served in shelf.models.values():
-        job = Job((served.tokenizer.eos_id,), served.name, Choosing(1), frozenset(), served.vocab)
-        async for _ in shelf.engine.submit(job):
+    for served in loaded.models.values():
+        job = GenerationJob((served.tokenizer.eos_id,), served.name, SamplingParams(1), frozenset(), served.vocab)
+        async for _ in loaded.engine.submit(job):
             pass
 
 
-def make_gate(cfg: RunConfig, shelf: Shelf, key: str | None) -> Gate:
+def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> Middleware:
     """The application with the keys of this run as what a request gets that does not say."""
-    from erniekit.serve.api import Settings, make_app
-    from erniekit.serve.asked import Defaults
+    from erniekit.serve.api import ApiSettings, make_app
+    from erniekit.serve.request_parsing import SamplingDefaults
 
     s = cfg.serve
-    defaults = Defaults(
+    defaults = SamplingDefaults(
         s.max_new_tokens,
         s.min_tokens,
         s.temperature,
@@ -168,25 +168,25 @@ def make_gate(cfg: RunConfig, shelf: Shelf, key: str | None) -> Gate:
     )
     # With a key, no site that a browser shows can ask anything: it does not have the key.
     hosts = Hosts.of(s.host, s.server_names)
-    settings = Settings(defaults, s.request_timeout, key, int(time.time()), hosts if key is None else None)
-    return make_app(shelf.engine, shelf.models, settings)
+    settings = ApiSettings(defaults, s.request_timeout, key, int(time.time()), hosts if key is None else None)
+    return make_app(loaded.engine, loaded.models, settings)
 
 
-def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> int:
+def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | None) -> int:
     """Listens until SIGTERM or Ctrl-C; then running answers get drain_timeout to end, and the process a little more."""
     import uvicorn
 
     from erniekit.net.connections import limited
-    from erniekit.serve.ending import AGAIN_S, Ending
+    from erniekit.serve.shutdown import AGAIN_S, ShutdownDeadline
 
-    s, gate, ending = cfg.serve, make_gate(cfg, shelf, key), Ending()
+    s, application, deadline = cfg.serve, make_application(cfg, loaded, key), ShutdownDeadline()
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            announce(f"http://{shown}:{port}/v1", f"{', '.join(shelf.models)}; {shelf.about}")
+            announce(f"http://{shown}:{port}/v1", f"{', '.join(loaded.models)}; {loaded.about}")
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
@@ -194,38 +194,38 @@ def run(cfg: RunConfig, shelf: Shelf, sock: socket.socket, key: str | None) -> i
                     asyncio.get_running_loop().call_soon_threadsafe(self._hurry)
                 except RuntimeError:  # the loop has ended already
                     self.force_exit = True
-            ending.within(AGAIN_S if self.should_exit else s.drain_timeout + LEFT_S + 1)
-            gate.draining = True
+            deadline.within(AGAIN_S if self.should_exit else s.drain_timeout + LEFT_S + 1)
+            application.draining = True
             if not self.should_exit:
                 super().handle_exit(sig, frame)
 
         def _hurry(self) -> None:
             """Asked twice: whoever still waits is told so, and has a second to read it."""
-            gate.app.state.api.end_answers()
+            application.app.state.api.end_answers()
             asyncio.get_running_loop().call_later(AGAIN_S / 2, setattr, self, "force_exit", True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             telling = asyncio.ensure_future(self._end_answers())
             await super().shutdown(sockets)
-            ending.told = not self.server_state.tasks
+            deadline.told = not self.server_state.tasks
             telling.cancel()
 
         async def _end_answers(self) -> None:
             await asyncio.sleep(s.drain_timeout)
             # Not in asyncio's executor, whose threads are waited for at the end.
-            stop = threading.Thread(target=shelf.engine.stop, args=("the server is stopping",), daemon=True)
+            stop = threading.Thread(target=loaded.engine.stop, args=("the server is stopping",), daemon=True)
             stop.start()
             await asyncio.sleep(LEFT_S / 2)
-            gate.app.state.api.end_answers()  # for those whom a hanging engine does not tell
+            application.app.state.api.end_answers()  # for those whom a hanging engine does not tell
 
     # uvicorn raises the signal once more when it is done; the answer is the exit code, not a death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    config, sock = limited(gate, sock, lifespan="off", timeout_graceful_shutdown=int(s.drain_timeout + LEFT_S))
+    config, sock = limited(application, sock, lifespan="off", timeout_graceful_shutdown=int(s.drain_timeout + LEFT_S))
     server = Server(config)
     server.run(sockets=[sock])
-    ending.within(ENGINE_S + LEFT_S)
+    deadline.within(ENGINE_S + LEFT_S)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.within(AGAIN_S))
+        signal.signal(number, lambda *_: deadline.within(AGAIN_S))
     say("stopped")
-    return 0 if ending.told else 1
+    return 0 if deadline.told else 1

@@ -1,4 +1,4 @@
-"""What all ranks must decide alike: skip this update, stop after this step. Used by train/step.py and the loop.
+"""What all ranks must decide alike: skip this update, stop after this step. Used by hooks that skip, save or stop.
 
 A rank that skips or stops alone leaves the others waiting in a collective for ever.
 """

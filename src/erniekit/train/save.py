@@ -1,6 +1,6 @@
 """Saving a run's whole state and bringing it back: weights, optimiser, counters, generators, and the probe as proof.
 
-Built by recipes/build.py; the hook saves on schedule and when a signal asks.
+Built by recipes/; the hook saves on schedule and when a signal asks.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ NEVER = {
     "api_key_file": "it names a secret",
     "wandb_api_key": "a secret; set WANDB_API_KEY before starting the page",
     "wandb_http_proxy": "a secret",
-    "allow_pickle": "such weights can run programs",
     "eval_tasks": "a task may be a file that runs a program",
     "master": "several machines are started from their command lines",
     "nnodes": "several machines are started from their command lines",

@@ -34,7 +34,7 @@ USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|au
 
 
 @dataclass(frozen=True)
-class Settings:
+class PageSettings:
     host: str = "127.0.0.1"
     port: int = 7860
     roots: tuple[str, ...] = ()
@@ -54,9 +54,9 @@ def webui_command(args: list[str]) -> int:
     return 0
 
 
-def settings_from(args: list[str]) -> Settings:
+def settings_from(args: list[str]) -> PageSettings:
     """key=value or --key value, and --no-token; `root` may hold several folders, and come several times."""
-    found = Settings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
+    found = PageSettings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
     words = list(args)
     while words:
         word = words.pop(0)
@@ -110,13 +110,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def address(settings: Settings, token: str | None) -> str:
+def address(settings: PageSettings, token: str | None) -> str:
     host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "[::]") else settings.host
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"http://{host}:{settings.port}/" + (f"?token={token}" if token else "")
 
 
-def make_app(settings: Settings, token: str | None = None) -> Guard:
+def make_app(settings: PageSettings, token: str | None = None) -> Guard:
     """The whole application: gradio's, behind the guard. Uploads go to a folder of this process alone."""
     uploads = tempfile.mkdtemp(prefix="erniekit-webui-")
     atexit.register(shutil.rmtree, uploads, ignore_errors=True)
@@ -157,32 +157,32 @@ def check_paths(page: Any) -> None:
     page.has_launched = True
 
 
-def build(settings: Settings) -> Any:
+def build(settings: PageSettings) -> Any:
     """The page itself, as gradio's Blocks."""
     import gradio as gr
 
     from erniekit.version import __version__
     from erniekit.webui.pages.chat import ChatPage
-    from erniekit.webui.pages.desk import Desk, Labels
     from erniekit.webui.pages.evaluate import EvaluatePage
     from erniekit.webui.pages.export import ExportPage
     from erniekit.webui.pages.frame import Frame
+    from erniekit.webui.pages.page_context import Labels, PageContext
     from erniekit.webui.pages.runs import RunsPage
     from erniekit.webui.pages.train import TrainPage
 
     roots = Roots(settings.roots)
     jobs = Jobs(roots.folders[0] / HOME, roots)
     labels = Labels("en" if settings.lang == "auto" else settings.lang)
-    desk = Desk(jobs, Runs(jobs), jobs.roots, labels)
+    context = PageContext(jobs, Runs(jobs), jobs.roots, labels)
     with gr.Blocks(title="erniekit", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        frame = Frame(desk, __version__)
+        frame = Frame(context, __version__)
         kinds = {"train": TrainPage, "runs": RunsPage, "evaluate": EvaluatePage, "chat": ChatPage, "export": ExportPage}
         named: dict[str, Any] = {}
         parts: dict[str, Any] = {}
         with gr.Tabs(selected="train", elem_id="ek-tabs") as tabs:
             for name, kind in kinds.items():
                 with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as named[name]:
-                    parts[name] = kind(desk)
+                    parts[name] = kind(context)
         frame.wire(page, settings.lang)
         frame.tabs(tabs, named, parts["runs"], parts["train"])
         for name in ("train", "evaluate", "chat", "export"):
@@ -254,11 +254,11 @@ def serve(app: Guard, listening: socket.socket, url: str) -> None:
 
     from erniekit.net.connections import limited
 
-    class Server(uvicorn.Server):
+    class PageServer(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             say(f"{paint('ready', 'green', 'bold')}: {url}")
             say("Ctrl-C ends the page; runs it has started go on, and are found again.")
 
     config, listening = limited(app, listening, timeout_graceful_shutdown=2)
-    Server(config).run(sockets=[listening])
+    PageServer(config).run(sockets=[listening])

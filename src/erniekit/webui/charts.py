@@ -7,14 +7,14 @@ from html import escape
 
 from erniekit.track.charts import Series, line_chart
 from erniekit.track.curves import Curve, smooth, thin
-from erniekit.webui.runs import Series as Points
+from erniekit.webui.runs import MetricSeries
 
 COLOURS = 6  # of the style sheet; a seventh run takes the first again
 MOST_POINTS = 600  # a picture is sent every second: no more than its pixels show
 SMOOTH_FROM = 30  # points; below, a mean would only lag behind
 
 
-def _curve(metrics: Mapping[str, Points], name: str) -> Curve:
+def _curve(metrics: Mapping[str, MetricSeries], name: str) -> Curve:
     """The curve of a metric; empty where the run has not logged it."""
     curve = Curve()
     if name in metrics:
@@ -23,7 +23,9 @@ def _curve(metrics: Mapping[str, Points], name: str) -> Curve:
     return thin(curve, MOST_POINTS)
 
 
-def run_charts(metrics: Mapping[str, Points], titles: Mapping[str, str], waiting: str, words: tuple[str, str]) -> str:
+def run_charts(
+    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, words: tuple[str, str]
+) -> str:
     """One chart for each of `titles` the run has logged: loss (with the evaluation's), learning rate, speed.
 
     `words`: what the mean and the single steps of a loss are called.
@@ -36,7 +38,7 @@ def run_charts(metrics: Mapping[str, Points], titles: Mapping[str, str], waiting
     return grid(figures) if figures else empty(waiting)
 
 
-def _of_metric(metrics: Mapping[str, Points], name: str, words: tuple[str, str]) -> list[Series]:
+def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str, str]) -> list[Series]:
     drawn = _curve(metrics, name)
     series = []
     if name == "loss" and len(drawn) >= SMOOTH_FROM:
@@ -49,7 +51,7 @@ def _of_metric(metrics: Mapping[str, Points], name: str, words: tuple[str, str])
     return series
 
 
-def compare_charts(runs: Mapping[str, Mapping[str, Points]], titles: Mapping[str, str], nothing: str) -> str:
+def compare_charts(runs: Mapping[str, Mapping[str, MetricSeries]], titles: Mapping[str, str], nothing: str) -> str:
     """The same metric of several runs in one chart each; a run keeps its colour in all of them."""
     figures = []
     for name, title in titles.items():

@@ -55,20 +55,12 @@ class Form:
     def basic(self) -> tuple[FieldSpec, ...]:
         return tuple(f for f in self.fields if f.basic)
 
-    def by_section(self) -> dict[str, list[FieldSpec]]:
-        """The fields that are not basic, by the topic they belong to."""
-        out: dict[str, list[FieldSpec]] = {}
-        for f in self.fields:
-            if not f.basic:
-                out.setdefault(f.section, []).append(f)
-        return out
-
     def defaults(self) -> dict[str, Any]:
         return {f.key: f.default for f in self.fields}
 
 
 @dataclass(frozen=True)
-class Problem:
+class FormProblem:
     """`key` is empty where the values are wrong together and none of them alone."""
 
     key: str
@@ -195,7 +187,7 @@ def from_yaml(text: str, name: str = "recipe.yaml") -> dict[str, Any]:
     return out
 
 
-def check(values: Values, page: str, roots: Roots | None = None) -> list[Problem]:
+def check(values: Values, page: str, roots: Roots | None = None) -> list[FormProblem]:
     """Everything wrong with these values: each alone, then together as the command would say it. Empty: good."""
     spec = _page(page)
     given = {canonical(name): value for name, value in {**spec.fixed, **values}.items()}
@@ -206,12 +198,12 @@ def check(values: Values, page: str, roots: Roots | None = None) -> list[Problem
         missing.append("train_dataset_path")
     if page == "evaluate" and _given(given.get("output_dir")):  # the result of a run can be evaluated by itself
         missing = [name for name in missing if name != "model_name_or_path"]
-    problems += [Problem(name, f"{name} must be given", KEYS[name].help) for name in missing]
+    problems += [FormProblem(name, f"{name} must be given", KEYS[name].help) for name in missing]
     given = {k: v for k, v in given.items() if _given(v)}
     return problems or _together(given, spec.command, roots)
 
 
-def check_alone(values: Values, roots: Roots | None) -> list[Problem]:
+def check_alone(values: Values, roots: Roots | None) -> list[FormProblem]:
     """What is wrong with each of these by itself: for a look at the data, which needs less than a run."""
     return [problem for name, value in values.items() if (problem := _alone(name, value, roots))]
 
@@ -307,13 +299,13 @@ def _given(value: Any) -> bool:
     return value not in (None, "", (), []) and not (isinstance(value, str) and not value.strip())
 
 
-def _alone(name: str, value: Any, roots: Roots | None) -> Problem | None:
+def _alone(name: str, value: Any, roots: Roots | None) -> FormProblem | None:
     if name in NEVER:
         if name in KEYS and value == KEYS[name].default:
             return None
-        return Problem(name, f"{name} cannot be set from the page", NEVER[name])
+        return FormProblem(name, f"{name} cannot be set from the page", NEVER[name])
     if name not in KEYS:
-        return Problem(name, f"unknown key {name!r}", "erniekit train --help all lists the keys")
+        return FormProblem(name, f"unknown key {name!r}", "erniekit train --help all lists the keys")
     if not _given(value):
         return None
     try:
@@ -323,7 +315,7 @@ def _alone(name: str, value: Any, roots: Roots | None) -> Problem | None:
         if roots is not None:
             roots.settle_one(name, value)
     except ErnieKitError as error:
-        return Problem(name, _short(error.what), error.fix)
+        return FormProblem(name, _short(error.what), error.fix)
     return None
 
 
@@ -354,8 +346,8 @@ def _check_text(text: str, key: str, is_word: bool) -> None:
 # ---- all together
 
 
-def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[Problem]:
-    from erniekit.config import later, load
+def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[FormProblem]:
+    from erniekit.config import load, not_yet_supported
     from erniekit.config.inputs import input_files, input_folders
     from erniekit.files.output import check_output
 
@@ -364,9 +356,11 @@ def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[
         if command in ("train", "doctor") and "output_dir" in given:
             check_output(str(cfg.train.output_dir), input_folders(cfg), input_files(cfg))
     except ErnieKitError as error:
-        return [Problem(_named(error, given), _short(error.what), error.fix)]
+        return [FormProblem(_named(error, given), _short(error.what), error.fix)]
     return [
-        Problem(item.key, f"not in this version: {item.what}", item.today) for item in later(cfg, command) if item.stops
+        FormProblem(item.key, f"not in this version: {item.what}", item.today)
+        for item in not_yet_supported(cfg, command)
+        if item.stops
     ]
 
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from erniekit.config.address import is_loopback
 from erniekit.net.hosts import Hosts, from_another_site
-from erniekit.webui.limits import Limits, Receive, Refused, Scope, Send
+from erniekit.webui.limits import Receive, Refused, RequestLimits, Scope, Send
 
 TOKEN = "token"  # of the URL that is printed at the start
 HEADERS = (
@@ -50,7 +50,7 @@ class Guard:
             raise ValueError("an address that other machines reach needs a token")
         self.token = token
         self.files = [Path(os.path.realpath(f)) for f in files]
-        self.app = Limits(app, self.files)
+        self.app = RequestLimits(app, self.files)
         self.hosts = Hosts.of(host, names)
         self.cookie = f"erniekit-{port}"  # two pages on one machine share its cookies
 

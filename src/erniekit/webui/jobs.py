@@ -48,7 +48,7 @@ class JobError(ConfigError):
     """A job that is not there, is not in a state for it, or cannot be started."""
 
 
-class Child(Protocol):
+class ChildProcess(Protocol):
     """What Jobs asks of a started process; subprocess.Popen is one."""
 
     pid: int
@@ -56,11 +56,11 @@ class Child(Protocol):
     def wait(self) -> int: ...
 
 
-Launch = Callable[[list[str], Path, Path], Child]  # argv, the log to append to, the working directory
+Launch = Callable[[list[str], Path, Path], ChildProcess]  # argv, the log to append to, the working directory
 
 
 @dataclass(frozen=True)
-class Job:
+class WebJob:
     id: str
     word: str  # train, eval, export, split, server, doctor
     who: str  # whose session started it; a label, no protection
@@ -119,7 +119,7 @@ class Jobs:
 
     # ---- start, stop, again
 
-    def start(self, word: str, recipe: str, who: str = "") -> Job:
+    def start(self, word: str, recipe: str, who: str = "") -> WebJob:
         """Run `erniekit WORD` on this recipe (YAML text). Raises a ConfigError with everything wrong with it."""
         if word not in forms.COMMANDS:
             raise JobError(f"{word!r} is no job", where="command", fix="one of " + ", ".join(forms.COMMANDS))
@@ -138,13 +138,13 @@ class Jobs:
             OwnedFiles(folder).open("job").claim(*JOB_FILES)
             argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
             now = time.time()
-            job = Job(id, word, _label(who), argv, now, now, output, folder=str(folder))
+            job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder))
             self._write_recipe(job, values)
             if word == "server":
                 write_secret(folder / KEY_FILE, secrets.token_urlsafe(24))
             return self._run(job)
 
-    def stop(self, id: str, force: bool = False) -> Job:
+    def stop(self, id: str, force: bool = False) -> WebJob:
         """Ask it to end: training saves first. `force` ends it and what it started at once."""
         with self._lock:
             job = self.get(id)
@@ -155,7 +155,7 @@ class Jobs:
         process.send(job.pid, job.identity, signal.SIGKILL if force else signal.SIGTERM, group=force)
         return self.get(id)
 
-    def resume(self, id: str) -> Job:
+    def resume(self, id: str) -> WebJob:
         """The same recipe in the same folder once more: training goes on from its newest checkpoint."""
         with self._lock:
             job = self.get(id)
@@ -200,13 +200,13 @@ class Jobs:
 
     # ---- look
 
-    def list(self, who: str | None = None) -> list[Job]:
+    def list(self, who: str | None = None) -> list[WebJob]:
         """All jobs, newest first; those of one session with `who`."""
         ids = sorted((p.name for p in self.folder.iterdir() if _ID.fullmatch(p.name)), reverse=True)
         found = [job for id in ids if (job := self._read(id))]
         return [self._now(job) for job in found if who is None or job.who == who]
 
-    def get(self, id: str) -> Job:
+    def get(self, id: str) -> WebJob:
         job = self._read(id) if isinstance(id, str) and _ID.fullmatch(id) else None
         if job is None:
             raise JobError("there is no such job", where=str(id)[:40], fix="choose one of the list")
@@ -262,7 +262,7 @@ class Jobs:
                     fix="choose another output_dir, or leave it empty for a folder of its own",
                 )
 
-    def _run(self, job: Job) -> Job:
+    def _run(self, job: WebJob) -> WebJob:
         """Under the lock. What is known is on disk before the process is, so that it cannot be lost unseen."""
         (Path(job.folder) / "command.txt").write_text(job.command + "\n", encoding="utf-8")
         self._write(job)
@@ -277,7 +277,7 @@ class Jobs:
         threading.Thread(target=self._wait, args=(job.id, child), daemon=True, name=f"job {job.id}").start()
         return job
 
-    def _wait(self, id: str, child: Child) -> None:
+    def _wait(self, id: str, child: ChildProcess) -> None:
         code = child.wait()
         with self._lock:
             self._mine.discard(id)
@@ -286,7 +286,7 @@ class Jobs:
                 state = _state(job, code)
                 self._write(replace(job, state=state, code=code, ended=time.time()))
 
-    def _now(self, job: Job) -> Job:
+    def _now(self, job: WebJob) -> WebJob:
         """The job with the state it is in; one that nobody waited for is judged by what it left behind."""
         if job.state != "running" or process.is_same(job.pid, job.identity):
             return job
@@ -296,18 +296,18 @@ class Jobs:
                 return fresh
         return replace(fresh, state=_judged(fresh))
 
-    def _write_recipe(self, job: Job, values: dict[str, Any]) -> None:
+    def _write_recipe(self, job: WebJob, values: dict[str, Any]) -> None:
         text = forms.to_yaml(values, forms.page_of(job.word, values))
         _replace(job.recipe, text)
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: WebJob) -> None:
         stored = {name: value for name, value in asdict(job).items() if name != "folder"}
         _replace(self.folder / job.id / "job.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
-    def _read(self, id: str) -> Job | None:
+    def _read(self, id: str) -> WebJob | None:
         try:
             stored = json.loads((self.folder / id / "job.json").read_text(encoding="utf-8"))
-            return Job(**{**stored, "id": id, "folder": str(self.folder / id)})
+            return WebJob(**{**stored, "id": id, "folder": str(self.folder / id)})
         except (OSError, ValueError, TypeError):
             return None
 
@@ -330,7 +330,7 @@ def plain(text: str) -> str:
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
-def _state(job: Job, code: int) -> State:
+def _state(job: WebJob, code: int) -> State:
     if code == PREEMPTED:
         return "stopped"
     if code == 0:
@@ -338,7 +338,7 @@ def _state(job: Job, code: int) -> State:
     return "stopped" if job.asked_to_stop and (code < 0 or code in (130, 137, 143)) else "failed"
 
 
-def _judged(job: Job) -> State:
+def _judged(job: WebJob) -> State:
     """Of a process that ended while no page was there to wait for it: its run.json, else the end of its log."""
     if job.word == "train":
         told = _story(Path(job.output_dir) / "run.json", job.began)

@@ -45,7 +45,7 @@ class Refused(Exception):
         self.status, self.why = status, why
 
 
-class Limits:
+class RequestLimits:
     """`uploads`: the folders that uploads go to, and the only ones whose files a request may name."""
 
     def __init__(self, app: Any, uploads: Sequence[Path] = ()) -> None:

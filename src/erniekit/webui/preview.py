@@ -28,19 +28,19 @@ MAX_OUTPUT = 4 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
-class Piece:
+class PreviewPiece:
     text: str
     trained: bool
     rejected: bool = False  # trained too, as the answer that a pair rejects
 
 
 @dataclass(frozen=True)
-class Row:
+class PreviewRow:
     """One row as the model sees it; `problem` says why it is not used."""
 
     file: str
     line: int
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PreviewPiece, ...] = ()
     tokens: int = 0
     trained: int = 0
     problem: str = ""
@@ -65,7 +65,7 @@ class Row:
 class Preview:
     """`total`: rows of all files, 0 where they were not counted; `error`: what stopped it, as the CLI says it."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PreviewRow, ...] = ()
     total: int = 0
     format: str = ""
     error: str = ""
@@ -167,7 +167,7 @@ def run(
     return Report(child.returncode == 0 and not late, text, round(time.monotonic() - began, 2), late, text.splitlines())
 
 
-def _marked(piece: Piece) -> str:
+def _marked(piece: PreviewPiece) -> str:
     if not piece.trained:
         return escape(piece.text)
     kind = ' class="rejected"' if piece.rejected else ""
@@ -178,10 +178,10 @@ def _parsed(text: str) -> Preview:
     try:
         told = json.loads(text[text.index("{") :].splitlines()[0])
         rows = tuple(
-            Row(
+            PreviewRow(
                 str(row["file"]),
                 int(row["line"]),
-                tuple(Piece(str(t), part > 0, part == 2) for t, part in row.get("pieces", ())),
+                tuple(PreviewPiece(str(t), part > 0, part == 2) for t, part in row.get("pieces", ())),
                 int(row.get("tokens", 0)),
                 int(row.get("trained", 0)),
                 str(row.get("problem", "")),

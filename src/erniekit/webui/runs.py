@@ -17,7 +17,7 @@ from typing import Any
 
 from erniekit.errors import ErnieKitError
 from erniekit.webui import forms
-from erniekit.webui.jobs import Job, Jobs
+from erniekit.webui.jobs import Jobs, WebJob
 
 METRICS, STORY = "metrics.jsonl", "run.json"
 MAX_POINTS = 1000  # of a series handed to a page: more than its pixels
@@ -25,7 +25,7 @@ _CHUNK = 8 * 2**20  # bytes read at once
 
 
 @dataclass
-class Series:
+class MetricSeries:
     """One metric: finite values by step."""
 
     steps: list[int] = field(default_factory=list)
@@ -79,10 +79,10 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.series: dict[str, Series] = {}
+        self.series: dict[str, MetricSeries] = {}
         self._at, self._inode = 0, -1
 
-    def read(self) -> dict[str, Series]:
+    def read(self) -> dict[str, MetricSeries]:
         try:
             with self.path.open("rb") as file:
                 told = os.fstat(file.fileno())
@@ -112,7 +112,7 @@ class Reader:
         for name, value in record.items():
             numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
             if name != "global_step" and numeric and math.isfinite(value):
-                series = self.series.setdefault(name, Series())
+                series = self.series.setdefault(name, MetricSeries())
                 series.steps.append(step)
                 series.values.append(float(value))
 
@@ -126,7 +126,7 @@ class Runs:
         self._given: dict[str, tuple[int, dict[str, Any]]] = {}  # recipes by job, as of their time of change
         self._lock = threading.Lock()
 
-    def series(self, id: str, limit: int = MAX_POINTS) -> dict[str, Series]:
+    def series(self, id: str, limit: int = MAX_POINTS) -> dict[str, MetricSeries]:
         """Every metric of a run so far, at most `limit` points each: loss, learning_rate, tokens_per_second, ..."""
         return {name: thinned(series, limit) for name, series in self._all(self.jobs.get(id)).items()}
 
@@ -144,7 +144,7 @@ class Runs:
 
     def compare(self, ids: Sequence[str], metric: str = "loss", limit: int = MAX_POINTS) -> Compared:
         jobs = [self.jobs.get(id) for id in dict.fromkeys(ids)]
-        found = {job.id: thinned(self._all(job).get(metric, Series()), limit) for job in jobs}
+        found = {job.id: thinned(self._all(job).get(metric, MetricSeries()), limit) for job in jobs}
         steps = sorted({step for series in found.values() for step in series.steps})
         values: dict[str, list[float | None]] = {}
         for id, series in found.items():
@@ -152,15 +152,15 @@ class Runs:
             values[id] = [at.get(step) for step in steps]
         return Compared(metric, steps, values, differences({job.id: self._values(job) for job in jobs}))
 
-    def _all(self, job: Job) -> dict[str, Series]:
+    def _all(self, job: WebJob) -> dict[str, MetricSeries]:
         if not job.output_dir:
             return {}
         path = Path(job.output_dir) / METRICS
         with self._lock:
             reader = self._readers.setdefault(str(path), Reader(path))
-            return {name: Series([*s.steps], [*s.values]) for name, s in reader.read().items()}
+            return {name: MetricSeries([*s.steps], [*s.values]) for name, s in reader.read().items()}
 
-    def _values(self, job: Job) -> dict[str, Any]:
+    def _values(self, job: WebJob) -> dict[str, Any]:
         try:
             changed = job.recipe.stat().st_mtime_ns
             known = self._given.get(job.id)
@@ -170,14 +170,14 @@ class Runs:
         except (OSError, ErnieKitError):
             return {}
 
-    def _row(self, job: Job) -> RunRow:
+    def _row(self, job: WebJob) -> RunRow:
         found, given = self._all(job), self._values(job)
         story = _json(Path(job.output_dir) / STORY) if job.output_dir else {}
-        loss = found.get("loss", Series())
+        loss = found.get("loss", MetricSeries())
         total = story.get("total_steps", 0)
 
         def last(name: str) -> float | None:
-            return found.get(name, Series()).last
+            return found.get(name, MetricSeries()).last
 
         return RunRow(
             id=job.id,
@@ -197,7 +197,7 @@ class Runs:
         )
 
 
-def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
+def thinned(series: MetricSeries, limit: int = MAX_POINTS) -> MetricSeries:
     """At most `limit` points: first, last, and the lowest and highest of each stretch between: no spike is lost."""
     count = len(series)
     if count <= max(limit, 4):
@@ -209,7 +209,7 @@ def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
         low, high = min(part, key=series.values.__getitem__), max(part, key=series.values.__getitem__)
         keep += sorted({low, high})
     keep.append(count - 1)
-    return Series([series.steps[i] for i in keep], [series.values[i] for i in keep])
+    return MetricSeries([series.steps[i] for i in keep], [series.values[i] for i in keep])
 
 
 def differences(recipes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

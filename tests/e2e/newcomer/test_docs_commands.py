@@ -22,7 +22,7 @@ from erniekit.cli.main import COMMANDS, main
 from erniekit.config import load
 from erniekit.config.flat import is_known
 from erniekit.data.formats import detect, parse, parse_pair
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -152,7 +152,7 @@ def test_every_data_and_recipe_example_is_read(page, tmp_path):
             row.write_text(line + "\n", encoding="utf-8")
             found = detect(row)
             read = parse_pair if found.preference else parse
-            assert not isinstance(read(line.encode(), 1, row, found.format), Problem), line
+            assert not isinstance(read(line.encode(), 1, row, found.format), RowProblem), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

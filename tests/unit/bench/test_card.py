@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clock import Clock, until
 from erniekit.bench import card
 from erniekit.bench.card import QUERY, Watch, card_of, medians, parse
 from erniekit.bench.measure import product_rate
+from support.clock import Clock, until
 
 Speak = Callable[[str], Path]
 FOREVER = "while true; do echo '1470, 692.31, 58'; sleep 0.02; done"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from clock import until
 from erniekit.bench.card import Watch
 from erniekit.bench.data import make_steps
 from erniekit.bench.parity import compare
@@ -20,6 +19,7 @@ from erniekit.bench.peers.hf import Transformers
 from erniekit.bench.runner import Patch, Task, Told
 from erniekit.bench.turns import Lane, Turns
 from erniekit.bench.workloads import WORKLOADS, Options, tiny
+from support.clock import until
 
 FLOAT = torch.float32
 Make = Callable[..., Task]

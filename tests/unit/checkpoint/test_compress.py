@@ -10,7 +10,7 @@ import torch
 from erniekit.checkpoint import compress
 from erniekit.checkpoint.compress import BLOCK, StoredState, compressed
 from erniekit.checkpoint.shards import write_shards
-from fake_sharding import random_sharding
+from support.fake_sharding import random_sharding
 
 STAGES = {"O1": (8, 127, 255), "O2": (4, 7, 15)}  # bits, levels of a sign, levels of a square
 

@@ -11,7 +11,7 @@ from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.writer import publish
 from erniekit.errors import CheckpointError
 from erniekit.files import OwnedFiles
-from snapshot import snapshot
+from support.snapshot import snapshot
 
 
 def a_checkpoint(output: Path, step: int, **files: str) -> Path:

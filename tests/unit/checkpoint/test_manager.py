@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from clock import until
 from erniekit.checkpoint import manager as manager_module
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.manifest import MANIFEST
 from erniekit.errors import CheckpointError
+from support.clock import until
 
 
 def weights(step: int):

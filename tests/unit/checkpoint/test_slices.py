@@ -21,8 +21,8 @@ from erniekit.errors import CheckpointError
 from erniekit.models import find
 from erniekit.models.init import init_weights
 from erniekit.models.names import Entry, grouped_qkv, of_runs, verbatim
-from fake_sharding import FakeSharding, Held, random_sharding
-from memory import memory
+from support.fake_sharding import FakeSharding, Held, random_sharding
+from support.memory import memory
 
 SIZES = {"vocab_size": 30, "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 1, "head_dim": 6}
 VARIANTS = {

@@ -19,7 +19,7 @@ from erniekit.data import index_command
 from erniekit.data.formats import FORMATS
 from erniekit.data.inspect import data_parser
 from erniekit.recipes.preview import KEYS_READ, preview, preview_parser
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from erniekit.cli.help import help_lines
 from erniekit.cli.main import COMMANDS
-from erniekit.config.flat import INERT, KEYS
+from erniekit.config.flat import IGNORED_KEYS, KEYS
 from erniekit.errors import ConfigError
 
 PROBE = """
@@ -58,7 +58,7 @@ def test_help_all_names_every_key_and_every_inert_one():
     text = "\n".join(help_lines(["train", "all"]))
     words = set(text.replace(",", " ").split())
     assert set(KEYS) <= words
-    assert set(INERT) <= words
+    assert set(IGNORED_KEYS) <= words
 
 
 def test_help_on_one_key_says_what_it_takes():

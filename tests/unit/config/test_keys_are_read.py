@@ -1,4 +1,4 @@
-"""A key that is neither inert nor of a later version changes something: code outside config/ reads it."""
+"""A key that is neither ignored nor of a later version changes something: code outside config/ reads it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ SOURCE = Path(erniekit.__file__).parent
 BY_RULES = {
     "dataset_type", "disable_ckpt_quant", "expert_tensor_parallel_degree", "from_scratch", "global_batch_size",
     "minimum_eval_times", "sep_parallel_degree", "use_expert_parallel", "warmup_ratio",
-    # all their words are inert or of a later version
+    # checked against the number of files; evaluation then reads every row
+    "eval_dataset_prob",
+    # all their words are ignored or of a later version
     "pipeline_parallel_config", "sharding_parallel_config", "tensor_parallel_config",
 }  # fmt: skip
-# Of the single-device foundation; to be wired, or to be declared as what they are.
-WAITING = {"allow_pickle", "enable_thinking", "eval_dataset_prob", "wandb_api_key", "wandb_http_proxy"}
+# Read by nothing yet.
+WAITING = {"wandb_api_key", "wandb_http_proxy"}  # secret: an ignored key's value would be stored
 
 
 def code() -> str:

@@ -66,7 +66,7 @@ def test_list_flags_take_several_words_and_inert_ones_too():
         ["--report_to", "tensorboard", "wandb", "--amp_custom_white_list", "matmul", "flash_attn", "--seed", "3"]
     )
     assert cfg.tracking.report_to == ("tensorboard", "wandb")
-    assert cfg.inert[0].value == "matmul,flash_attn"
+    assert cfg.ignored[0].value == "matmul,flash_attn"
     assert cfg.train.seed == 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from erniekit.config import load
-from erniekit.config.later import later
+from erniekit.config.not_yet_supported import not_yet_supported
 from erniekit.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def test_attention_dropout_of_a_preference_recipe_is_off_and_says_why():
     assert cfg.model.attention_probs_dropout_prob == 0
     assert cfg.model.dropout_warmup_steps == 0
     assert "one network" in note(cfg, "attention_probs_dropout_prob").reason
-    assert later(cfg) == []
+    assert not_yet_supported(cfg) == []
 
 
 def test_every_preference_recipe_asks_for_dropout_and_only_quantised_ones_are_stopped(root):
@@ -27,13 +27,13 @@ def test_every_preference_recipe_asks_for_dropout_and_only_quantised_ones_are_st
     for recipe in recipes:
         cfg = load([str(recipe)])
         assert note(cfg, "attention_probs_dropout_prob").old == 0.1
-        assert {item.key for item in later(cfg) if item.stops} == (
+        assert {item.key for item in not_yet_supported(cfg) if item.stops} == (
             {"compute_type"} if "wint8" in recipe.name else set()
         )
 
 
 def test_other_dropout_of_a_preference_recipe_is_refused():
-    (item,) = later(load(["stage=DPO", "hidden_dropout_prob=0.1"]))
+    (item,) = not_yet_supported(load(["stage=DPO", "hidden_dropout_prob=0.1"]))
     assert item.stops
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.data import tokenise, tokens
+from erniekit.data import token_cache, tokenise
+from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.tokens import open_source
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def no_tokenising(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("tokenised again")
 
     def arm() -> None:
-        monkeypatch.setattr(tokens, "tokenise_file", refuse)
+        monkeypatch.setattr(token_cache, "tokenise_file", refuse)
         monkeypatch.setattr(tokenise, "assemble", refuse)
 
     return arm

@@ -13,7 +13,7 @@ from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.formats import parse
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import IGNORE, Conversation, Message, Problem
+from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def masked(result: dict) -> list[int]:
 
 
 def conversation(*texts: str, trained: tuple[int, ...] = (), system: str = "") -> Conversation:
-    said = [Message("system", system)] if system else []
+    said = [ChatMessage("system", system)] if system else []
     for i in range(0, len(texts), 2):
-        said.append(Message("user", texts[i]))
-        said.append(Message("assistant", texts[i + 1], trained=bool(trained[i // 2]) if trained else True))
+        said.append(ChatMessage("user", texts[i]))
+        said.append(ChatMessage("assistant", texts[i + 1], trained=bool(trained[i // 2]) if trained else True))
     return Conversation(tuple(said))
 
 
@@ -43,7 +43,7 @@ def test_recorded_rows_token_for_token_under_compat(ernie: Tokenizer, recorded: 
     for number, row in enumerate(recorded["sft_rows"]):
         found = parse(row["row"], number + 1, "rows.jsonl", "erniekit", compat=True)
         if "invalid" in row:
-            assert isinstance(found, Problem), number
+            assert isinstance(found, RowProblem), number
             outcomes["invalid"] += 1
             continue
         assert isinstance(found, list)
@@ -152,7 +152,7 @@ def test_nothing_trained_is_dropped_with_its_cause(ernie: Tokenizer) -> None:
     got = assemble(talk, ernie, 25)
     assert got.kind == "untrained"
     assert "older turns" in got.reason
-    assert assemble(Conversation((Message("user", "a"),)), ernie, 64).kind == "untrained"
+    assert assemble(Conversation((ChatMessage("user", "a"),)), ernie, 64).kind == "untrained"
 
 
 def test_nine_tokens_are_too_few(paddle: Path, tmp_path: Path) -> None:

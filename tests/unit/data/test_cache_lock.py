@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from clock import Clock, until
 from erniekit import heartbeat
 from erniekit.data import cache_lock
 from erniekit.data.cache_lock import only_one
 from erniekit.errors import DataError
+from support.clock import Clock, until
 
 HOLDER = """
 import sys, time

@@ -20,9 +20,9 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.pretrain import PretrainData
 from erniekit.data.text_job import TextJob
+from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.tokens import open_source
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 # Never edit a line: add one, with the raised number.
 RECORDED = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from erniekit.data import documents
-from erniekit.data.documents import DocumentRows, Piece, part_of, scatter
+from erniekit.data.documents import DocumentPiece, DocumentRows, part_of, scatter
 from erniekit.data.mmap_files import open_files, write_idx
 from erniekit.data.types import IGNORE
 from erniekit.errors import ConfigError, DataError
@@ -144,8 +144,8 @@ def test_only_the_documents_of_the_part_are_read(files):
 
 
 def test_a_piece_of_any_place_survives_being_one_integer():
-    for piece in (Piece(0, 1, False), Piece(2**45, 131072, True), Piece(3, 2**31, False)):
-        assert Piece.of(piece.code()) == piece
+    for piece in (DocumentPiece(0, 1, False), DocumentPiece(2**45, 131072, True), DocumentPiece(3, 2**31, False)):
+        assert DocumentPiece.of(piece.code()) == piece
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -11,8 +11,8 @@ import pytest
 from erniekit.data import tokenizer as module
 from erniekit.data.template import PromptTooLong, _Rendering, prompt_ids
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import Conversation, Message
-from small_tokenizers import KINDS, make
+from erniekit.data.types import ChatMessage, Conversation
+from support.small_tokenizers import KINDS, make
 
 
 @pytest.fixture(params=KINDS)
@@ -94,7 +94,7 @@ def test_each_control_string_is_cut_behind_its_first_character(tokenizer: Tokeni
     bits = [*WORDS, *list(tokenizer.special_ids)[:6], "<<", "</", "s>", ">"]
     for _ in range(500):
         text = "".join(luck.choices(bits, k=luck.randrange(8)))
-        ready = _Rendering(Conversation((Message("user", text),)), tokenizer)
+        ready = _Rendering(Conversation((ChatMessage("user", text),)), tokenizer)
         assert ready.messages[0].content == shielded_by_search(text, tokenizer, ready.mark), text
 
 
@@ -108,7 +108,7 @@ def test_a_text_full_of_control_strings_takes_few_calls_and_no_more_characters(
         tokenizer._vocabulary, "encode_many", lambda runs: calls.append(sum(len(t) for t, _ in runs)) or real(runs)
     )
     text = unit * (20_000 // len(unit))
-    prompt_ids([Message("user", text)], tokenizer)
+    prompt_ids([ChatMessage("user", text)], tokenizer)
     assert len(calls) <= 4
     assert sum(calls) < 2.5 * len(text)
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_cannot_fit_is_known_before_it_is_encoded(tokenizer: Token
     real = tokenizer._vocabulary.encode_many
     monkeypatch.setattr(tokenizer._vocabulary, "encode_many", lambda runs: calls.append(len(runs)) or real(runs))
     with pytest.raises(PromptTooLong) as error:
-        prompt_ids([Message("user", "the river " * 10_000)], tokenizer, most=50)
+        prompt_ids([ChatMessage("user", "the river " * 10_000)], tokenizer, most=50)
     assert error.value.tokens > 50
     assert not calls
 
@@ -130,7 +130,7 @@ def test_many_messages_are_encoded_only_until_there_are_too_many(tokenizer: Toke
         tokenizer._vocabulary, "encode_many", lambda runs: sizes.append(sum(len(t) for t, _ in runs)) or real(runs)
     )
     monkeypatch.setattr(module, "BATCH", 1000)
-    talk = [Message(("user", "assistant")[k % 2], "the quiet river") for k in range(2001)]
+    talk = [ChatMessage(("user", "assistant")[k % 2], "the quiet river") for k in range(2001)]
     whole = prompt_ids(talk, tokenizer)
     sizes.clear()
     with pytest.raises(PromptTooLong):

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from erniekit.data.formats import detect, read, rows
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
-from jsonl import write_jsonl
-from memory import MEMORY
+from support.jsonl import write_jsonl
+from support.memory import MEMORY
 
 ROW = {"src": ["q1", "q2"], "tgt": ["a1", "a2"]}
 
 
 def outcomes(path: Path, format: str = "erniekit") -> list[tuple[int, str]]:
-    return [(line, x.kind if isinstance(x, Problem) else "ok") for line, x in read(path, format)]
+    return [(line, x.kind if isinstance(x, RowProblem) else "ok") for line, x in read(path, format)]
 
 
 def memory_to_read(*paths: Path) -> float:
@@ -89,7 +89,7 @@ def test_a_row_over_the_limit_is_a_problem_in_lines_and_arrays(tmp_path: Path) -
     array = tmp_path / "a.json"
     array.write_text(json.dumps([ROW, big, ROW]))
     for path in (lines, array):
-        found = [raw.kind if isinstance(raw, Problem) else "row" for _, raw in rows(path, max_row_bytes=1_000_000)]
+        found = [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path, max_row_bytes=1_000_000)]
         assert found == ["row", "row_too_long", "row"]
         assert [number for number, _ in rows(path)] == [1, 2, 3]
 
@@ -141,7 +141,7 @@ def test_a_damaged_array_loses_only_the_damaged_row(tmp_path: Path) -> None:
     damaged = ['{"src": ["}, {"], }', "nonsense", '{"a": yes}', deep, '{"n": %s}' % ("9" * 5000), "7", '"s"']
     path = tmp_path / "a.json"
     path.write_text("[" + ",\n".join([good, *[row + ",\n" + good for row in damaged]]) + "]")
-    found = [raw.kind if isinstance(raw, Problem) else "row" for _, raw in rows(path)]
+    found = [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)]
     assert found[0::2] == ["row"] * 8
     assert found[1::2] == [
         "bad_json",
@@ -153,9 +153,9 @@ def test_a_damaged_array_loses_only_the_damaged_row(tmp_path: Path) -> None:
         "not_an_object",
     ]
     path.write_text(f"[{good}, {good[:-3]}")
-    assert [raw.kind if isinstance(raw, Problem) else "row" for _, raw in rows(path)] == ["row", "bad_json"]
+    assert [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)] == ["row", "bad_json"]
     path.write_text(f"[{good}] {good}")
-    assert [raw.kind if isinstance(raw, Problem) else "row" for _, raw in rows(path)] == ["row", "bad_json"]
+    assert [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)] == ["row", "bad_json"]
     path.write_bytes(b'[{"src": ["\xff"], "tgt": ["b"]}, ' + good.encode() + b"]")
     assert outcomes(path) == [(1, "bad_unicode"), (2, "ok")]
 
@@ -213,7 +213,7 @@ def test_a_lone_brace_in_an_array_is_a_problem_once_and_not_for_ever(tmp_path, t
     path.write_text(text)
     found = list(islice(rows(path), 10))
     assert len(found) <= 3
-    assert sum(isinstance(raw, Problem) for _, raw in found) == 1
+    assert sum(isinstance(raw, RowProblem) for _, raw in found) == 1
 
 
 @pytest.mark.parametrize("filler", [b" ", b",", b"\n"])

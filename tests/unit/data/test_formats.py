@@ -11,9 +11,9 @@ import pytest
 
 from erniekit.data.formats import FORMATS, detect, parse, read
 from erniekit.data.inspect import data_command
-from erniekit.data.types import Conversation, Message, Problem
+from erniekit.data.types import ChatMessage, Conversation, RowProblem
 from erniekit.errors import DataError
-from jsonl import write_jsonl
+from support.jsonl import write_jsonl
 
 ROW = {"src": ["q1", "q2"], "tgt": ["a1", "a2"]}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -29,11 +29,11 @@ TOOL_ROW = {
 
 
 def said(*texts: str, system: str | None = None) -> Conversation:
-    start = (Message("system", system),) if system is not None else ()
-    return Conversation((*start, *(Message(("user", "assistant")[i % 2], t) for i, t in enumerate(texts))))
+    start = (ChatMessage("system", system),) if system is not None else ()
+    return Conversation((*start, *(ChatMessage(("user", "assistant")[i % 2], t) for i, t in enumerate(texts))))
 
 
-def one(row: object, format: str = "erniekit", compat: bool = False) -> Conversation | Problem:
+def one(row: object, format: str = "erniekit", compat: bool = False) -> Conversation | RowProblem:
     found = parse(json.dumps(row).encode(), 1, "f.jsonl", format, compat)
     if isinstance(found, list):
         assert len(found) == 1
@@ -58,7 +58,7 @@ def test_erniekit_rows() -> None:
 
 def test_an_empty_system_text_is_none_but_kept_under_compat() -> None:
     assert one({**ROW, "system": ""}) == one({**ROW, "system": None}) == one(ROW)
-    assert one({**ROW, "system": ""}, compat=True).messages[0] == Message("system", "")
+    assert one({**ROW, "system": ""}, compat=True).messages[0] == ChatMessage("system", "")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_empty_system_text_is_none_but_kept_under_compat() -> None:
 )
 def test_bad_erniekit_rows_name_the_field(row: object, kind: str, names: str) -> None:
     problem = one(row)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert (problem.file, problem.line, problem.kind) == ("f.jsonl", 1, kind)
     assert names in problem.reason
 
@@ -188,7 +188,7 @@ def test_chatml_labels_count_every_assistant_message() -> None:
     row = chat(*[("user", "q"), ("assistant", "a")] * 3, label=[0, 1, 0])
     row["messages"][3]["content"] = "middle"
     [only] = parse(row, 1, "f", "chatml")
-    assert only.messages[-1] == Message("assistant", "middle")
+    assert only.messages[-1] == ChatMessage("assistant", "middle")
     assert len(only.messages) == 4
     assert parse(chat(("user", "q"), ("assistant", "a"), label=[0]), 1, "f", "chatml").kind == "untrained"
 
@@ -279,6 +279,6 @@ def test_two_thousand_mutated_lines_raise_nothing(tmp_path: Path) -> None:
     for format in FORMATS:
         for file in (path, array):
             for _, found in read(file, format):
-                kinds.add(found.kind if isinstance(found, Problem) else "ok")
+                kinds.add(found.kind if isinstance(found, RowProblem) else "ok")
                 assert isinstance(found, Conversation) or found.reason
     assert {"ok", "bad_json", "bad_utf8", "missing_field", "wrong_type", "empty_text"} <= kinds

@@ -19,7 +19,7 @@ from erniekit.data.index import index_text
 from erniekit.data.mmap_files import open_files
 from erniekit.data.text_job import TextJob
 from erniekit.errors import ConfigError, DataError
-from memory import MEMORY
+from support.memory import MEMORY
 
 WORDS = ["river", "lantern", "copper", "the quiet harbor", "河边的灯很亮", "1234", "<|end_of_sentence|>", "</s>"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.data import long_rows, template
-from erniekit.data.tokenise import Job, tokenise_rows
+from erniekit.data.tokenise import TokeniseJob, tokenise_rows
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -51,7 +51,7 @@ def test_the_examples_that_fit_are_those_of_rendering_every_one(
     tokenizer: Tokenizer, overlong: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for length in (64, 200, 700):
-        job = Job("f", "chatml", tokenizer, length, overlong, False)
+        job = TokeniseJob("f", "chatml", tokenizer, length, overlong, False)
         quick = tokenise_rows([(1, row(30, kind))], job)
         with monkeypatch.context() as patched:
             patched.setattr(long_rows, "LONG_ROW", 10**9)
@@ -84,7 +84,7 @@ def test_the_work_grows_with_the_row_not_with_its_square(
     done = []
     for rounds in (60, 600):
         work.clear()
-        tokenise_rows([(1, row(rounds, kind))], Job("f", "chatml", tokenizer, 200, "drop", False))
+        tokenise_rows([(1, row(rounds, kind))], TokeniseJob("f", "chatml", tokenizer, 200, "drop", False))
         done.append(dict(work))
     for unit, few in done[0].items():
         assert few > 0

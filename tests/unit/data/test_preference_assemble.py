@@ -16,7 +16,7 @@ from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import IGNORE, Conversation, Message, Problem
+from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem
 
 LENGTH = 160
 
@@ -33,11 +33,12 @@ def recorded(paddle: Path, name: str) -> list[dict]:
 
 def preference(*texts: str, chosen: str | list[str] = "good", rejected: str | list[str] = "bad", system: str = ""):
     """Prompt texts of user and assistant in turn."""
-    prompt = [Message("system", system)] if system else []
-    prompt += [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
+    prompt = [ChatMessage("system", system)] if system else []
+    prompt += [ChatMessage("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
     answers = [
         tuple(
-            Message("user" if i % 2 else "assistant", text) for i, text in enumerate(([said], said)[type(said) is list])
+            ChatMessage("user" if i % 2 else "assistant", text)
+            for i, text in enumerate(([said], said)[type(said) is list])
         )
         for said in (chosen, rejected)
     ]
@@ -77,7 +78,7 @@ def test_compat_rows_are_the_recorded_ones_token_for_token(paddle, ernie, name, 
     for row in recorded(paddle, name):
         pair = parse_pair(json.dumps(row["row"]).encode(), 1, "f", "erniekit", compat=True)
         if "invalid" in row:
-            assert isinstance(pair, Problem)
+            assert isinstance(pair, RowProblem)
             continue
         assert isinstance(pair, Preference)
         # max_prompt_len: ERNIEKit has it and does not use it
@@ -114,7 +115,7 @@ def test_both_sequences_are_what_sft_would_make_of_prompt_and_answer(ernie):
 
 def test_the_first_rejected_token_is_predicted_from_the_prompt_not_from_the_chosen_answer(ernie):
     got = sample(preference("a river", chosen="copper", rejected="lantern"), ernie)
-    assert got.ids[got.rejected] == got.ids[got.shared] == prompt_ids([Message("user", "a river")], ernie)[-1]
+    assert got.ids[got.rejected] == got.ids[got.shared] == prompt_ids([ChatMessage("user", "a river")], ernie)[-1]
     assert got.labels[got.rejected] != IGNORE
     old = sample(preference("a river", chosen="copper", rejected="lantern"), ernie, compat=True)
     assert old.labels[old.rejected - 1] == got.labels[got.rejected]  # ERNIEKit: after the chosen answer's end

@@ -11,14 +11,14 @@ import pytest
 from erniekit.data.formats import PREFERENCE_FORMATS, detect, parse, parse_pair
 from erniekit.data.inspect import data_command
 from erniekit.data.preference import Preference
-from erniekit.data.types import Message, Problem
+from erniekit.data.types import ChatMessage, RowProblem
 
 ROW = {"src": ["q"], "tgt": [], "response": [["good"], ["bad"]], "sort": [1, 0]}
 LATER = {"src": ["q1", "q2"], "tgt": ["a1"], "response": [["bad"], ["good"]], "sort": [0.5, 3]}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def read(row: object, format: str = "erniekit", compat: bool = False) -> Preference | Problem:
+def read(row: object, format: str = "erniekit", compat: bool = False) -> Preference | RowProblem:
     return parse_pair(json.dumps(row).encode(), 7, "file.jsonl", format, compat)
 
 
@@ -28,7 +28,7 @@ def pair(row: object, format: str = "erniekit", compat: bool = False) -> Prefere
     return found
 
 
-def said(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+def said(messages: tuple[ChatMessage, ...]) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in messages]
 
 
@@ -111,7 +111,7 @@ def test_texts_are_stripped_but_not_by_the_old_reader() -> None:
 )
 def test_bad_erniekit_pairs_name_the_field(change: dict, kind: str, names: str) -> None:
     problem = read({**ROW, **change})
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert (problem.file, problem.line, problem.kind) == ("file.jsonl", 7, kind)
     assert names in problem.reason
 
@@ -145,7 +145,7 @@ def test_the_old_reader_joins_instruction_and_input_and_knows_no_history() -> No
 )
 def test_bad_alpaca_pairs_name_the_field(row: object, kind: str, names: str) -> None:
     problem = read(row, "alpaca")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert problem.kind == kind
     assert names in problem.reason
 
@@ -197,18 +197,18 @@ def test_two_whole_conversations_share_what_they_begin_with_through_its_last_que
 )
 def test_bad_message_pairs_name_the_field(row: object, kind: str, names: str) -> None:
     problem = read(row, "messages")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, RowProblem)
     assert problem.kind == kind
     assert names in problem.reason
 
 
 def test_a_row_for_sft_is_a_bad_row_for_dpo_and_the_other_way_round() -> None:
     plain = {"src": ["q"], "tgt": ["a"]}
-    assert isinstance(found := read(plain), Problem)
+    assert isinstance(found := read(plain), RowProblem)
     assert "`response` is missing" in found.reason
-    assert isinstance(found := read({"instruction": "i", "output": "o"}, "alpaca"), Problem)
+    assert isinstance(found := read({"instruction": "i", "output": "o"}, "alpaca"), RowProblem)
     assert "`chosen` is missing" in found.reason
-    assert isinstance(other := parse(json.dumps(ROW).encode(), 1, "f", "erniekit"), Problem)
+    assert isinstance(other := parse(json.dumps(ROW).encode(), 1, "f", "erniekit"), RowProblem)
     assert "stage: DPO" in other.reason
 
 
@@ -273,6 +273,6 @@ def test_two_thousand_mutated_pairs_raise_nothing() -> None:
             line[at : at + width] = rng.choice(words) if rng.random() < 0.7 else bytes([rng.randrange(256)])
         for format in PREFERENCE_FORMATS:
             found = parse_pair(bytes(line), 1, "f", format)
-            kinds.add(found.kind if isinstance(found, Problem) else "ok")
+            kinds.add(found.kind if isinstance(found, RowProblem) else "ok")
             assert isinstance(found, Preference) or found.reason
     assert {"ok", "bad_json", "bad_utf8", "missing_field", "wrong_type", "empty_text", "length_mismatch"} <= kinds

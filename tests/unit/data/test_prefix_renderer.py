@@ -13,7 +13,7 @@ from erniekit.data import template
 from erniekit.data.compiled_template import BUILT_IN
 from erniekit.data.template import TemplateRefused, prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import Conversation, Message
+from erniekit.data.types import ChatMessage, Conversation
 
 E = "<|end_of_sentence|>"
 ASK = "{% if add_generation_prompt %}<mask:1>assistant\n{% endif %}"
@@ -104,13 +104,13 @@ def with_template(paddle: Path, tmp_path: Path):
     return make
 
 
-def random_talk(rng: random.Random, count: int) -> tuple[Message, ...]:
+def random_talk(rng: random.Random, count: int) -> tuple[ChatMessage, ...]:
     words = ["river", " quiet", "\n", "  ", E, "</s>", "<mask:1>assistant\n", "山", "\ufdd0", "User: ", "}}{%", "x" * 9]
-    said = [Message("system", rng.choice(words))] if rng.random() < 0.4 else []
+    said = [ChatMessage("system", rng.choice(words))] if rng.random() < 0.4 else []
     roles = ("user", "assistant") if rng.random() < 0.9 else ("assistant", "user")
     for i in range(count):
         text = "".join(rng.choices(words, k=rng.randrange(5)))
-        said.append(Message(roles[i % 2], text, trained=rng.random() < 0.8))
+        said.append(ChatMessage(roles[i % 2], text, trained=rng.random() < 0.8))
     return tuple(said)
 
 
@@ -153,7 +153,7 @@ def test_the_work_grows_with_the_turns_not_with_their_square(name: str, with_tem
         done = []
         for count in (300, 3000):
             work.clear()
-            ask(tuple(Message(("user", "assistant")[i % 2], f"{i:06} quiet river") for i in range(count)))
+            ask(tuple(ChatMessage(("user", "assistant")[i % 2], f"{i:06} quiet river") for i in range(count)))
             done.append(dict(work))
         assert done[0]["messages"] > 0
         assert done[0]["characters"] > 0
@@ -164,13 +164,13 @@ def test_the_work_grows_with_the_turns_not_with_their_square(name: str, with_tem
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_a_template_that_looks_ahead_gets_no_answer_from_one_pass(name: str, with_template) -> None:
     tokenizer = with_template(NOT_LINEAR[name])
-    talk = tuple(Message(("user", "assistant")[i % 2], "word") for i in range(6))
+    talk = tuple(ChatMessage(("user", "assistant")[i % 2], "word") for i in range(6))
     assert template._Rendering(Conversation(talk), tokenizer).prefixes() is None
 
 
 def test_a_long_conversation_is_not_rendered_once_for_every_prefix(with_template, monkeypatch) -> None:
     tokenizer = with_template(EACH + PLAIN + "{{ '!' if loop.last and m.role == 'tool' }}" + END + ASK)
-    talk = tuple(Message(("user", "assistant")[i % 2], "word") for i in range(1025))
+    talk = tuple(ChatMessage(("user", "assistant")[i % 2], "word") for i in range(1025))
     rendered = []
     plain = template._Rendering._plain
     monkeypatch.setattr(template._Rendering, "_plain", lambda self, m: rendered.append(1) or plain(self, m))

@@ -9,10 +9,10 @@ import pytest
 
 from erniekit.data import tokenise
 from erniekit.data.report import total_lines
-from erniekit.data.tokens import open_sources
-from erniekit.data.types import IGNORE, Problem
+from erniekit.data.token_cache import open_sources
+from erniekit.data.types import IGNORE, RowProblem
 from erniekit.errors import DataError
-from jsonl import small_row, write_jsonl
+from support.jsonl import small_row, write_jsonl
 
 
 def test_bad_rows_are_all_listed_with_file_line_and_reason(tmp_path, opened):
@@ -74,7 +74,7 @@ def test_an_unexpected_error_in_a_row_is_a_bad_row_not_the_end(tmp_path, opened,
     monkeypatch.setattr(tokenise, "parse", odd)
     source = opened(path, max_bad_fraction=0.5)
     assert len(source) == 9
-    assert source.report.first_bad == [Problem(str(path), 4, "error", "ZeroDivisionError: surprise")]
+    assert source.report.first_bad == [RowProblem(str(path), 4, "error", "ZeroDivisionError: surprise")]
 
 
 def test_what_was_dropped_is_counted_by_reason(tmp_path, opened):

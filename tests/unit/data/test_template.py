@@ -12,7 +12,7 @@ from erniekit.data.compiled_template import BUILT_IN
 from erniekit.data.formats.erniekit import conversations
 from erniekit.data.template import TemplateRefused, keeps_history, prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import Conversation, Message
+from erniekit.data.types import ChatMessage, Conversation
 from erniekit.errors import CheckpointError
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -46,9 +46,9 @@ def with_template(paddle: Path, tmp_path: Path):
     return make
 
 
-def talk(*texts: str, system: str = "") -> tuple[Message, ...]:
-    said = [Message(role, text) for role, text in zip(("user", "assistant") * len(texts), texts)]
-    return (*([Message("system", system)] if system else []), *said)
+def talk(*texts: str, system: str = "") -> tuple[ChatMessage, ...]:
+    said = [ChatMessage(role, text) for role, text in zip(("user", "assistant") * len(texts), texts)]
+    return (*([ChatMessage("system", system)] if system else []), *said)
 
 
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -128,7 +128,9 @@ def test_a_template_that_rewrites_history_trains_the_last_trained_answer(with_te
     )
     tokenizer = with_template(rewriting)
     assert not keeps_history(tokenizer)
-    conversation = Conversation((*talk("q1", "a1", "q2", "a2"), *talk("q3"), Message("assistant", "a3", trained=False)))
+    conversation = Conversation(
+        (*talk("q1", "a1", "q2", "a2"), *talk("q3"), ChatMessage("assistant", "a3", trained=False))
+    )
     [turn] = turns(conversation, tokenizer)
     assert turn.trained
     assert shown(tokenizer, turn.query_ids) == "user: q1</s>assistant: (said)</s>user: q2</s>assistant: "
@@ -170,11 +172,11 @@ def test_generation_tags_render_as_their_body(with_template) -> None:
 
 def test_tools_are_written_out_where_the_template_knows_none(ernie: Tokenizer) -> None:
     said = (
-        Message("user", "rain?"),
-        Message("assistant", "", False, (CALL,)),
-        Message("tool", "wet"),
-        Message("tool", "cold"),
-        Message("assistant", "yes"),
+        ChatMessage("user", "rain?"),
+        ChatMessage("assistant", "", False, (CALL,)),
+        ChatMessage("tool", "wet"),
+        ChatMessage("tool", "cold"),
+        ChatMessage("assistant", "yes"),
     )
     [turn] = turns(Conversation(said, (TOOL,)), ernie)
     text = shown(ernie, turn.query_ids)
@@ -193,7 +195,7 @@ def test_tools_go_to_a_template_that_knows_them(with_template) -> None:
         "{% endfor %}{% if add_generation_prompt %}<mask:4>assistant{% endif %}"
     )
     bad = {**TOOL, "note": "</s>"}
-    said = (Message("user", "q"), Message("assistant", "", True, (CALL,)))
+    said = (ChatMessage("user", "q"), ChatMessage("assistant", "", True, (CALL,)))
     [turn] = turns(Conversation(said, (bad,)), tokenizer)
     assert shown(tokenizer, turn.query_ids) == json.dumps([bad]) + "<mask:4>userq</s><mask:4>assistant"
     assert turn.query_ids.count(tokenizer.eos_id) == 1  # the one in the tool's note is text

@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from erniekit.data import template, template_limit
 from erniekit.data.template_limit import TookTooLong, deadline, limited
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.types import Message
+from erniekit.data.types import ChatMessage
 from erniekit.errors import DataError
 
 ENV = dict(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -56,7 +56,7 @@ def test_the_error_names_the_template_and_is_no_bad_row(paddle: Path, monkeypatc
     monkeypatch.setattr(tokenizer, "chat_template", LOOPS[0])
     monkeypatch.setattr(template_limit, "RENDER_S", 0.2)
     with pytest.raises(DataError, match="chat template was still rendering at its limit of time") as caught:
-        template.prompt_ids([Message("user", "hello")], tokenizer)
+        template.prompt_ids([ChatMessage("user", "hello")], tokenizer)
     assert str(tokenizer.folder) in caught.value.where
 
 
@@ -79,7 +79,7 @@ def test_one_operation_cannot_take_long_either(source: str, paddle: Path, monkey
     tokenizer = load_tokenizer(paddle / "tokenizer")
     monkeypatch.setattr(tokenizer, "chat_template", source)
     with pytest.raises(template.TemplateRefused, match="too large"):
-        template.prompt_ids([Message("user", "hello")], tokenizer)
+        template.prompt_ids([ChatMessage("user", "hello")], tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ '=' * 20 }}{{ 2 ** 10 }}{{ 3 * 1.5 }}{{ [1, 2] * 2 }}")
-    ids = template.prompt_ids([Message("user", "hello")], tokenizer)
+    ids = template.prompt_ids([ChatMessage("user", "hello")], tokenizer)
     assert tokenizer.decode(ids) == "=" * 20 + "10244.5[1, 2, 1, 2]"

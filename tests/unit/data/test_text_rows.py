@@ -9,7 +9,7 @@ import pytest
 
 from erniekit.data import text_rows
 from erniekit.data.text_rows import Place, PlainText, documents
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 
 JSONL = b'\xef\xbb\xbf{"text": "a"}\r\n\n   \n{"text": "b"}\nnot json\n{"text": "c"}'
@@ -75,7 +75,7 @@ def test_a_cut_archive_is_a_problem_once_and_not_the_end_of_a_run(tmp_path):
     path.write_bytes(gzip.compress(lines)[:-4000])
     *whole, last = documents(path, Place())
     assert len(whole) > 1000
-    assert isinstance(last.raw, Problem)
+    assert isinstance(last.raw, RowProblem)
     assert last.raw.kind == "unreadable"
     assert not list(documents(path, last.after))
 
@@ -92,7 +92,7 @@ def test_a_line_over_the_limit_is_a_problem_and_a_text_over_it_is_cut_at_a_line(
     assert [(row, raw.count(b"\n") + 1) for row, raw in blocks] == [(1, 3), (4, 3), (7, 2)]
     (tmp_path / "b.txt").write_bytes(b"a\n" + b"x" * 500 + b"\nb\n")
     kinds = [type(raw) for _, raw in found(tmp_path / "b.txt")]
-    assert kinds == [Problem, PlainText]
+    assert kinds == [RowProblem, PlainText]
 
 
 def test_a_file_that_is_not_there_is_said_so(tmp_path):

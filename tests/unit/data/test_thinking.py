@@ -14,9 +14,9 @@ from erniekit.data.preference import PairRules
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.template import prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import IGNORE, Conversation, Message, Problem
-from erniekit.serve.speech import Speech
-from jsonl import write_jsonl
+from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem
+from erniekit.serve.output_parser import OutputParser
+from support.jsonl import write_jsonl
 
 E = "<|end_of_sentence|>"
 # As thinking models have it: thoughts before the last question are left out, and the prompt may open the thought.
@@ -52,7 +52,7 @@ def one(given: dict, compat: bool = False) -> Conversation:
 
 def problem(given: dict) -> str:
     found = parse(json.dumps(given).encode(), 1, "f", "messages")
-    assert isinstance(found, Problem)
+    assert isinstance(found, RowProblem)
     return found.kind
 
 
@@ -101,9 +101,9 @@ def test_a_template_without_thoughts_gets_them_between_the_tags_the_server_split
     conversation = one(row(reasoning_content="quiet river"))
     _, trained = shown(tokenizer, conversation)
     assert trained == "<think>\nquiet river\n</think>\n\ncopper"
-    parts = Speech().add(trained, last=True)
+    parts = OutputParser().add(trained, last=True)
     assert {d.kind: d.text for d in parts} == {"reasoning": "quiet river", "content": "copper"}
-    inline = Conversation((conversation.messages[0], Message("assistant", trained)))
+    inline = Conversation((conversation.messages[0], ChatMessage("assistant", trained)))
     assert turns(conversation, tokenizer) == turns(inline, tokenizer)
 
 

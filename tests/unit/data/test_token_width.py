@@ -11,7 +11,7 @@ import pytest
 
 from erniekit.data.token_width import json_width
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from small_tokenizers import KINDS, byte_level, make
+from support.small_tokenizers import KINDS, byte_level, make
 
 
 @pytest.fixture(params=KINDS)

@@ -9,8 +9,8 @@ import pytest
 
 from erniekit.data.formats import parse, parse_pair
 from erniekit.data.inspect import data_command
-from erniekit.data.types import Message, Problem
-from jsonl import write_jsonl
+from erniekit.data.types import ChatMessage, RowProblem
+from support.jsonl import write_jsonl
 
 ASKED, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TOLD = {"role": "tool", "content": "t", "tool_call_id": "c1"}
@@ -56,7 +56,7 @@ def read(row: object, format: str, compat: bool = False):
 )  # fmt: skip
 def test_fields_no_reader_takes_are_named(format: str, row: object, names: list[str]) -> None:
     found = read(row, format)
-    assert not isinstance(found, Problem), found
+    assert not isinstance(found, RowProblem), found
     assert list(found.unused) == names
 
 
@@ -73,7 +73,7 @@ def test_fields_no_reader_takes_are_named(format: str, row: object, names: list[
 )
 def test_what_erniekit_did_not_read_is_not_read_under_compat_and_named(format: str, row: dict) -> None:
     found = read(row, format, compat=True)
-    assert not isinstance(found, Problem), found
+    assert not isinstance(found, RowProblem), found
     assert len(found.unused) == 1
 
 
@@ -100,18 +100,18 @@ def test_what_erniekit_did_not_read_is_not_read_under_compat_and_named(format: s
 )
 def test_what_would_be_lost_with_its_meaning_is_a_bad_row(format: str, row: dict, kind: str) -> None:
     found = read(row, format)
-    assert isinstance(found, Problem)
+    assert isinstance(found, RowProblem)
     assert found.kind == kind
 
 
 def test_a_system_text_of_the_row_and_a_loss_flag_are_honoured() -> None:
-    assert read({"messages": [ASKED, SAID], "system": "s"}, "messages").messages[0] == Message("system", "s")
+    assert read({"messages": [ASKED, SAID], "system": "s"}, "messages").messages[0] == ChatMessage("system", "s")
     twice = {"messages": [{"role": "system", "content": "s"}, ASKED, SAID], "system": "s"}
     assert [m.role for m in read(twice, "messages").messages] == ["system", "user", "assistant"]
     flags = [m.trained for m in read({"messages": [ASKED, {**SAID, "loss": False}, ASKED, SAID]}, "messages").messages]
     assert flags == [True, False, True, True]
     pair = {"system": "s", "prompt": [ASKED], "chosen": "a", "rejected": "b"}
-    assert read(pair, "messages").prompt[0] == Message("system", "s")
+    assert read(pair, "messages").prompt[0] == ChatMessage("system", "s")
 
 
 def test_the_report_counts_rows_by_field_and_the_cache_keeps_it(opened, tmp_path: Path) -> None:

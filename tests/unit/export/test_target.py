@@ -14,7 +14,7 @@ from erniekit.checkpoint import writer
 from erniekit.checkpoint.writer import publish
 from erniekit.errors import ErnieKitError
 from erniekit.export.target import check_target, one_export
-from snapshot import snapshot
+from support.snapshot import snapshot
 
 
 def an_export(target: Path, text: str = "weights") -> Path:

@@ -10,7 +10,7 @@ import pytest
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.files import NotOurs, OwnedFiles, own
 from erniekit.files.output import RUN, check_output, open_output
-from snapshot import snapshot
+from support.snapshot import snapshot
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.context import ContextAttention, split
 from erniekit.parallel.ledger import Ledger
-from ranks import Ranks
+from support.ranks import Ranks
 
 CONFIG = DecoderConfig(
     family="ernie4_5", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -20,7 +20,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import Batch
 from erniekit.lora.inject import lora_state
 from erniekit.losses.dpo import Answers, DpoSettings, dpo_loss, dpo_losses, even_lengths, pair_log_probs
-from recorded_training import pair_batch, with_adapter
+from support.recorded_training import pair_batch, with_adapter
 
 TOLERANCE = 1e-4  # the fixtures' README: agreement of two fp32 stacks on losses is about 1e-5
 DATA = Path(__file__).resolve().parents[2] / "data" / "paddle"

@@ -17,7 +17,7 @@ from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
-from tiny_config import with_experts
+from support.tiny_config import with_experts
 
 MOE = MoEShape(experts=6, choices=2, width=16, shared_width=16, start=1, end=2)
 CONFIG = with_experts(MOE, vocab_size=61, max_positions=128)

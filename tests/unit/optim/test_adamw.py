@@ -8,7 +8,7 @@ from torch import nn
 
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import Group, layer_factor, make_groups
-from plain_adamw import PlainAdamW
+from support.plain_adamw import PlainAdamW
 
 
 class Tiny(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.offload import InHost, OnDevice, states_home
-from ranks import Ranks
+from support.ranks import Ranks
 
 WIDTH = 6
 

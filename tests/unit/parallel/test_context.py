@@ -12,7 +12,7 @@ import torch.distributed as dist
 from erniekit.data.types import IGNORE, Batch, Future, Pairs, SharedKeys
 from erniekit.kernels.attention import reference
 from erniekit.parallel.context import ContextAttention, chunks_of, in_order, split, take
-from ranks import Ranks
+from support.ranks import Ranks
 
 LENGTH = 32
 # Rows of pairs as (prompt tokens both answers share, chosen, rejected); what is left of a row is padding.

@@ -14,7 +14,7 @@ from erniekit.models.layers.moe import LocalExchange
 from erniekit.models.layers.router import Routing
 from erniekit.parallel.expert import AllToAll, Everyone, SomeHere, dispatch_of
 from erniekit.parallel.plan import share
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -13,8 +13,8 @@ from erniekit.models import MODELS
 from erniekit.models.config import MoEShape
 from erniekit.parallel.apply import Options, parallelise, sharding_of
 from erniekit.parallel.mesh import Layout, World
-from ranks import Ranks
-from tiny_config import with_experts
+from support.ranks import Ranks
+from support.tiny_config import with_experts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

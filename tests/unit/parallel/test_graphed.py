@@ -13,7 +13,7 @@ from erniekit.models.config import MoEShape
 from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.moe import MoE
 from erniekit.parallel.graphed import GraphedLayers, _inputs, _Stack
-from tiny_config import with_experts
+from support.tiny_config import with_experts
 
 
 def decoder() -> Decoder:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from erniekit.parallel.vocab import VocabHead
-from ranks import Ranks
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -14,15 +14,15 @@ import erniekit
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.cli.main import main
 from erniekit.data.collate import collate
+from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.tokens import open_source
 from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.losses.causal import causal_loss
 from erniekit.recipes.evaluate import in_words
 from erniekit.track.results import write_results
-from jsonl import write_jsonl
-from recorded import tiny_folder
+from support.jsonl import write_jsonl
+from support.recorded import tiny_folder
 
 KEYS: dict[str, Any] = dict(max_seq_len=160, compute_type="fp32", device="cpu")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from clock import Clock
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.serve import answer, api
-from erniekit.serve.api import Settings, make_app
-from erniekit.serve.asked import Defaults, Served
-from erniekit.serve.engines.base import Done, Job, Load, Stream, Token
+from erniekit.serve import api, running_request
+from erniekit.serve.api import ApiSettings, make_app
+from erniekit.serve.engines.base import Done, GenerationJob, Load, Token, TokenStream
 from erniekit.serve.metrics import Metrics
+from erniekit.serve.request_parsing import SamplingDefaults, ServedModel
+from support.clock import Clock
 
 
 class Script:
@@ -23,14 +23,14 @@ class Script:
 
     def __init__(self, ids: list[int], end: Done, pause: float = 0.0) -> None:
         self.ids, self.end, self.pause = ids, end, pause
-        self.cancelled: list[Stream] = []
+        self.cancelled: list[TokenStream] = []
 
-    def submit(self, *jobs: Job) -> Stream:
-        stream = Stream(jobs)
+    def submit(self, *jobs: GenerationJob) -> TokenStream:
+        stream = TokenStream(jobs)
         self.task = asyncio.ensure_future(self._recite(stream))
         return stream
 
-    async def _recite(self, stream: Stream) -> None:
+    async def _recite(self, stream: TokenStream) -> None:
         for id in self.ids:
             await asyncio.sleep(self.pause)
             for k in range(len(stream.jobs)):
@@ -38,7 +38,7 @@ class Script:
         for k in range(len(stream.jobs)):
             stream.events.put_nowait((k, self.end))
 
-    def cancel(self, stream: Stream, number: int | None = None) -> None:
+    def cancel(self, stream: TokenStream, number: int | None = None) -> None:
         if number is None:
             self.cancelled.append(stream)
 
@@ -49,17 +49,17 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def served(paddle: Path) -> Served:
+def served(paddle: Path) -> ServedModel:
     tokenizer = load_tokenizer(paddle / "tokenizer")
-    return Served("tiny", tokenizer, frozenset({tokenizer.eos_id}), 4000, tokenizer.vocab_size)
+    return ServedModel("tiny", tokenizer, frozenset({tokenizer.eos_id}), 4000, tokenizer.vocab_size)
 
 
 @pytest.fixture
-def post(served: Served) -> Callable:
+def post(served: ServedModel) -> Callable:
     """post(engine, body, timeout) -> (status, text), through ASGI itself."""
 
     def go(engine: Script, timeout: float = 30, leave_after: int | None = None, **body: object) -> tuple[int, str]:
-        app = make_app(engine, {"tiny": served}, Settings(Defaults(temperature=0), timeout))
+        app = make_app(engine, {"tiny": served}, ApiSettings(SamplingDefaults(temperature=0), timeout))
         content = json.dumps({"messages": [{"role": "user", "content": "hi"}], **body}).encode()
         sent: list[dict] = []
         gone = asyncio.Event()
@@ -87,7 +87,7 @@ def post(served: Served) -> Callable:
     return go
 
 
-def recite(served: Served, text: str, end: str = "stop", **more: float) -> Script:
+def recite(served: ServedModel, text: str, end: str = "stop", **more: float) -> Script:
     return Script(served.tokenizer.encode_text(text), Done(end), **more)
 
 
@@ -127,11 +127,11 @@ def test_a_call_is_read_when_tools_were_given(served, post):
 def test_an_answer_that_takes_too_long_ends_in_an_error_and_is_cancelled(served, post, monkeypatch):
     """The prompt is prepared in as long as it takes; all but a tenth of a second of the rest passes at once."""
     clock = Clock()
-    for module in (api, answer):
+    for module in (api, running_request):
         monkeypatch.setattr(module, "time", clock)
 
     class Late(Script):
-        def submit(self, *jobs: Job) -> Stream:
+        def submit(self, *jobs: GenerationJob) -> TokenStream:
             clock.sleep(29.9)
             return super().submit(*jobs)
 

@@ -28,11 +28,11 @@ from erniekit.data.template import prompt_ids
 from erniekit.errors import ConfigError
 from erniekit.models.init import init_weights
 from erniekit.serve import chat as chat_module
-from erniekit.serve.chat import Talk, ask, converse, own_flags, reach, server_of, wishes
+from erniekit.serve.chat import ChatSession, ask, connect, converse, own_flags, request_fields, server_of
 from erniekit.serve.chat_client import Address, Client
 from erniekit.serve.folder import choose_folder
 from erniekit.serve.generate import Generator, Sampling
-from serving import Live, until
+from support.serving import Live, until
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -51,7 +51,7 @@ def prompts(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each answer was generated from, as text."""
     seen: list[str] = []
     plain = live.engine.submit
-    tokenizer = live.shelf.models["talker"].tokenizer
+    tokenizer = live.loaded.models["talker"].tokenizer
 
     def submit(*jobs):
         seen.extend(tokenizer.decode(job.prompt, skip_special=False) for job in jobs)
@@ -61,8 +61,8 @@ def prompts(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def talk_to(live: Live, system: str = "", **more: object) -> Talk:
-    return Talk(Client(Address("127.0.0.1", live.port), model="talker"), {**GREEDY, **more}, system)
+def talk_to(live: Live, system: str = "", **more: object) -> ChatSession:
+    return ChatSession(Client(Address("127.0.0.1", live.port), model="talker"), {**GREEDY, **more}, system)
 
 
 def type_in(live: Live, typed: str, **more: object) -> str:
@@ -325,24 +325,24 @@ def test_every_sampling_key_is_sent():
         "max_new_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "frequency_penalty": 0.1,
         "presence_penalty": 0.2, "repetition_penalty": 1.2, "seed": 5, "enable_thinking": True,
     }  # fmt: skip
-    sent = wishes(load_config([f"{name}={value}" for name, value in keys.items()], "chat"))
+    sent = request_fields(load_config([f"{name}={value}" for name, value in keys.items()], "chat"))
     assert sent.pop("max_tokens") == keys.pop("max_new_tokens")
     assert sent.pop("chat_template_kwargs") == {"enable_thinking": keys.pop("enable_thinking")}
     assert sent.pop("stream") is True
     assert sent == keys
-    assert wishes(load_config(["stream=False"], "chat"))["stream"] is False
-    assert wishes(load_config(["top_k=0"], "chat"))["top_k"] == -1
-    assert "top_k" not in wishes(load_config([], "chat"))
+    assert request_fields(load_config(["stream=False"], "chat"))["stream"] is False
+    assert request_fields(load_config(["top_k=0"], "chat"))["top_k"] == -1
+    assert "top_k" not in request_fields(load_config([], "chat"))
 
 
 def test_a_recipe_opens_its_folder_when_nobody_answers_and_talks_to_who_does(talker, live, tmp_path):
     recipe = tmp_path / "run_chat.yaml"
     for port, about in ((1, f"{talker}, float32 on cpu"), (live.port, f"talker at {live.url}/v1")):
         recipe.write_text(f"model_name_or_path: {talker}\noutput_dir: None\nport: {port}\nmax_model_len: 64\n")
-        with reach(load_config([str(recipe), "device=cpu"], "chat"), io.StringIO()) as (client, opened):
+        with connect(load_config([str(recipe), "device=cpu"], "chat"), io.StringIO()) as (client, opened):
             assert opened == about
             output = io.StringIO()
-            assert ask(Talk(client, GREEDY), "capital of France?", output, output) == 0
+            assert ask(ChatSession(client, GREEDY), "capital of France?", output, output) == 0
             assert output.getvalue() == "Paris.\n"
 
 
@@ -350,7 +350,7 @@ def test_an_opened_folder_leaves_no_thread_and_no_port_behind(talker):
     import socket
 
     before = set(threading.enumerate())
-    with reach(load_config([str(talker), "device=cpu"], "chat"), io.StringIO()) as (client, _):
+    with connect(load_config([str(talker), "device=cpu"], "chat"), io.StringIO()) as (client, _):
         port = client.address.port
         assert client.key, "anybody on this machine could use it"
     assert set(threading.enumerate()) <= before

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from erniekit.errors import ConfigError
-from erniekit.serve.chat import Screen, Talk, ask, converse
-from erniekit.serve.chat_client import Address, Answer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.chat import ChatSession, Screen, ask, converse
+from erniekit.serve.chat_client import Address, ChatAnswer, Client, NoAnswer, address_of, is_address
 
 
 class StandIn(ThreadingHTTPServer):
@@ -75,9 +75,9 @@ def events(*deltas: dict[str, Any], finish: str = "stop", end: bytes = b"data: [
     return b": a comment\n\n" + b"".join(lines) + end
 
 
-def answer_of(client: Client, **wishes: Any) -> Answer:
-    into = Answer()
-    for _ in client.answer([{"role": "user", "content": "hi"}], {"stream": True, **wishes}, into):
+def answer_of(client: Client, **options: Any) -> ChatAnswer:
+    into = ChatAnswer()
+    for _ in client.answer([{"role": "user", "content": "hi"}], {"stream": True, **options}, into):
         pass
     return into
 
@@ -92,7 +92,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("kind", THOUGHTS)
 def test_thoughts_are_shown_apart_and_stay_out_of_the_history(other, kind):
     other.replies = [(200, THOUGHTS[kind])]
-    talk, output = Talk(other.client(), {"stream": True}), io.StringIO()
+    talk, output = ChatSession(other.client(), {"stream": True}), io.StringIO()
     converse(talk, "it", io.StringIO("is it?\nsure?\n"), output)
     assert "Assistant: thinking:\nhm, yes\nanswer:\nIt is.\n" in output.getvalue()
     assert other.asked[1]["messages"] == [
@@ -105,7 +105,7 @@ def test_thoughts_are_shown_apart_and_stay_out_of_the_history(other, kind):
 def test_a_prompts_thoughts_do_not_mix_with_its_answer(other):
     other.replies = [(200, THOUGHTS["reasoning"])]
     output, aside = io.StringIO(), io.StringIO()
-    assert ask(Talk(other.client(), {"stream": True}), "is it?", output, aside) == 0
+    assert ask(ChatSession(other.client(), {"stream": True}), "is it?", output, aside) == 0
     assert (output.getvalue(), aside.getvalue()) == ("It is.\n", "thinking:\nhm, yes\n")
 
 
@@ -114,7 +114,7 @@ def test_thoughts_are_dimmed_on_a_terminal(other, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     other.replies = [(200, THOUGHTS["reasoning"])]
     output = io.StringIO()
-    Talk(other.client(), {"stream": True}).say("is it?", Screen(output, output))
+    ChatSession(other.client(), {"stream": True}).say("is it?", Screen(output, output))
     assert output.getvalue() == "thinking:\n\x1b[2mhm, yes\x1b[0m\nanswer:\nIt is."
 
 
@@ -128,7 +128,7 @@ def test_a_whole_answer_is_read_like_a_streamed_one(other):
 def test_what_a_terminal_would_obey_is_not_shown(other):
     other.replies = [(200, events({"content": "a\x1b]0;title\x07b\tc\r\x9b2Jd\n"}))]
     output = io.StringIO()
-    ask(Talk(other.client(), {"stream": True}), "x", output, output)
+    ask(ChatSession(other.client(), {"stream": True}), "x", output, output)
     assert output.getvalue() == "a]0;titleb\tc2Jd\n\n"
 
 
@@ -211,7 +211,7 @@ def test_a_longest_answer_without_room_is_asked_again_without_that_limit(other, 
 )
 def test_a_broken_stream_is_told_and_leaves_the_conversation_as_it_was(other, body, what):
     other.replies = [(200, body), (200, events({"content": "well"}))]
-    talk, output = Talk(other.client(), {"stream": True}), io.StringIO()
+    talk, output = ChatSession(other.client(), {"stream": True}), io.StringIO()
     converse(talk, "it", io.StringIO("one\ntwo\n"), output)
     assert what in output.getvalue()
     assert "Assistant: well\n" in output.getvalue()

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from clock import PATIENCE_S
 from erniekit.serve import health
 from erniekit.serve.engines.base import Load
-from erniekit.serve.health import Watch
-from erniekit.serve.prompt_work import Limits, PromptWork
+from erniekit.serve.health import HealthMonitor
+from erniekit.serve.prompt_work import PromptLimits, PromptWork
+from support.clock import PATIENCE_S
 
 
 class Engine:
@@ -20,12 +20,14 @@ class Engine:
         return self.now
 
 
-def watched(test: Callable[[Watch, Engine], Awaitable[None]], monkeypatch, stall_s: float, lag_s: float) -> None:
+def watched(
+    test: Callable[[HealthMonitor, Engine], Awaitable[None]], monkeypatch, stall_s: float, lag_s: float
+) -> None:
     monkeypatch.setattr(health, "EVERY_S", 0.02)
 
     async def main() -> None:
         engine = Engine()
-        watch = Watch(engine, PromptWork(Limits()), stall_s, lag_s)
+        watch = HealthMonitor(engine, PromptWork(PromptLimits()), stall_s, lag_s)
         watch.start()
         await test(watch, engine)
 
@@ -33,7 +35,7 @@ def watched(test: Callable[[Watch, Engine], Awaitable[None]], monkeypatch, stall
 
 
 def test_an_engine_with_work_and_without_steps_is_ill_until_it_steps(monkeypatch):
-    async def test(watch: Watch, engine: Engine) -> None:
+    async def test(watch: HealthMonitor, engine: Engine) -> None:
         engine.now = Load(running=1, steps=5)
         assert watch.reason(engine.now) is None
         await asyncio.sleep(0.6)
@@ -51,7 +53,7 @@ def test_an_engine_with_work_and_without_steps_is_ill_until_it_steps(monkeypatch
 def test_an_event_loop_that_is_held_up_is_told_for_a_while(monkeypatch):
     monkeypatch.setattr(health, "LAG_KEPT_S", 0.3)
 
-    async def test(watch: Watch, engine: Engine) -> None:
+    async def test(watch: HealthMonitor, engine: Engine) -> None:
         await asyncio.sleep(0.05)
         time.sleep(0.5)  # in the event loop's own thread, as a careless route would
         await asyncio.sleep(0.05)

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from clock import PATIENCE_S
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.serve.prompt_work import Busy, Late, Limits, PromptWork, Stuck, is_short
-from erniekit.serve.prompt_worker import Conversation, Failed, Texts, Work, prepare
+from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptWork, Stuck, is_short
+from erniekit.serve.prompt_worker import ChatPrompt, Failed, PromptTask, TextPrompts, prepare
+from support.clock import PATIENCE_S
 
 MANY = "{% for b in range(99999) %}{% set c = b %}{% endfor %}"
 SPIN = "{% if spin %}{% for a in range(99999) %}" + MANY + "{% endfor %}{% endif %}"
-LONG, SHORT = Texts(["a long prompt " * 2000], None), Texts(["short"], None)
+LONG, SHORT = TextPrompts(["a long prompt " * 2000], None), TextPrompts(["short"], None)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def held(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[thre
     let_go.set()
 
 
-def run(limits: Limits, test: Callable[[PromptWork], Awaitable[Any]]) -> Any:
+def run(limits: PromptLimits, test: Callable[[PromptWork], Awaitable[Any]]) -> Any:
     async def main() -> Any:
         work = PromptWork(limits)
         try:
@@ -66,7 +66,7 @@ async def until(done: Callable[[], bool]) -> None:
 
 def test_short_prompts_stay_in_this_process_and_long_ones_leave_it_with_the_same_ids(tokenizer: Tokenizer):
     said = [{"role": "user", "content": "hello 山 </s>"}] * 70
-    kinds = [SHORT, LONG, Conversation(said[:3], None, {}), Conversation(said, None, {"x": [1, None]})]
+    kinds = [SHORT, LONG, ChatPrompt(said[:3], None, {}), ChatPrompt(said, None, {"x": [1, None]})]
     assert [is_short(what) for what in kinds] == [True, False, True, False]
 
     async def test(work: PromptWork) -> list[Any]:
@@ -74,7 +74,7 @@ def test_short_prompts_stay_in_this_process_and_long_ones_leave_it_with_the_same
         assert len(work._processes) == 1
         return out
 
-    assert run(Limits(), test) == [prepare(Work(what, 10**6, 5), tokenizer) for what in kinds]
+    assert run(PromptLimits(), test) == [prepare(PromptTask(what, 10**6, 5), tokenizer) for what in kinds]
 
 
 def test_a_process_says_why_there_are_no_ids_and_sees_that_the_files_are_others(tokenizer: Tokenizer):
@@ -82,7 +82,7 @@ def test_a_process_says_why_there_are_no_ids_and_sees_that_the_files_are_others(
         long = await work.ids(LONG, tokenizer, 50, 20)
         assert (long.kind, long.tokens > 50) == ("too long", True)
         tokenizer.chat_template = "{{ raise_exception('no ' + messages[0].role) }}"
-        refused = await work.ids(Conversation([{"role": "user", "content": "a" * 20_000}], None, {}), tokenizer, 50, 20)
+        refused = await work.ids(ChatPrompt([{"role": "user", "content": "a" * 20_000}], None, {}), tokenizer, 50, 20)
         assert refused == Failed("refused", "the chat template refuses it: no user")
         with (tokenizer.folder / "tokenizer_config.json").open("a") as file:
             file.write(" ")
@@ -91,11 +91,11 @@ def test_a_process_says_why_there_are_no_ids_and_sees_that_the_files_are_others(
         tokenizer.chat_template = None
         assert (await work.ids(LONG, tokenizer, 50, 20)).kind == "changed"
 
-    run(Limits(), test)
+    run(PromptLimits(), test)
 
 
 def test_at_the_deadline_a_process_is_killed_and_the_next_prompt_gets_a_new_one(tokenizer: Tokenizer):
-    spin = Conversation([{"role": "user", "content": "x" * 20_000}], None, {"spin": True})
+    spin = ChatPrompt([{"role": "user", "content": "x" * 20_000}], None, {"spin": True})
 
     async def test(work: PromptWork) -> None:
         await work.ids(LONG, tokenizer, 10**6, 20)
@@ -109,22 +109,22 @@ def test_at_the_deadline_a_process_is_killed_and_the_next_prompt_gets_a_new_one(
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
 
-    run(Limits(processes=1, render_s=30), test)
+    run(PromptLimits(processes=1, render_s=30), test)
 
 
 def test_a_template_that_takes_its_time_over_a_short_prompt_is_given_to_a_process(tokenizer: Tokenizer):
-    spin = Conversation([{"role": "user", "content": "x"}], None, {"spin": True})
+    spin = ChatPrompt([{"role": "user", "content": "x"}], None, {"spin": True})
 
     async def test(work: PromptWork) -> None:
         found = await work.ids(spin, tokenizer, 10**6, 20)
         assert found.kind == "slow"
         assert len(work._processes) == 1
 
-    run(Limits(short_render_s=0.05, render_s=0.1), test)
+    run(PromptLimits(short_render_s=0.05, render_s=0.1), test)
 
 
 def test_a_full_queue_turns_away_and_who_leaves_makes_room(tokenizer: Tokenizer, held: threading.Event):
-    hold = Texts(["HOLD"], None)
+    hold = TextPrompts(["HOLD"], None)
 
     async def test(work: PromptWork) -> None:
         tasks = [asyncio.ensure_future(work.ids(hold, tokenizer, 99, 20)) for _ in range(3)]
@@ -139,13 +139,13 @@ def test_a_full_queue_turns_away_and_who_leaves_makes_room(tokenizer: Tokenizer,
         assert isinstance(await after, list)
         assert work.load().waiting == 0
 
-    run(Limits(threads=1, short_queue=2), test)
+    run(PromptLimits(threads=1, short_queue=2), test)
 
 
 def test_threads_that_do_not_come_back_are_replaced_then_refused_and_taken_back(
     tokenizer: Tokenizer, held: threading.Event
 ):
-    hold = Texts(["HOLD"], None)
+    hold = TextPrompts(["HOLD"], None)
 
     async def test(work: PromptWork) -> None:
         for lost in (1, 2):
@@ -167,16 +167,16 @@ def test_threads_that_do_not_come_back_are_replaced_then_refused_and_taken_back(
             await asyncio.sleep(0.01)
         assert not work.load().stuck
 
-    run(Limits(threads=1), test)
+    run(PromptLimits(threads=1), test)
 
 
 def test_the_end_tells_everybody_who_waits(tokenizer: Tokenizer, held: threading.Event):
     async def test(work: PromptWork) -> None:
-        tasks = [asyncio.ensure_future(work.ids(Texts(["HOLD"], None), tokenizer, 99, 20)) for _ in range(3)]
+        tasks = [asyncio.ensure_future(work.ids(TextPrompts(["HOLD"], None), tokenizer, 99, 20)) for _ in range(3)]
         await until(lambda: (work.load().running, work.load().waiting) == (1, 2))
         began = time.monotonic()
         work.end()
         assert [(await task).kind for task in tasks] == ["stopping"] * 3
         assert time.monotonic() - began < 10, "at once, not at their deadline of 20 s"
 
-    run(Limits(threads=1), test)
+    run(PromptLimits(threads=1), test)

@@ -9,13 +9,13 @@ from annotated_types import Ge, Le, Lt
 from pydantic import ValidationError
 
 from erniekit.config.flat import KEYS
-from erniekit.serve.schema import MOST_ANSWERS, ChatRequest, CompletionRequest, Wishes
+from erniekit.serve.schema import MAX_COMPLETIONS, ChatRequest, CompletionRequest, GenerationRequest
 
 ASK = [{"role": "user", "content": "hi"}]
 
 
 def bounds(name: str) -> tuple[float, float]:
-    rules = Wishes.model_fields[name].metadata
+    rules = GenerationRequest.model_fields[name].metadata
     (low,) = [rule.ge for rule in rules if isinstance(rule, Ge)]
     (high,) = [rule.le if isinstance(rule, Le) else rule.lt - 1 for rule in rules if isinstance(rule, (Le, Lt))]
     return low, high
@@ -55,4 +55,4 @@ def test_a_request_has_so_many_answers_at_most_over_all_its_prompts():
         (first,) = error.value.errors()
         assert first["loc"] == ("prompt",)
         assert f"{len(prompt) * 8} answers" in first["msg"]
-        assert str(MOST_ANSWERS) in first["msg"]
+        assert str(MAX_COMPLETIONS) in first["msg"]

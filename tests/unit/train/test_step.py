@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from clock import Clock
 from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.losses.causal import causal_loss
@@ -21,6 +20,7 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.train.step import DeviceClock, TrainStep
+from support.clock import Clock
 
 CONFIG = DecoderConfig(
     family="ernie4_5", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clock import Clock
 from erniekit.train import stragglers
 from erniekit.train.stragglers import Stragglers, find_slow
+from support.clock import Clock
 
 
 def row(data: float, compute: float, communication: float = 0.0, **more: float) -> dict[str, float]:

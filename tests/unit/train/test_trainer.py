@@ -30,7 +30,7 @@ from erniekit.train.hooks import Hook
 from erniekit.train.metrics import LogHook
 from erniekit.train.step import Launched, StepResult, TrainStep
 from erniekit.train.trainer import Trainer
-from plain_adamw import PlainAdamW
+from support.plain_adamw import PlainAdamW
 
 CONFIG = DecoderConfig(
     family="ernie4_5", vocab_size=31, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from clock import PATIENCE_S, Clock, until
 from erniekit.train import monitor, watchdog
 from erniekit.train.monitor import Heart, Lookout
 from erniekit.train.watchdog import STACKS_SIGNAL, Limits, Watchdog
+from support.clock import PATIENCE_S, Clock, until
 
 NEVER = (math.inf, math.inf)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.webui import process
-from erniekit.webui.jobs import Job, Jobs
+from erniekit.webui.jobs import Jobs, WebJob
 from erniekit.webui.paths import Roots
 
 RECIPE = "model_name_or_path: model\ntrain_dataset_path: [data.jsonl]\n"
@@ -58,7 +58,7 @@ def jobs(room: Path, stand: Stand) -> Jobs:
     return Jobs(room / "webui", Roots([room]), stand)
 
 
-def until(jobs: Jobs, id: str, holds: Callable[[Job], bool], seconds: float = 60) -> Job:
+def until(jobs: Jobs, id: str, holds: Callable[[WebJob], bool], seconds: float = 60) -> WebJob:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         job = jobs.get(id)

@@ -10,15 +10,15 @@ import pytest
 
 from erniekit.errors import ConfigError
 from erniekit.webui import app
-from erniekit.webui.app import Settings, address, bind, settings_from
+from erniekit.webui.app import PageSettings, address, bind, settings_from
 
 PAGES = Path(app.__file__).parent
 
 
 def test_words_are_taken_with_an_equals_sign_or_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADIO_SERVER_PORT", raising=False)
-    assert settings_from([]) == Settings()
-    assert settings_from(["host=0.0.0.0", "--port", "8080", "root=a,b", "--root=c", "lang=zh"]) == Settings(
+    assert settings_from([]) == PageSettings()
+    assert settings_from(["host=0.0.0.0", "--port", "8080", "root=a,b", "--root=c", "lang=zh"]) == PageSettings(
         "0.0.0.0", 8080, ("a", "b", "c"), "zh"
     )
 
@@ -82,14 +82,14 @@ def test_a_port_in_use_is_told_as_that() -> None:
 
 
 def test_the_address_holds_the_token_and_a_name_others_can_use() -> None:
-    assert address(Settings(port=80), None) == "http://127.0.0.1:80/"
-    assert address(Settings("0.0.0.0", 80), "t") == f"http://{socket.gethostname()}:80/?token=t"
-    assert address(Settings("::1", 80), None) == "http://[::1]:80/"
+    assert address(PageSettings(port=80), None) == "http://127.0.0.1:80/"
+    assert address(PageSettings("0.0.0.0", 80), "t") == f"http://{socket.gethostname()}:80/?token=t"
+    assert address(PageSettings("::1", 80), None) == "http://[::1]:80/"
 
 
 def test_the_page_is_put_together_in_the_language_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit-torch[webui]"')
-    page = app.build(Settings(roots=(str(tmp_path),), lang="zh"))
+    page = app.build(PageSettings(roots=(str(tmp_path),), lang="zh"))
     named = {block.elem_id: block for block in page.blocks.values() if getattr(block, "elem_id", None)}
     assert named["train-learning_rate"].label == "学习率"
     assert {"train-start", "train-curves", "chat-load", "export-start", "split-start", "runs-compare"} <= set(named)

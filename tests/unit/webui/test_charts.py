@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from erniekit.webui.charts import COLOURS, compare_charts, empty, run_charts
-from erniekit.webui.runs import Series
+from erniekit.webui.runs import MetricSeries
 
 TITLES = {"loss": "Loss", "learning_rate": "Rate", "tokens_per_second": "Speed"}
 WORDS = ("mean", "each step")
 
 
-def series(count: int) -> Series:
-    return Series(list(range(1, count + 1)), [1 / n for n in range(1, count + 1)])
+def series(count: int) -> MetricSeries:
+    return MetricSeries(list(range(1, count + 1)), [1 / n for n in range(1, count + 1)])
 
 
 def test_a_run_has_a_chart_for_each_metric_it_has_logged() -> None:

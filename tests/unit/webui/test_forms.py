@@ -146,7 +146,7 @@ def test_text_over_the_limit_or_with_control_characters_is_refused() -> None:
 
 
 def test_the_backend_imports_neither_gradio_nor_torch() -> None:
-    names = ("forms", "jobs", "runs", "paths", "preview", "guard", "words", "process")
+    names = ("forms", "jobs", "runs", "paths", "preview", "guard", "translations", "process")
     look = "print([m for m in ('torch', 'numpy', 'gradio') if m in sys.modules])"
     code = f"import sys; from erniekit.webui import {', '.join(names)}; {look}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

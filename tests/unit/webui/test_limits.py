@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from erniekit.webui import limits
-from erniekit.webui.limits import Limits, Refused, check_files, is_uploaded, read_body, trim
+from erniekit.webui.limits import Refused, RequestLimits, check_files, is_uploaded, read_body, trim
 
 
 def receiver(*parts: bytes) -> Any:
@@ -57,7 +57,7 @@ def test_the_app_gets_the_body_once_more_and_then_what_the_client_does() -> None
         heard.extend([await receive(), await receive()])
 
     scope = {"type": "http", "method": "POST", "path": limits.POSTS[1], "headers": []}
-    inside = Limits(app)
+    inside = RequestLimits(app)
     asyncio.run(inside(scope, receiver(b'{"a"', b": 1}"), None))  # type: ignore[arg-type]
     assert heard == [{"type": "http.request", "body": b'{"a": 1}', "more_body": False}, {"type": "http.disconnect"}]
     assert (inside.requests, inside.bodies, inside.sent) == (0, 0, 0)
@@ -67,7 +67,7 @@ def test_places_are_given_back_when_the_app_fails() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError
 
-    inside = Limits(app)
+    inside = RequestLimits(app)
     scope = {"type": "http", "method": "POST", "path": limits.UPLOAD, "headers": []}
     for _ in range(limits.MAX_UPLOADS + 2):
         with pytest.raises(RuntimeError):

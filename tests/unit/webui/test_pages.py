@@ -11,40 +11,40 @@ pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniek
 import gradio as gr
 
 from erniekit.errors import ConfigError
-from erniekit.webui.forms import Problem, form
+from erniekit.webui.forms import FormProblem, form
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.pages.chat import _growing, _plain, _turn
-from erniekit.webui.pages.desk import Desk, Labels, notice, problems_html
-from erniekit.webui.pages.fields import Fields, recipe, uploaded
+from erniekit.webui.pages.fields import FormFields, recipe, uploaded
+from erniekit.webui.pages.page_context import Labels, PageContext, notice, problems_html
 from erniekit.webui.pages.runs import RunsPage
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def context(tmp_path: Path) -> PageContext:
     roots = Roots([tmp_path])
     jobs = Jobs(tmp_path / "webui", roots)
-    return Desk(jobs, Runs(jobs), jobs.roots, Labels("en"))
+    return PageContext(jobs, Runs(jobs), jobs.roots, Labels("en"))
 
 
 @pytest.fixture
-def fields(desk: Desk) -> Fields:
-    made = Fields("train", desk, ("model_name_or_path", "train_dataset_path"))
+def fields(context: PageContext) -> FormFields:
+    made = FormFields("train", context, ("model_name_or_path", "train_dataset_path"))
     with gr.Blocks():
         for spec in form("train.sft").fields:
             made.add(spec)
     return made
 
 
-def test_a_form_left_alone_is_an_empty_recipe(fields: Fields, desk: Desk) -> None:
+def test_a_form_left_alone_is_an_empty_recipe(fields: FormFields, context: PageContext) -> None:
     raw = [component.value for component in fields.components]
-    text, problems = recipe(fields.values(raw), "", "train.sft", desk)
+    text, problems = recipe(fields.values(raw), "", "train.sft", context)
     assert text == "stage: SFT\n"
     assert {p.key for p in problems} == {"model_name_or_path", "train_dataset_path"}
 
 
-def test_values_go_into_the_form_and_come_out_the_same(fields: Fields) -> None:
+def test_values_go_into_the_form_and_come_out_the_same(fields: FormFields) -> None:
     given = {
         "model_name_or_path": "m", "train_dataset_path": ["a.jsonl", "b.jsonl"], "train_dataset_prob": [0.5, 0.5],
         "learning_rate": 3e-4, "recompute": True, "save_total_limit": 3, "sharding": ["stage1"], "packing": True,
@@ -57,15 +57,15 @@ def test_values_go_into_the_form_and_come_out_the_same(fields: Fields) -> None:
     assert [float(word) for word in out["train_dataset_prob"]] == [0.5, 0.5]
 
 
-def test_further_keys_join_the_recipe_and_a_mistake_in_them_is_told(desk: Desk) -> None:
+def test_further_keys_join_the_recipe_and_a_mistake_in_them_is_told(context: PageContext) -> None:
     values = {"model_name_or_path": "m", "train_dataset_path": ["a.jsonl"]}
-    text, _ = recipe(values, "adam_beta1: 0.8", "train.sft", desk)
+    text, _ = recipe(values, "adam_beta1: 0.8", "train.sft", context)
     assert "adam_beta1: 0.8" in text
-    _, problems = recipe(values, "adam_beta1: [", "train.sft", desk)
+    _, problems = recipe(values, "adam_beta1: [", "train.sft", context)
     assert problems
 
 
-def test_every_label_changes_with_the_language(fields: Fields) -> None:
+def test_every_label_changes_with_the_language(fields: FormFields) -> None:
     english, chinese = fields.labels.updates("en"), fields.labels.updates("zh")
     assert len(english) == len(chinese) == len(fields.components)
     rate = list(fields.specs).index("learning_rate")
@@ -95,16 +95,16 @@ def test_an_uploaded_recipe_is_taken_whole_or_not_at_all(tmp_path: Path, monkeyp
         uploaded(str(file))
 
 
-def test_deleting_runs_clears_the_choice_that_named_them(desk: Desk) -> None:
+def test_deleting_runs_clears_the_choice_that_named_them(context: PageContext) -> None:
     gone = "20260101-000000-abcdef"
     page = RunsPage.__new__(RunsPage)
-    page.desk = desk
+    page.context = context
     _, choice = page.rows("en", [gone])
     assert choice["value"] == [], "else the next event sends a name that is no choice any more"
 
 
 def test_what_is_wrong_is_escaped_before_it_is_shown() -> None:
-    assert "<script>" not in problems_html([Problem("<script>", "<script>", "<script>")], "en")
+    assert "<script>" not in problems_html([FormProblem("<script>", "<script>", "<script>")], "en")
     assert "<b>" not in notice(ConfigError("<b>", where="", fix="<b>")).message
 
 

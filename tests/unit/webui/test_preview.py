@@ -10,7 +10,7 @@ import pytest
 
 from erniekit.webui import preview as previews
 from erniekit.webui.paths import Roots
-from erniekit.webui.preview import Piece, Preview, Report, Row, doctor, preview, run
+from erniekit.webui.preview import Preview, PreviewPiece, PreviewRow, Report, doctor, preview, run
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def test_what_is_wrong_is_said_and_nothing_is_read_outside_the_roots(roots: Root
 
 def test_text_of_rows_never_becomes_markup() -> None:
     bad = "<script>alert(1)</script>"
-    row = Row(bad, 1, (Piece(bad, True), Piece(bad, False), Piece(bad, True, True)))
-    for html in (row.html, Preview((row,)).html, Preview(error=bad).html, Row("f", 1, problem=bad).html,
+    row = PreviewRow(bad, 1, (PreviewPiece(bad, True), PreviewPiece(bad, False), PreviewPiece(bad, True, True)))
+    for html in (row.html, Preview((row,)).html, Preview(error=bad).html, PreviewRow("f", 1, problem=bad).html,
                  Report(False, bad).html):  # fmt: skip
         assert "<script" not in html
         assert "&lt;script" in html

@@ -11,8 +11,8 @@ from erniekit.track.base import RunInfo
 from erniekit.track.jsonl import FILE, JsonlTracker
 from erniekit.track.results import write_results
 from erniekit.track.runfile import RunRecord
-from erniekit.webui.jobs import Job, Jobs
-from erniekit.webui.runs import Reader, Runs, Series, differences, thinned
+from erniekit.webui.jobs import Jobs, WebJob
+from erniekit.webui.runs import MetricSeries, Reader, Runs, differences, thinned
 from unit.webui.conftest import RECIPE, Stand, until
 
 
@@ -21,13 +21,13 @@ def info(output: Path, start: int = 0) -> RunInfo:
 
 
 @pytest.fixture
-def ended(jobs: Jobs, stand: Stand) -> Job:
+def ended(jobs: Jobs, stand: Stand) -> WebJob:
     stand.program = "pass"
     job = jobs.start("train", RECIPE + "max_steps: 10\n")
     return until(jobs, job.id, lambda job: not job.is_running)
 
 
-def test_what_the_trainer_logs_is_what_the_page_draws(jobs: Jobs, ended: Job) -> None:
+def test_what_the_trainer_logs_is_what_the_page_draws(jobs: Jobs, ended: WebJob) -> None:
     runs, output = Runs(jobs), Path(ended.output_dir)
     assert runs.series(ended.id) == {}, "nothing is written yet"
     tracker, record = JsonlTracker(), RunRecord(output, command="erniekit train", version="0")
@@ -40,7 +40,7 @@ def test_what_the_trainer_logs_is_what_the_page_draws(jobs: Jobs, ended: Job) ->
     tracker.log(3, {"eval_loss": 0.5}, "eval")
     assert seen == [1, 2, 3]
     series = runs.series(ended.id)
-    assert series["loss"] == Series([1, 2, 3], [3.0, 1.5, 1.0])
+    assert series["loss"] == MetricSeries([1, 2, 3], [3.0, 1.5, 1.0])
     assert {"loss", "learning_rate", "tokens_per_second", "eval_loss"} == set(series)
     row = runs.row(ended.id)
     assert (row.step, row.total_steps, row.loss, row.eval_loss, row.tokens_per_second) == (3, 10, 1.0, 0.5, 100.0)
@@ -49,7 +49,7 @@ def test_what_the_trainer_logs_is_what_the_page_draws(jobs: Jobs, ended: Job) ->
     assert runs.rows(words=("export",)) == []
 
 
-def test_a_resumed_run_that_cuts_its_file_is_read_anew(jobs: Jobs, ended: Job) -> None:
+def test_a_resumed_run_that_cuts_its_file_is_read_anew(jobs: Jobs, ended: WebJob) -> None:
     runs, output = Runs(jobs), Path(ended.output_dir)
     tracker = JsonlTracker()
     tracker.start(info(output))
@@ -59,7 +59,7 @@ def test_a_resumed_run_that_cuts_its_file_is_read_anew(jobs: Jobs, ended: Job) -
     assert runs.series(ended.id)["loss"].steps == [1, 2, 3, 4]
     tracker.start(info(output, start=2))
     tracker.log(3, {"loss": 30.0}, "train")
-    assert runs.series(ended.id)["loss"] == Series([1, 2, 3], [1.0, 2.0, 30.0])
+    assert runs.series(ended.id)["loss"] == MetricSeries([1, 2, 3], [1.0, 2.0, 30.0])
 
 
 def test_only_new_lines_are_parsed_and_a_torn_one_waits_for_its_end(tmp_path: Path, monkeypatch) -> None:
@@ -71,7 +71,7 @@ def test_only_new_lines_are_parsed_and_a_torn_one_waits_for_its_end(tmp_path: Pa
     assert reader.read()["loss"].steps == [1]
     with file.open("ab") as out:
         out.write(b'ss": 1.0}\n')
-    assert reader.read()["loss"] == Series([1, 2], [2.0, 1.0])
+    assert reader.read()["loss"] == MetricSeries([1, 2], [2.0, 1.0])
     assert reader.read()["loss"].steps == [1, 2]
     assert len(parsed) == 2
 
@@ -81,7 +81,7 @@ def test_odd_lines_and_values_are_passed_over(tmp_path: Path) -> None:
     lines = ["[1]", "nonsense", '{"loss": 1}', '{"global_step": "x", "loss": 1}', '{"global_step": 1, "loss": null}',
              '{"global_step": 2, "loss": 1e999, "ok": true, "name": "x"}', '{"global_step": 3, "loss": 4}']  # fmt: skip
     file.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-    assert Reader(file).read() == {"loss": Series([3], [4.0])}
+    assert Reader(file).read() == {"loss": MetricSeries([3], [4.0])}
 
 
 def test_a_file_that_goes_away_gives_no_curves(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_file_that_goes_away_gives_no_curves(tmp_path: Path) -> None:
 def test_a_long_curve_is_thinned_and_keeps_its_spike_and_its_ends() -> None:
     values = [1.0] * 50_000
     values[31_234] = 99.0
-    small = thinned(Series(list(range(50_000)), values), 500)
+    small = thinned(MetricSeries(list(range(50_000)), values), 500)
     assert len(small) <= 500
     assert max(small.values) == 99.0
     assert (small.steps[0], small.steps[-1]) == (0, 49_999)
@@ -125,7 +125,7 @@ def test_a_key_one_run_does_not_give_differs_by_its_default() -> None:
     assert differences({"a": {"lora_rank": 8}, "b": {}}) == {}
 
 
-def test_the_results_a_run_left_are_found(jobs: Jobs, ended: Job) -> None:
+def test_the_results_a_run_left_are_found(jobs: Jobs, ended: WebJob) -> None:
     runs = Runs(jobs)
     assert runs.results(ended.id) == {}
     write_results(ended.output_dir, evaluation={"eval_loss": 0.25})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-from erniekit.config.inert import WORDS
+from erniekit.config.ignored_keys import IGNORED_WORDS
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CheckpointSection:
         "async_save writes behind training. remove_master_weight leaves the fp32 weights out; master_weight_compatible "
         "makes them from the 16-bit ones where they are missing: neither resumes bit for bit.",
         choices=("async_save", "remove_master_weight", "master_weight_compatible", "enable_all_options"),
-        idle=WORDS["unified_checkpoint_config"],
+        idle=IGNORED_WORDS["unified_checkpoint_config"],
     )
     ckpt_quant_stage: str = key(
         "O0",

@@ -1,4 +1,4 @@
-"""How many processes on how many machines, and how they find each other. Read by cli/launch.py before torch is."""
+"""How many processes on how many machines, and how they find each other. Read by launch/plan.py before torch is."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class ModelSection:
         "Replay the compiled layers as CUDA graphs. When not given: where a micro-batch is so short that launching its "
         "kernels would take longer than running them. On one NVIDIA card, SFT and PT; with experts only when given.",
     )
-    allow_pickle: bool = key(False, "Read .bin/.pt weights (weights only). Off: safetensors alone.")
     tokenizer_name: str | None = key(
         None,
         "Tokenizer folder; the model's own when not given.",

@@ -1,6 +1,6 @@
 """How one run is spread over devices: the degrees, what is cut, and in which order a pipeline works.
 
-Read by parallel/world.py (the layout) and recipes/build.py. Layouts change where numbers live, never what they are.
+Read by config/world.py (the layout) and the recipes. Layouts change where numbers live, never what they are.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-from erniekit.config.inert import WORDS
+from erniekit.config.ignored_keys import IGNORED_WORDS
 
 _WORDS = "Words of ERNIEKit's {}, accepted; `erniekit config` says what each of yours does here."
 
@@ -77,13 +77,13 @@ class ParallelSection:
         (),
         _WORDS.format("pipeline"),
         choices=("use_dualpipev", "forward_backward_overlap_scheduler"),
-        idle=WORDS["pipeline_parallel_config"],
+        idle=IGNORED_WORDS["pipeline_parallel_config"],
     )
     tensor_parallel_config: tuple[str, ...] = key(
-        (), _WORDS.format("tensor parallelism"), idle=WORDS["tensor_parallel_config"]
+        (), _WORDS.format("tensor parallelism"), idle=IGNORED_WORDS["tensor_parallel_config"]
     )
     sharding_parallel_config: tuple[str, ...] = key(
-        (), _WORDS.format("sharding"), idle=WORDS["sharding_parallel_config"]
+        (), _WORDS.format("sharding"), idle=IGNORED_WORDS["sharding_parallel_config"]
     )
     expert_parallel_degree: int = key(
         1,

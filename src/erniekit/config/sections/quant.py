@@ -1,4 +1,4 @@
-"""Training on quantised numbers. Declared for the recipes that carry it; refused by name today (later.py)."""
+"""Training on quantised numbers. Declared for the recipes that carry it; not_yet_supported.py refuses it by name."""
 
 from __future__ import annotations
 

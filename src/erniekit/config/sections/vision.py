@@ -1,4 +1,4 @@
-"""Images and video. Declared for the recipes that carry it; the VL stages are refused by name today (later.py)."""
+"""Images and video. Declared for the recipes that carry it; not_yet_supported.py refuses the VL stages by name."""
 
 from __future__ import annotations
 

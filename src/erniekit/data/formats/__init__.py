@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, decode, rows
 from erniekit.data.preference import Preference
-from erniekit.data.types import Conversation, Problem
+from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
 from erniekit.registry import Registry
 
@@ -82,7 +82,9 @@ def _pair_reader(format: str) -> Callable[[Any, bool], Preference]:
     return PREFERENCE_FORMATS.get(format)
 
 
-def parse(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> list[Conversation] | Problem:
+def parse(
+    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False
+) -> list[Conversation] | RowProblem:
     """One raw row as its training conversations (several for tool rows). Depends on nothing but its arguments."""
 
     def conversations(row: Any) -> list[Conversation]:
@@ -95,7 +97,7 @@ def parse(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = 
     return _parsed(raw, line_no, path, conversations)
 
 
-def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | Problem:
+def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | RowProblem:
     """One raw row as the pair of answers it compares. Depends on nothing but its arguments."""
 
     def pair(row: Any) -> Preference:
@@ -108,30 +110,30 @@ def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bo
     return _parsed(raw, line_no, path, pair)
 
 
-def _parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | Problem:
-    if isinstance(raw, Problem):
+def _parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+    if isinstance(raw, RowProblem):
         return raw
     try:
         return read(decode(raw))
     except BadRow as bad:
-        return Problem(str(path), line_no, bad.kind, bad.reason)
+        return RowProblem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
         utf16 = isinstance(raw, bytes) and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
         hint = "; the file looks like UTF-16, save it as UTF-8" if utf16 else ""
-        return Problem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8{hint}")
+        return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8{hint}")
     except json.JSONDecodeError as error:
-        return Problem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
+        return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
     except ValueError as error:  # a number of more digits than Python converts
-        return Problem(str(path), line_no, "bad_json", f"not usable: {error}")
+        return RowProblem(str(path), line_no, "bad_json", f"not usable: {error}")
     except RecursionError:
-        return Problem(str(path), line_no, "deep_nesting", "the row is nested too deeply")
+        return RowProblem(str(path), line_no, "deep_nesting", "the row is nested too deeply")
 
 
-def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[int, Conversation | Problem]]:
+def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[int, Conversation | RowProblem]]:
     _reader(format)  # an unknown name is said before the file is opened
     for line_no, raw in rows(path):
         found = parse(raw, line_no, path, format, compat)
-        if isinstance(found, Problem):
+        if isinstance(found, RowProblem):
             yield line_no, found
         else:
             for conversation in found:
@@ -145,7 +147,7 @@ def detect(path: str | Path) -> Detected:
     example, count = "", 0
     for _, raw in islice(rows(path), _LOOK_AT):
         count += 1
-        if isinstance(raw, Problem):
+        if isinstance(raw, RowProblem):
             example = example or raw.reason
             continue
         try:

@@ -13,7 +13,7 @@ from erniekit.data.formats import messages as messages_format
 from erniekit.data.formats import pairs
 from erniekit.data.formats.fields import BadRow, flag, flags, holds, named, refuse_tools, require, text, texts, unread
 from erniekit.data.preference import Preference
-from erniekit.data.types import Conversation, Message
+from erniekit.data.types import ChatMessage, Conversation
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
@@ -58,10 +58,10 @@ def build(
     if system is not None:
         system = text(system, "system", empty=True)
         if system or compat:
-            said.append(Message("system", system))
+            said.append(ChatMessage("system", system))
     for question, answer, train in zip(questions, answers, trained):
-        said.append(Message("user", question.strip()))
-        said.append(Message("assistant", answer.strip(), trained=train))
+        said.append(ChatMessage("user", question.strip()))
+        said.append(ChatMessage("assistant", answer.strip(), trained=train))
     return Conversation(tuple(said), unused=tuple(unused))
 
 

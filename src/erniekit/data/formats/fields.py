@@ -1,6 +1,6 @@
 """Reading fields of a row with reasons a person can act on.
 
-Used by every format in this folder; a wrong field raises BadRow, which becomes a Problem with file and line.
+Used by every format in this folder; a wrong field raises BadRow, which becomes a RowProblem with file and line.
 """
 
 from __future__ import annotations

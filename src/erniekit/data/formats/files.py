@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from erniekit import heartbeat
-from erniekit.data.types import Problem
+from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
 from erniekit.files import refuse_special
 
-Raw = bytes | dict[str, Any] | list[Any] | Problem
+Raw = bytes | dict[str, Any] | list[Any] | RowProblem
 MAX_ROW_BYTES = 64 << 20
 MAX_SKIPPED_BYTES = 1 << 30  # of one row that is too long: what goes on further is no dataset
 MAX_SKIPPED_MARKS = 500_000  # runs of brackets, and quotes, of one array row that is skipped: about a second
@@ -91,7 +91,7 @@ def _text_rows(stream: Any, path: Path, limit: int) -> Iterator[tuple[int, Raw]]
         for number, raw in reader(stream, path, limit):
             yield number, raw
     except (OSError, EOFError, zlib.error) as error:
-        yield number + 1, Problem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
+        yield number + 1, RowProblem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
 
 
 def _is_array(head: bytes, path: Path) -> bool:
@@ -121,7 +121,7 @@ def _lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw
             blank = 0
             yield number, line
         elif (blank := blank + 1) > MAX_BLANK_LINES:
-            yield number, Problem(str(path), number, "unreadable", f"{blank:,} empty lines; the rest is not read")
+            yield number, RowProblem(str(path), number, "unreadable", f"{blank:,} empty lines; the rest is not read")
             return
 
 
@@ -136,9 +136,9 @@ def skip_line(stream: IO[bytes], size: int) -> tuple[int, bool]:
     return size, False
 
 
-def _too_big(path: Path, number: int, size: int, limit: int, ended: bool = True) -> Problem:
+def _too_big(path: Path, number: int, size: int, limit: int, ended: bool = True) -> RowProblem:
     reason = f"the row has {size / 2**20:.0f} MiB or more; the limit is {limit / 2**20:.0f} MiB"
-    return Problem(
+    return RowProblem(
         str(path), number, "row_too_long", reason if ended else f"{reason}; the rest of the file is not read"
     )
 
@@ -156,7 +156,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Raw]]:
                     number += 1
                     yield number, row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        yield number + 1, Problem(str(path), number + 1, "unreadable", f"not a readable parquet file: {error}")
+        yield number + 1, RowProblem(str(path), number + 1, "unreadable", f"not a readable parquet file: {error}")
 
 
 class _Window:
@@ -207,14 +207,14 @@ def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw
             window.at += 1
             if window.next_char(_TEXT):
                 reason = "text follows the end of the array; rows after a damaged one may be lost"
-                yield number + 1, Problem(str(path), number + 1, "bad_json", reason)
+                yield number + 1, RowProblem(str(path), number + 1, "bad_json", reason)
             return
         number += 1
         if not char:
-            yield number, Problem(str(path), number, "bad_json", "the file ends before the array does")
+            yield number, RowProblem(str(path), number, "bad_json", "the file ends before the array does")
             return
         value = _element(window, path, number, limit)
-        if isinstance(value, Problem) and not _skip_element(window):
+        if isinstance(value, RowProblem) and not _skip_element(window):
             yield number, replace(value, reason=f"{value.reason}; the rest of the file is not read")
             return
         yield number, value
@@ -228,16 +228,16 @@ def _element(window: _Window, path: Path, number: int, limit: int) -> Any:
             if end < len(window.text) or window.ended:
                 window.at = end
                 kinds = (dict, list)
-                return value if isinstance(value, kinds) else Problem(str(path), number, "not_an_object", _SCALAR)
+                return value if isinstance(value, kinds) else RowProblem(str(path), number, "not_an_object", _SCALAR)
         except json.JSONDecodeError as error:
             # Cut off by the window, or truly wrong? Errors of the first kind are at its end, or in an open string.
             at_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated string")
             if window.ended or not at_end:
-                return Problem(str(path), number, "bad_json", f"row {number} of the array is not JSON: {error.msg}")
+                return RowProblem(str(path), number, "bad_json", f"row {number} of the array is not JSON: {error.msg}")
         except RecursionError:
-            return Problem(str(path), number, "deep_nesting", "the row is nested too deeply")
+            return RowProblem(str(path), number, "deep_nesting", "the row is nested too deeply")
         except ValueError as error:  # a number of more digits than Python converts
-            return Problem(str(path), number, "bad_json", f"row {number} of the array is not usable: {error}")
+            return RowProblem(str(path), number, "bad_json", f"row {number} of the array is not usable: {error}")
         if len(window.text) - window.at > limit:
             return _too_big(path, number, len(window.text) - window.at, limit)
         window.more()

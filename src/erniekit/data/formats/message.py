@@ -12,7 +12,7 @@ from typing import Any
 
 from erniekit.data.formats.fields import BadRow, flag, general, holds, named, text, unread
 from erniekit.data.thinking import FIELDS, THINK, THOUGHT, divided
-from erniekit.data.types import Message
+from erniekit.data.types import ChatMessage
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What data sets call "this answer is trained".
@@ -34,10 +34,10 @@ class MessageReader:
     def unused(self) -> tuple[str, ...]:
         return tuple(self._unused)
 
-    def read_all(self, items: Sequence[Any], field: str) -> list[Message]:
+    def read_all(self, items: Sequence[Any], field: str) -> list[ChatMessage]:
         return [self.read(item, f"{field}[{i}]", i) for i, item in enumerate(items)]
 
-    def read(self, item: Any, field: str, place: int = 0) -> Message:
+    def read(self, item: Any, field: str, place: int = 0) -> ChatMessage:
         if not isinstance(item, dict):
             raise BadRow("wrong_type", f"`{field}` must be an object with `role` and `content`, not {named(item)}")
         given = item.get("role")
@@ -58,9 +58,9 @@ class MessageReader:
             # Only assistant messages are trained: the same flag on a user's message changes nothing.
             extra = {name: value for name, value in item.items() if name not in _TRAINED or value not in (0, False)}
             self._note(extra if role != "assistant" else item, known, f"{field}.")
-        return Message(role, content, trained, calls, thought)
+        return ChatMessage(role, content, trained, calls, thought)
 
-    def opening(self, said: list[Message], row: Mapping[str, Any]) -> list[Message]:
+    def opening(self, said: list[ChatMessage], row: Mapping[str, Any]) -> list[ChatMessage]:
         """With the row's own `system` text in front. An empty system message is none."""
         if said[0].role == "system" and not said[0].content:
             said = said[1:]
@@ -69,9 +69,9 @@ class MessageReader:
         system = text(row["system"], "system", empty=True)
         if said[0].role == "system" and said[0].content != system:
             raise BadRow("two_systems", "the row has `system` and a system message that says something else")
-        return said if said[0].role == "system" or not system.strip() else [Message("system", system), *said]
+        return said if said[0].role == "system" or not system.strip() else [ChatMessage("system", system), *said]
 
-    def labelled(self, said: list[Message], labels: Sequence[bool]) -> list[Message]:
+    def labelled(self, said: list[ChatMessage], labels: Sequence[bool]) -> list[ChatMessage]:
         """`label` of the row decides, and must not contradict what a message says of itself."""
         trained = iter(labels)
         out = [replace(m, trained=next(trained)) if m.role == "assistant" else m for m in said]

@@ -14,7 +14,7 @@ from erniekit.data.formats import pairs
 from erniekit.data.formats.fields import BadRow, flags, holds, named, require, unread
 from erniekit.data.formats.message import MessageReader, encodable, parsed_json
 from erniekit.data.preference import Preference
-from erniekit.data.types import Conversation, Message
+from erniekit.data.types import ChatMessage, Conversation
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
@@ -26,7 +26,7 @@ def conversations(row: Any, compat: bool) -> list[Conversation]:
 
 
 def one_per_answer(
-    said: tuple[Message, ...], tools: tuple[dict[str, Any], ...], unused: tuple[str, ...]
+    said: tuple[ChatMessage, ...], tools: tuple[dict[str, Any], ...], unused: tuple[str, ...]
 ) -> list[Conversation]:
     """An example per trained answer; everything before it is its prompt, as a server would send it."""
     before = tuple(replace(message, trained=False) for message in said)
@@ -36,7 +36,7 @@ def one_per_answer(
     return [Conversation((*before[:i], said[i]), tools, unused) for i in asked]
 
 
-def read_messages(row: Any, compat: bool) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+def read_messages(row: Any, compat: bool) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
     """What is said, and the names of fields that hold something else."""
     if isinstance(row, list):  # a line that is the list itself
         row = {"messages": row}
@@ -88,7 +88,7 @@ def preference(row: Any, compat: bool) -> Preference:
     )
 
 
-def _answer(value: Any, field: str, reader: MessageReader) -> list[Message]:
+def _answer(value: Any, field: str, reader: MessageReader) -> list[ChatMessage]:
     """A text, texts in turn, one message, or a list of messages."""
     if isinstance(value, dict):
         return [reader.read(value, field)]
@@ -97,7 +97,9 @@ def _answer(value: Any, field: str, reader: MessageReader) -> list[Message]:
     return list(pairs.answer(value, field, reader.compat))
 
 
-def _common(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
+def _common(
+    chosen: list[ChatMessage], rejected: list[ChatMessage]
+) -> tuple[list[ChatMessage], list[ChatMessage], list[ChatMessage]]:
     """Two whole conversations: what they begin with alike, through its last question, and how each goes on."""
     end = 0
     while end < min(len(chosen), len(rejected)) - 1 and chosen[end] == rejected[end]:
@@ -122,7 +124,7 @@ def read_tools(row: Any) -> tuple[dict[str, Any], ...]:
     return tuple(encodable(value, "tools"))
 
 
-def _check_order(said: Sequence[Message], fields: Sequence[str] = (), ends: str = "messages") -> None:
+def _check_order(said: Sequence[ChatMessage], fields: Sequence[str] = (), ends: str = "messages") -> None:
     """system?, then user -> assistant turns; tool results only after an assistant; an answer last.
 
     `fields` names each message's place in the row, `ends` the field that holds the last.

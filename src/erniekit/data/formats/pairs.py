@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.data.formats.fields import BadRow, named, text, texts
-from erniekit.data.types import Message
+from erniekit.data.types import ChatMessage
 
 
-def answer(value: Any, field: str, compat: bool) -> tuple[Message, ...]:
+def answer(value: Any, field: str, compat: bool) -> tuple[ChatMessage, ...]:
     """A text, or texts of assistant, user, assistant in turn. The old reader did not strip them."""
     if value is None:
         raise BadRow("missing_field", f"`{field}` is null; it must be the answer")
@@ -23,20 +23,20 @@ def answer(value: Any, field: str, compat: bool) -> tuple[Message, ...]:
             "length_mismatch",
             f"`{field}` has {len(said)} texts; they are assistant, user, assistant in turn and end with the assistant",
         )
-    return tuple(Message("user" if i % 2 else "assistant", words) for i, words in enumerate(said))
+    return tuple(ChatMessage("user" if i % 2 else "assistant", words) for i, words in enumerate(said))
 
 
-def prompt(system: Any, questions: list[str], answers: list[str], compat: bool) -> tuple[Message, ...]:
+def prompt(system: Any, questions: list[str], answers: list[str], compat: bool) -> tuple[ChatMessage, ...]:
     """Earlier turns and the last question. An empty system text is none (the old reader kept its newline)."""
     said = []
     if system is not None:
         system = text(system, "system", empty=True)
         if system or compat:
-            said.append(Message("system", system))
+            said.append(ChatMessage("system", system))
     for i, question in enumerate(questions):
-        said.append(Message("user", question if compat else question.strip()))
+        said.append(ChatMessage("user", question if compat else question.strip()))
         if i < len(answers):
-            said.append(Message("assistant", answers[i] if compat else answers[i].strip()))
+            said.append(ChatMessage("assistant", answers[i] if compat else answers[i].strip()))
     return tuple(said)
 
 

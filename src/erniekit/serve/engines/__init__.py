@@ -1,16 +1,16 @@
-"""ENGINES: what can answer requests. The embedded one lives in the server's process; the others are started."""
+"""The engines. The embedded one runs in the server's process; the external ones are programs that it starts."""
 
 from __future__ import annotations
 
 from erniekit.registry import Registry
 
 EMBEDDED = "transformers"
-# Programs with an OpenAI interface of their own: how to start them, each a `Launch`.
-STARTED = Registry(
+# Programs with an OpenAI interface of their own: how to start them, each an `EngineProgram`.
+EXTERNAL = Registry(
     "engine",
     {
-        "vllm": "erniekit.serve.engines.vllm:LAUNCH",
-        "sglang": "erniekit.serve.engines.sglang:LAUNCH",
-        "fastdeploy": "erniekit.serve.engines.fastdeploy:LAUNCH",
+        "vllm": "erniekit.serve.engines.vllm:PROGRAM",
+        "sglang": "erniekit.serve.engines.sglang:PROGRAM",
+        "fastdeploy": "erniekit.serve.engines.fastdeploy:PROGRAM",
     },
 )

@@ -1,6 +1,6 @@
-"""What a request is to an engine and what comes back of it. Between serve/api.py and the engine that answers.
+"""The interface of an inference engine: jobs in, token events out. Used by serve/api.py and implemented by embedded.py.
 
-An engine knows token ids only: text, stop words and OpenAI's shapes are the business of serve/.
+An engine knows token ids only: detokenizing, stop strings and OpenAI's objects belong to serve/.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
-# Whose request the current task answers: set by serve/gate.py, read by `submit`. A client is an address: the server
-# has one key, and without a key whatever else a request says of itself could be made up for a larger share.
+# The client of the current task's request: set by serve/middleware.py, read by `submit`. A client is an address: the
+# server has one key, and without a key whatever else a request says of itself could be made up for a larger share.
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 
-COLD = 1e-5  # temperatures below choose the likeliest token: scores divided by less may overflow float32
-NARROW = 2.0**-23  # shares below hold one token: float32 cannot tell them from none
+GREEDY_TEMPERATURE = 1e-5  # below it sampling is greedy: scores divided by less may overflow float32
+GREEDY_TOP_P = 2.0**-23  # below it top_p keeps one token: float32 cannot tell them from none
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """How the next token is chosen."""
+class SamplingParams:
+    """How the next token is sampled."""
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = 1.0  # below COLD always takes the likeliest token
-    top_p: float = 1.0  # below NARROW as well
+    temperature: float = 1.0  # below GREEDY_TEMPERATURE always takes the likeliest token
+    top_p: float = 1.0  # below GREEDY_TOP_P as well
     top_k: int = 0  # so many of the likeliest tokens; 0: no limit
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -38,7 +38,7 @@ class Choosing:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLD or self.top_p < NARROW
+        return self.temperature < GREEDY_TEMPERATURE or self.top_p < GREEDY_TOP_P
 
     @property
     def plain(self) -> bool:
@@ -53,10 +53,10 @@ class Choosing:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     prompt: tuple[int, ...]
     model: str
-    choosing: Choosing
+    sampling: SamplingParams
     stop_ids: frozenset[int]
     vocab: int  # ids the tokenizer can spell; the model may have padding behind them
 
@@ -81,13 +81,13 @@ class QueueFull(Exception):
     """Too many sequences wait; later there will be room."""
 
 
-class Stream:
+class TokenStream:
     """The events of one request's jobs, each with its job's number; every job ends in a Done.
 
     Made in the event loop, and filled by the engine through it.
     """
 
-    def __init__(self, jobs: Sequence[Job], client: str = "") -> None:
+    def __init__(self, jobs: Sequence[GenerationJob], client: str = "") -> None:
         self.jobs, self.client = tuple(jobs), client
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
@@ -113,11 +113,11 @@ class Load:
     reason: str = ""
 
 
-class Engine(Protocol):
-    def submit(self, *jobs: Job) -> Stream:
+class InferenceEngine(Protocol):
+    def submit(self, *jobs: GenerationJob) -> TokenStream:
         """In the event loop, in the task of the request. Raises QueueFull."""
 
-    def cancel(self, stream: Stream, number: int | None = None) -> None:
+    def cancel(self, stream: TokenStream, number: int | None = None) -> None:
         """Stop one job or all before the next step and free their places; no more events come. Harmless when done."""
 
     def load(self) -> Load: ...

@@ -1,7 +1,7 @@
-"""The engine in the server's own process: continuous batches over a paged cache, on our models, CPU or GPU.
+"""The engine in the server's own process: continuous batching over a paged KV cache, on our models, CPU or GPU.
 
-Made by serve/shelf.py, called by serve/api.py. One thread computes; requests join and leave between two steps. Models
-that share a base (it and its adapters) share the cache, and a step runs once for each of them that has work.
+Built by serve/loaded_models.py. One thread computes; requests join and leave between two steps (continuous batching).
+Models that share a base (it and its adapters) share the cache, and a step runs once for each of them that has work.
 """
 
 from __future__ import annotations
@@ -17,18 +17,28 @@ from torch import nn
 
 from erniekit.log import warn
 from erniekit.models.layers.router import Router
-from erniekit.serve.engines.base import CLIENT, Choosing, Done, Event, Job, Load, QueueFull, Stream, Token
-from erniekit.serve.engines.choose import choose
+from erniekit.serve.engines.base import (
+    CLIENT,
+    Done,
+    Event,
+    GenerationJob,
+    Load,
+    QueueFull,
+    SamplingParams,
+    Token,
+    TokenStream,
+)
 from erniekit.serve.engines.fair_queue import FairQueue, in_turn, over_share, youngest_of_largest
-from erniekit.serve.engines.paged import PagedAttention, PagedCache, Piece, Step, install
-from erniekit.serve.engines.sequence import Running, sequences_of
+from erniekit.serve.engines.paged import PagedAttention, PagedCache, SequencePiece, Step, install
+from erniekit.serve.engines.sampler import sample
+from erniekit.serve.engines.sequence import RunningSequence, sequences_of
 
 FAULTS = 3  # probes in a row that failed, after which the engine calls itself unhealthy
 PROBE_S = 2.0  # between the probes of an engine that is unhealthy
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     sequences: int = 8  # at once
     tokens: int = 384  # of prompts, in one step
     length: int = 2048  # prompt and answer
@@ -38,18 +48,18 @@ class Limits:
 class EmbeddedEngine:
     """models: by name, all of one shape and on one device; their layers are given the paged cache."""
 
-    def __init__(self, models: Mapping[str, nn.Module], cache: PagedCache, limits: Limits) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], cache: PagedCache, limits: EngineLimits) -> None:
         if cache.blocks < cache.blocks_for(limits.length):
             raise ValueError("the cache must hold one sequence of full length")
         self.models, self.cache, self.limits = dict(models), cache, limits
         self._attention: dict[str, list[PagedAttention]] = {}
         for name, model in self.models.items():
-            _take_every_token(model.eval().requires_grad_(False))
+            _remove_expert_capacity(model.eval().requires_grad_(False))
             self._attention[name] = install(model, cache)
         self.device = next(next(iter(self.models.values())).parameters()).device
         self._waiting = FairQueue(limits.queue)
-        self._running: list[Running] = []
-        self._streams: dict[Stream, list[Running]] = {}
+        self._running: list[RunningSequence] = []
+        self._streams: dict[TokenStream, list[RunningSequence]] = {}
         self._lock = threading.Condition()
         self._stopping: str | None = None
         self._steps = self._evicted = self._preempted = self._faults = 0
@@ -59,9 +69,9 @@ class EmbeddedEngine:
 
     # --- called from the event loop
 
-    def submit(self, *jobs: Job) -> Stream:
+    def submit(self, *jobs: GenerationJob) -> TokenStream:
         assert all(job.model in self.models and 0 < len(job.prompt) < self.limits.length for job in jobs)
-        stream = Stream(jobs, CLIENT.get())
+        stream = TokenStream(jobs, CLIENT.get())
         runs = sequences_of(stream, asyncio.get_running_loop())
         with self._lock:
             if self._stopping is not None:
@@ -74,14 +84,14 @@ class EmbeddedEngine:
             self._lock.notify()
         return stream
 
-    def cancel(self, stream: Stream, number: int | None = None) -> None:
+    def cancel(self, stream: TokenStream, number: int | None = None) -> None:
         with self._lock:
             for run in self._streams.get(stream, ()):
                 run.gone = run.gone or number is None or run.number == number
             self._forget(stream)
             self._lock.notify()
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: TokenStream) -> None:
         if all(run.gone for run in self._streams.get(stream, ())):
             self._streams.pop(stream, None)
 
@@ -142,7 +152,7 @@ class EmbeddedEngine:
     def _step(self) -> None:
         with self._lock:
             plan = self._plan()
-        events: list[tuple[Running, Event]] = []
+        events: list[tuple[RunningSequence, Event]] = []
         worked, failed = False, ""
         for name in dict.fromkeys(run.job.model for run, _ in plan):
             group = [(run, piece) for run, piece in plan if run.job.model == name]
@@ -166,22 +176,22 @@ class EmbeddedEngine:
         self._faults = 0 if worked else self._faults + 1
         self._deliver(told)
 
-    def _plan(self) -> list[tuple[Running, Piece]]:
-        """What this step computes: sequences that speak first, then prompts in pieces, as many tokens as allowed."""
+    def _plan(self) -> list[tuple[RunningSequence, SequencePiece]]:
+        """What this step computes: sequences that decode first, then chunked prefill, up to the token budget."""
         while (new := self._waiting.next(self._running)) is not None and self._admit(new):
             self._waiting.take(new)
             self._running.append(new)
         budget = self.limits.tokens
-        ends: dict[Running, int] = {}
+        ends: dict[RunningSequence, int] = {}
         for run in sorted(in_turn(self._running), key=lambda run: len(run.ids) - run.cached > 1):
             todo = len(run.ids) - run.cached
             count = todo if todo == 1 else min(todo, budget)
             if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
                 ends[run] = run.cached + count
                 budget -= count
-        return [(run, Piece(run.ids, run.cached, end, run.table)) for run, end in ends.items()]
+        return [(run, SequencePiece(run.ids, run.cached, end, run.table)) for run, end in ends.items()]
 
-    def _admit(self, new: Running) -> bool:
+    def _admit(self, new: RunningSequence) -> bool:
         """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
         left, free, blocks = list(self._running), len(self.cache.free), self.cache.blocks_for(len(new.ids))
         # One block is reserved for each that runs: a sequence evicted right after its prompt computed for nothing.
@@ -197,7 +207,7 @@ class EmbeddedEngine:
             self._put_back(victim)
         return True
 
-    def _room(self, run: Running, length: int, planned: dict[Running, int]) -> bool:
+    def _room(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
         """Blocks for a sequence; others wait again if there are none."""
         while not self.cache.grow(run.table, length):
             victim = youngest_of_largest(self._running)
@@ -208,18 +218,18 @@ class EmbeddedEngine:
                 return False
         return True
 
-    def _put_back(self, run: Running) -> None:
+    def _put_back(self, run: RunningSequence) -> None:
         """It waits again, and computes its past anew; what it said and its random numbers stay."""
         self._leave(run)
         run.cached = 0
         self._waiting.put_back(run)
 
-    def _leave(self, run: Running) -> None:
+    def _leave(self, run: RunningSequence) -> None:
         if run in self._running:
             self._running.remove(run)
         self.cache.release(run.table)
 
-    def _guarded(self, name: str, group: list[tuple[Running, Piece]]) -> list[tuple[list[Any], Any]]:
+    def _guarded(self, name: str, group: list[tuple[RunningSequence, SequencePiece]]) -> list[tuple[list[Any], Any]]:
         """A step that fails is tried again one by one: only who brings it down pays for it."""
         try:
             return [(group, self._forward(name, group))]
@@ -235,11 +245,11 @@ class EmbeddedEngine:
         table: list[int] = []
         if not self.cache.grow(table, 1):
             return False
-        job = Job((0,), "", Choosing(1, temperature=0), frozenset(), 1)
+        job = GenerationJob((0,), "", SamplingParams(1, temperature=0), frozenset(), 1)
         try:
             for name in names:
-                probe = sequences_of(Stream((job,)))[0]
-                self._forward(name, [(probe, Piece(probe.ids, 0, 1, table))])
+                probe = sequences_of(TokenStream((job,)))[0]
+                self._forward(name, [(probe, SequencePiece(probe.ids, 0, 1, table))])
             return True
         except Exception as error:
             self._fault = f"{type(error).__name__}: {error}"
@@ -247,45 +257,47 @@ class EmbeddedEngine:
         finally:
             self.cache.release(table)
 
-    def _forward(self, name: str, group: Sequence[tuple[Running, Piece]]) -> list[Token | None]:
+    def _forward(self, name: str, group: Sequence[tuple[RunningSequence, SequencePiece]]) -> list[Token | None]:
         model: Any = self.models[name]
         step = Step.of([piece for _, piece in group], self.cache.size, self.device)
         for inner in self._attention[name]:
             inner.step = step
         hidden = model.run_layers(model.embed(step.tokens), model.context(step.positions))
-        speaking = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids)]
-        if not speaking:
+        sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids)]
+        if not sampled:
             return []
-        last = model.norm(hidden[0, step.last[speaking]])
+        last = model.norm(hidden[0, step.last[sampled]])
         logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())
-        return choose(logits, [group[k][0].row() for k in speaking])
+        return sample(logits, [group[k][0].row() for k in sampled])
 
-    def _settle(self, group: list[tuple[Running, Piece]], outcome: Any) -> list[tuple[Running, Event]]:
+    def _settle(
+        self, group: list[tuple[RunningSequence, SequencePiece]], outcome: Any
+    ) -> list[tuple[RunningSequence, Event]]:
         """The sequences after the step, and what their clients are told."""
         if isinstance(outcome, Exception):
             return [(run, Done("error", "the engine failed on this request")) for run, _ in group]
-        events: list[tuple[Running, Event]] = []
+        events: list[tuple[RunningSequence, Event]] = []
         tokens = iter(outcome)
         for run, piece in group:
-            speaks = piece.stop == len(run.ids)
+            is_sampled = piece.stop == len(run.ids)
             run.cached = piece.stop
-            if not speaks:
+            if not is_sampled:
                 continue
-            token, wish = next(tokens), run.job.choosing
+            token, params = next(tokens), run.job.sampling
             if token is None:
                 events.append((run, Done("error", "the model gave no usable number for the next token")))
-            elif token.id in run.job.stop_ids and not wish.ignore_stop:
+            elif token.id in run.job.stop_ids and not params.ignore_stop:
                 events.append((run, Done("stop")))
             else:
                 run.ids.append(token.id)
                 events.append((run, token))
-                if len(run.ids) - len(run.job.prompt) >= wish.max_tokens or len(run.ids) >= self.limits.length:
+                if len(run.ids) - len(run.job.prompt) >= params.max_tokens or len(run.ids) >= self.limits.length:
                     events.append((run, Done("length")))
         return events
 
-    def _deliver(self, events: Sequence[tuple[Running, Event]]) -> None:
+    def _deliver(self, events: Sequence[tuple[RunningSequence, Event]]) -> None:
         """One call into each event loop for a whole step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, int, Event]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, int, Event]]] = {}
         for run, event in events:
             assert run.loop is not None
             by_loop.setdefault(run.loop, []).append((run.stream, run.number, event))
@@ -296,13 +308,13 @@ class EmbeddedEngine:
                 pass
 
 
-def _put(batch: Sequence[tuple[Stream, int, Event]]) -> None:
+def _put(batch: Sequence[tuple[TokenStream, int, Event]]) -> None:
     for stream, number, event in batch:
         stream.events.put_nowait((number, event))
 
 
-def _take_every_token(model: nn.Module) -> None:
-    """An expert's room is a rule of training: at answering a token's way must not depend on who else is asking."""
+def _remove_expert_capacity(model: nn.Module) -> None:
+    """Expert capacity is a rule of training: in serving, a token's experts must not depend on the other requests."""
     for module in model.modules():
         if isinstance(module, Router):
             module.capacity = module.most = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 
-from erniekit.serve.engines.base import Stream
-from erniekit.serve.engines.sequence import Running
+from erniekit.serve.engines.base import TokenStream
+from erniekit.serve.engines.sequence import RunningSequence
 
 
 class FairQueue:
@@ -18,7 +18,7 @@ class FairQueue:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._lines: dict[Stream, deque[Running]] = {}
+        self._lines: dict[TokenStream, deque[RunningSequence]] = {}
         self._served: dict[Hashable, int] = {}  # client or stream -> when it had its last turn
         self._clock = 0
 
@@ -30,7 +30,7 @@ class FairQueue:
         """Of one request's sequences so many count against the limit: a large one alone does not fill the queue."""
         return max(1, self.limit // 4)
 
-    def accepts(self, stream: Stream, running: Sequence[Running], places: int) -> bool:
+    def accepts(self, stream: TokenStream, running: Sequence[RunningSequence], places: int) -> bool:
         """places: sequences that could run at once. Beyond the limit there is as much room again for clients that have
         nothing here: one client cannot fill the queue for the others."""
         waiting = sum(min(len(line), self.most_counted) for line in self._lines.values())
@@ -42,22 +42,22 @@ class FairQueue:
         known = known or any(other.client == stream.client for other in self._lines)
         return not known and wanted <= 2 * self.limit + free
 
-    def add(self, runs: Sequence[Running]) -> None:
+    def add(self, runs: Sequence[RunningSequence]) -> None:
         for run in runs:
             self._line(run).append(run)
 
-    def put_back(self, run: Running) -> None:
+    def put_back(self, run: RunningSequence) -> None:
         """It ran already: it goes on before its request's others."""
         self._line(run).appendleft(run)
 
-    def _line(self, run: Running) -> deque[Running]:
+    def _line(self, run: RunningSequence) -> deque[RunningSequence]:
         for waiter in (run.client, run.stream):
             # Arriving counts as a turn just before the last one given: ahead of whoever has just been served, behind
             # those that have waited longer, however often one leaves and comes again.
             self._served.setdefault(waiter, self._clock - 1)
         return self._lines.setdefault(run.stream, deque())
 
-    def next(self, running: Sequence[Running]) -> Running | None:
+    def next(self, running: Sequence[RunningSequence]) -> RunningSequence | None:
         if not self._lines:
             return None
         clients, streams = _counts(running)
@@ -67,7 +67,7 @@ class FairQueue:
         own = [stream for stream in self._lines if stream.client == client]
         return self._lines[min(own, key=lambda stream: (streams[stream], self._served[stream]))][0]
 
-    def take(self, run: Running) -> None:
+    def take(self, run: RunningSequence) -> None:
         """The one that `next` gave leaves the queue."""
         line = self._lines[run.stream]
         assert line[0] is run
@@ -92,20 +92,20 @@ class FairQueue:
         self._served = {waiter: when for waiter, when in self._served.items() if waiter in left}
 
 
-def in_turn(running: Sequence[Running]) -> list[Running]:
+def in_turn(running: Sequence[RunningSequence]) -> list[RunningSequence]:
     """Those whose client, and then whose request, has the fewest running first."""
     clients, streams = _counts(running)
     return sorted(running, key=lambda run: (clients[run.client], streams[run.stream]))
 
 
-def over_share(new: Running, running: Sequence[Running]) -> Running | None:
+def over_share(new: RunningSequence, running: Sequence[RunningSequence]) -> RunningSequence | None:
     """The youngest sequence of whoever holds at least two more than `new` has: moving one place then levels them.
 
     Each makes way once: a sequence is never computed anew without end.
     """
     clients, streams = _counts(running)
 
-    def unfair(run: Running) -> bool:
+    def unfair(run: RunningSequence) -> bool:
         if run.client != new.client:
             return clients[run.client] >= clients[new.client] + 2
         return streams[run.stream] >= streams[new.stream] + 2
@@ -114,15 +114,15 @@ def over_share(new: Running, running: Sequence[Running]) -> Running | None:
     return _largest(found, clients, streams) if found else None
 
 
-def youngest_of_largest(running: Sequence[Running]) -> Running:
+def youngest_of_largest(running: Sequence[RunningSequence]) -> RunningSequence:
     """Who gives its cache blocks back when there are too few. The oldest never does: something always goes on."""
     return _largest(running[1:] or running, *_counts(running))
 
 
-def _largest(found: Sequence[Running], clients: Counter[str], streams: Counter[Stream]) -> Running:
+def _largest(found: Sequence[RunningSequence], clients: Counter[str], streams: Counter[TokenStream]) -> RunningSequence:
     order = range(len(found))
     return found[max(order, key=lambda k: (clients[found[k].client], streams[found[k].stream], k))]
 
 
-def _counts(running: Sequence[Running]) -> tuple[Counter[str], Counter[Stream]]:
+def _counts(running: Sequence[RunningSequence]) -> tuple[Counter[str], Counter[TokenStream]]:
     return Counter(run.client for run in running), Counter(run.stream for run in running)

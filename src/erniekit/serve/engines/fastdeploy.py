@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from erniekit.serve.engines.launch import Launch, Target
+from erniekit.serve.engines.engine_program import EngineProgram, Target
 
 
 def arguments(target: Target, folder: Path) -> list[str]:
@@ -42,7 +42,7 @@ def environment(target: Target) -> dict[str, str]:
     return {"FD_API_KEY": target.secret} if target.secret else {}
 
 
-LAUNCH = Launch(
+PROGRAM = EngineProgram(
     "fastdeploy",
     "fastdeploy",
     "fastdeploy.entrypoints.openai.api_server",

@@ -55,7 +55,7 @@ def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequencePiece:
     """Positions [start, stop) of one sequence that this step computes; `table` are its blocks."""
 
     ids: Sequence[int]
@@ -82,7 +82,7 @@ class Step:
     last: torch.Tensor  # [pieces]: the last token of each
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], size: int, device: torch.device | str) -> Step:
+    def of(cls, pieces: Sequence[SequencePiece], size: int, device: torch.device | str) -> Step:
         """`pieces` must have those that decode in front."""
         rows = sum(p.decodes for p in pieces)
         assert all(p.decodes for p in pieces[:rows])

@@ -1,4 +1,4 @@
-"""One answer in the engine: its tokens, its cache blocks and how far it is. Used by embedded.py and fair_queue.py."""
+"""A running sequence: its tokens, its cache blocks and how far it is. Used by embedded.py and fair_queue.py."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from erniekit.serve.engines.base import Job, Stream
-from erniekit.serve.engines.choose import Row
+from erniekit.serve.engines.base import GenerationJob, TokenStream
+from erniekit.serve.engines.sampler import SamplerRow
 
 
 @dataclass(eq=False)
-class Running:
-    stream: Stream
+class RunningSequence:
+    stream: TokenStream
     number: int  # of its job in the stream
     loop: asyncio.AbstractEventLoop | None  # None: nobody listens
     ids: list[int]
-    luck: random.Random
+    rng: random.Random
     table: list[int] = field(default_factory=list)
     cached: int = 0  # positions whose keys and values are in the cache
     gone: bool = False  # cancelled, or done
     preempted: bool = False  # it has made room for another request once, and does not again
 
     @property
-    def job(self) -> Job:
+    def job(self) -> GenerationJob:
         return self.stream.jobs[self.number]
 
     @property
-    def said(self) -> list[int]:
+    def generated(self) -> list[int]:
         return self.ids[len(self.job.prompt) :]
 
     @property
     def client(self) -> str:
         return self.stream.client
 
-    def row(self) -> Row:
+    def row(self) -> SamplerRow:
         job = self.job
-        return Row(job.prompt, self.said, job.choosing, job.stop_ids, job.vocab, self.luck)
+        return SamplerRow(job.prompt, self.generated, job.sampling, job.stop_ids, job.vocab, self.rng)
 
 
-def sequences_of(stream: Stream, loop: asyncio.AbstractEventLoop | None = None) -> list[Running]:
+def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = None) -> list[RunningSequence]:
     return [
-        Running(stream, k, loop, list(job.prompt), random.Random(job.choosing.seed))
+        RunningSequence(stream, k, loop, list(job.prompt), random.Random(job.sampling.seed))
         for k, job in enumerate(stream.jobs)
     ]

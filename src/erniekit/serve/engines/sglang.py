@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from erniekit.serve.engines.launch import DTYPES, Launch, Target
+from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
 
 def arguments(target: Target, folder: Path) -> list[str]:
@@ -43,4 +43,4 @@ def arguments(target: Target, folder: Path) -> list[str]:
     return out
 
 
-LAUNCH = Launch("sglang", "sglang", "sglang.launch_server", "pip install sglang", arguments)
+PROGRAM = EngineProgram("sglang", "sglang", "sglang.launch_server", "pip install sglang", arguments)

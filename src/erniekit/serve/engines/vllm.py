@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from erniekit.extras import install_command
-from erniekit.serve.engines.launch import DTYPES, Launch, Target
+from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those it has kernels for
 
@@ -44,4 +44,6 @@ def environment(target: Target) -> dict[str, str]:
     return quiet | ({"VLLM_API_KEY": target.secret} if target.secret else {})
 
 
-LAUNCH = Launch("vllm", "vllm", "vllm.entrypoints.openai.api_server", install_command("vllm"), arguments, environment)
+PROGRAM = EngineProgram(
+    "vllm", "vllm", "vllm.entrypoints.openai.api_server", install_command("vllm"), arguments, environment
+)

@@ -11,13 +11,13 @@ import gradio as gr
 
 from erniekit.errors import ErnieKitError
 from erniekit.webui.charts import empty
+from erniekit.webui.chat_client import list_models, stream_chat
 from erniekit.webui.forms import form
-from erniekit.webui.jobs import Job
-from erniekit.webui.pages.desk import Desk, notice, problems_html
-from erniekit.webui.pages.fields import Fields, recipe
-from erniekit.webui.pages.watch import pill
-from erniekit.webui.talk import models, speak
-from erniekit.webui.words import say
+from erniekit.webui.jobs import WebJob
+from erniekit.webui.pages.fields import FormFields, recipe
+from erniekit.webui.pages.job_monitor import pill
+from erniekit.webui.pages.page_context import PageContext, notice, problems_html
+from erniekit.webui.translations import translate
 
 ROWS = (
     ("model_name_or_path",),
@@ -34,10 +34,10 @@ History = list[dict[str, Any]]
 
 
 class ChatPage:
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, context: PageContext) -> None:
+        self.context = context
         self.form = form("chat")
-        self.fields = Fields("chat", desk, ("model_name_or_path", "lora_path"))
+        self.fields = FormFields("chat", context, ("model_name_or_path", "lora_path"))
         self.job, self.timer = gr.State(""), gr.Timer(EVERY_S, active=False)
         # What was said is kept here and never taken from the window: a history sent by a client may name files and
         # components that gradio would open.
@@ -50,7 +50,7 @@ class ChatPage:
         self._wire()
 
     def _model_side(self) -> None:
-        labels = self.desk.labels
+        labels = self.context.labels
         with gr.Group():
             self._rows(ROWS)
         with gr.Row():
@@ -60,13 +60,13 @@ class ChatPage:
             self.unload = labels.make(
                 gr.Button, {"value": "chat.unload"}, min_width=100, interactive=False, elem_id="chat-unload"
             )
-        self.status = gr.HTML(empty(say("chat.not_loaded", labels.lang)), elem_id="chat-status")
+        self.status = gr.HTML(empty(translate("chat.not_loaded", labels.lang)), elem_id="chat-status")
         self.speaker = labels.make(
             gr.Radio, {"label": "chat.speaker", "info": "chat.speaker.info"}, choices=[], visible=False,
             interactive=True, elem_id="chat-speaker",
         )  # fmt: skip
         with labels.make(gr.Accordion, {"label": "chat.sampling"}, open=False):
-            self.asked = Fields("chat", self.desk)  # of each question, not of the server
+            self.asked = FormFields("chat", self.context)  # of each question, not of the server
             with gr.Group():
                 for row in SAMPLING:
                     with gr.Row():
@@ -81,7 +81,7 @@ class ChatPage:
                     self.fields.add(self.form.field(key))
 
     def _talk_side(self) -> None:
-        labels = self.desk.labels
+        labels = self.context.labels
         self.window = labels.make(
             gr.Chatbot,
             {"placeholder": "chat.empty"},
@@ -106,14 +106,14 @@ class ChatPage:
             self.clear = labels.make(gr.Button, {"value": "chat.clear"}, elem_id="chat-clear")
 
     def _wire(self) -> None:
-        desk = self.desk
+        context = self.context
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         self.state = [self.job, self.timer, self.status, self.unload, self.speaker]
-        self.load.click(self._load, [desk.lang, desk.who, self.job, *self.fields.components], self.state, **told)
-        self.unload.click(self._unload, [desk.lang, self.job], self.state, **told)
-        self.timer.tick(self._tick, [desk.lang, self.job], self.state, **told)
-        desk.lang.change(self._tick, [desk.lang, self.job], self.state, **told)
-        inputs = [desk.lang, self.job, self.speaker, self.message, self.said, self.system, *self.asked.components]
+        self.load.click(self._load, [context.lang, context.who, self.job, *self.fields.components], self.state, **told)
+        self.unload.click(self._unload, [context.lang, self.job], self.state, **told)
+        self.timer.tick(self._tick, [context.lang, self.job], self.state, **told)
+        context.lang.change(self._tick, [context.lang, self.job], self.state, **told)
+        inputs = [context.lang, self.job, self.speaker, self.message, self.said, self.system, *self.asked.components]
         outputs = [self.window, self.said, self.message]
         asking = [
             trigger(self._say, inputs, outputs, show_progress="hidden", concurrency_limit=16)
@@ -123,7 +123,7 @@ class ChatPage:
         self.clear.click(lambda: ([], [], ""), None, outputs, cancels=asking, show_progress="hidden")
 
     def on_open(self, page: Any) -> None:
-        page.load(self._again, [self.desk.lang, self.desk.who], self.state, show_progress="hidden")
+        page.load(self._again, [self.context.lang, self.context.who], self.state, show_progress="hidden")
         for handler, outputs in self.files():
             page.load(handler, None, outputs, show_progress="hidden")
 
@@ -133,40 +133,40 @@ class ChatPage:
     # ---- the server
 
     def _load(self, lang: str, who: str, id: str, *raw: Any) -> list[Any]:
-        text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.desk)
+        text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
         try:
             if id:
-                self.desk.jobs.stop(id)
-            return self._tick(lang, self.desk.jobs.start("server", text, who).id)
+                self.context.jobs.stop(id)
+            return self._tick(lang, self.context.jobs.start("server", text, who).id)
         except ErnieKitError as error:
             raise notice(error) from None
 
     def _unload(self, lang: str, id: str) -> list[Any]:
         if id:
             try:
-                self.desk.jobs.stop(id)
+                self.context.jobs.stop(id)
             except ErnieKitError as error:
                 raise notice(error) from None
         return self._none(lang)
 
     def _again(self, lang: str, who: str) -> list[Any]:
         """The server this browser loaded before, if it still runs."""
-        mine = [job for job in self.desk.jobs.list(who) if job.word == "server" and job.is_running] if who else []
+        mine = [job for job in self.context.jobs.list(who) if job.word == "server" and job.is_running] if who else []
         return self._tick(lang, mine[0].id) if mine else [gr.skip()] * len(self.state)
 
     def _none(self, lang: str) -> list[Any]:
-        nothing = empty(say("chat.not_loaded", lang))
+        nothing = empty(translate("chat.not_loaded", lang))
         return ["", gr.Timer(active=False), nothing, gr.update(interactive=False), gr.update(visible=False)]
 
     def _tick(self, lang: str, id: str) -> list[Any]:
         if not id:
             return self._none(lang)
         try:
-            job = self.desk.jobs.get(id)
-            url = self.desk.jobs.server_url(id)
-            names = models(url, self.desk.jobs.server_key(id)) if url else []
+            job = self.context.jobs.get(id)
+            url = self.context.jobs.server_url(id)
+            names = list_models(url, self.context.jobs.server_key(id)) if url else []
         except ErnieKitError:
             return self._none(lang)
         waiting = job.is_running and not url
@@ -181,14 +181,17 @@ class ChatPage:
             speaker,
         ]
 
-    def _status(self, job: Job, url: str, lang: str) -> str:
-        log = self.desk.jobs.log_tail(job.id).text.strip().splitlines()
+    def _status(self, job: WebJob, url: str, lang: str) -> str:
+        log = self.context.jobs.log_tail(job.id).text.strip().splitlines()
         if url:
-            head, more = pill("ended", say("chat.ready", lang)), f"<code>{escape(url)}</code>"
+            head, more = pill("ended", translate("chat.ready", lang)), f"<code>{escape(url)}</code>"
         elif job.is_running:
-            head, more = pill("running", say("chat.loading", lang)), f"<span>{escape(log[-1] if log else '')}</span>"
+            head, more = (
+                pill("running", translate("chat.loading", lang)),
+                f"<span>{escape(log[-1] if log else '')}</span>",
+            )
         else:
-            head = pill(job.state, say(f"state.{job.state}", lang))
+            head = pill(job.state, translate(f"state.{job.state}", lang))
             more = f'<pre class="ek-report bad">{escape(chr(10).join(log[-LOG_LINES:]))}</pre>'
         return f'<div class="ek-status" data-ready="{int(bool(url))}"><div class="ek-line">{head}{more}</div></div>'
 
@@ -200,17 +203,17 @@ class ChatPage:
         if not (message or "").strip():
             yield gr.skip(), gr.skip(), gr.skip()
             return
-        url = self.desk.jobs.server_url(id) if id else ""
+        url = self.context.jobs.server_url(id) if id else ""
         if not url:
-            raise gr.Error(say("chat.not_loaded", lang), print_exception=False)
-        key = self.desk.jobs.server_key(id)
+            raise gr.Error(translate("chat.not_loaded", lang), print_exception=False)
+        key = self.context.jobs.server_key(id)
         told = [*({"role": "system", "content": system.strip()} for _ in [0] if (system or "").strip())]
         told += [*_plain(history), {"role": "user", "content": message}]
         history = [*history, {"role": "user", "content": message}]
         yield history, history, ""
         try:
-            for thought, answer in _growing(speak(url, told, key, **self._options(speaker, raw))):
-                now = [*history, *_turn(thought, answer, say("chat.thinking", lang))]
+            for thought, answer in _growing(stream_chat(url, told, key, **self._options(speaker, raw))):
+                now = [*history, *_turn(thought, answer, translate("chat.thinking", lang))]
                 yield now, now, gr.skip()
         except ErnieKitError as error:
             raise notice(error) from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from erniekit.webui.pages.desk import Desk
 from erniekit.webui.pages.job_form import JobForm
+from erniekit.webui.pages.page_context import PageContext
 
 ROWS = (
     ("model_name_or_path", "eval_dataset_path"),
@@ -17,8 +17,8 @@ ROWS = (
 
 
 class EvaluatePage:
-    def __init__(self, desk: Desk) -> None:
-        self.form = JobForm(desk, "evaluate", ROWS, "evaluate.start")
+    def __init__(self, context: PageContext) -> None:
+        self.form = JobForm(context, "evaluate", ROWS, "evaluate.start")
 
     def on_open(self, page: Any) -> None:
         self.form.on_open(page)

@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from erniekit.webui.pages.desk import Desk
 from erniekit.webui.pages.job_form import JobForm
+from erniekit.webui.pages.page_context import PageContext
 
 MERGE = (
     ("output_dir", "model_name_or_path"),
@@ -18,12 +18,12 @@ SPLIT = (("output_dir", "model_name_or_path"), ("save_format", "max_shard_size",
 
 
 class ExportPage:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, context: PageContext) -> None:
         with gr.Tabs(elem_id="export-kinds"):
-            with desk.labels.make(gr.Tab, {"label": "export.merge"}, id="merge"):
-                self.merge = JobForm(desk, "export", MERGE, "export.start", hint="export.hint")
-            with desk.labels.make(gr.Tab, {"label": "export.split"}, id="split"):
-                self.split = JobForm(desk, "split", SPLIT, "split.start", hint="split.hint")
+            with context.labels.make(gr.Tab, {"label": "export.merge"}, id="merge"):
+                self.merge = JobForm(context, "export", MERGE, "export.start", hint="export.hint")
+            with context.labels.make(gr.Tab, {"label": "export.split"}, id="split"):
+                self.split = JobForm(context, "split", SPLIT, "split.start", hint="split.hint")
 
     def on_open(self, page: Any) -> None:
         self.merge.on_open(page)

@@ -10,20 +10,20 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ConfigError, ErnieKitError
-from erniekit.webui.forms import FieldSpec, Problem, check, from_yaml, to_yaml
+from erniekit.webui.forms import FieldSpec, FormProblem, check, from_yaml, to_yaml
 from erniekit.webui.jobs import MAX_RECIPE
-from erniekit.webui.pages.desk import Desk, as_problem, folders, notice
-from erniekit.webui.words import help_of, label_of
+from erniekit.webui.pages.page_context import PageContext, as_problem, folders, notice
+from erniekit.webui.translations import help_of, label_of
 
 FEW = 4  # choices that fit side by side
 
 
-class Fields:
+class FormFields:
     """Components by key, in the order they were made; those of `offers` offer the folders and files there are."""
 
-    def __init__(self, page: str, desk: Desk, offers: Sequence[str] = ()) -> None:
-        self.page, self.desk, self.labels = page, desk, desk.labels
-        now = folders(desk) if offers else {}
+    def __init__(self, page: str, context: PageContext, offers: Sequence[str] = ()) -> None:
+        self.page, self.context, self.labels = page, context, context.labels
+        now = folders(context) if offers else {}
         self.found: dict[str, list[str]] = {key: now[key] for key in offers}
         self.specs: dict[str, FieldSpec] = {}
         self.components: list[Any] = []
@@ -97,7 +97,7 @@ class Fields:
         keys = [key for key in self.specs if key in self.found]
 
         def again() -> list[Any]:
-            now = folders(self.desk)
+            now = folders(self.context)
             return [gr.update(choices=now[key]) for key in keys]
 
         return again, [self.components[list(self.specs).index(key)] for key in keys]
@@ -111,11 +111,11 @@ def _words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
 
 
-def recipe(values: Mapping[str, Any], more: str, page: str, desk: Desk) -> tuple[str, list[Problem]]:
+def recipe(values: Mapping[str, Any], more: str, page: str, context: PageContext) -> tuple[str, list[FormProblem]]:
     """The YAML of a form and what is wrong with it; `more` is YAML of keys the form has no field for."""
     try:
         given = {**values, **(from_yaml(more, "more keys") if more.strip() else {})}
-        problems = check(given, page, desk.roots)
+        problems = check(given, page, context.roots)
         return to_yaml(given, page), problems
     except ErnieKitError as error:
         return to_yaml(values, page), [as_problem(error)]

@@ -9,22 +9,24 @@ import gradio as gr
 
 from erniekit.errors import ErnieKitError
 from erniekit.webui.forms import form
-from erniekit.webui.pages.desk import Desk, notice, problems_html
-from erniekit.webui.pages.fields import Fields, recipe, uploaded
-from erniekit.webui.pages.watch import Watch
-from erniekit.webui.words import say
+from erniekit.webui.pages.fields import FormFields, recipe, uploaded
+from erniekit.webui.pages.job_monitor import JobMonitor
+from erniekit.webui.pages.page_context import PageContext, notice, problems_html
+from erniekit.webui.translations import translate
 
 WIDE = ("model_name_or_path", "eval_dataset_path", "output_dir")
 OFFERS = ("model_name_or_path", "lora_path", "eval_dataset_path")
 
 
 class JobForm:
-    def __init__(self, desk: Desk, page: str, rows: Sequence[Sequence[str]], button: str, hint: str = "") -> None:
-        self.desk, self.page, self.form = desk, page, form(page)
-        labels = desk.labels
+    def __init__(
+        self, context: PageContext, page: str, rows: Sequence[Sequence[str]], button: str, hint: str = ""
+    ) -> None:
+        self.context, self.page, self.form = context, page, form(page)
+        labels = context.labels
         # A folder that must be there is chosen; one that will be made is typed.
         offers = (*OFFERS, "output_dir") if "output_dir" in self.form.needed else OFFERS
-        self.fields = Fields(page, desk, [f.key for f in self.form.fields if f.key in offers])
+        self.fields = FormFields(page, context, [f.key for f in self.form.fields if f.key in offers])
         with gr.Row(equal_height=False):
             with gr.Column(scale=6, min_width=420):
                 if hint:
@@ -37,7 +39,7 @@ class JobForm:
             with gr.Column(scale=5, min_width=420, elem_classes="ek-side"):
                 self.start = labels.make(gr.Button, {"value": button}, variant="primary", elem_id=f"{page}-start")
                 self.problems = gr.HTML("", elem_id=f"{page}-problems")
-                self.watch = Watch(desk, page, self.form.command, charts=False)
+                self.watch = JobMonitor(context, page, self.form.command, charts=False)
                 with labels.make(gr.Accordion, {"label": "recipe.title"}, open=True):
                     self._recipe_box()
         self._wire()
@@ -52,7 +54,7 @@ class JobForm:
         self.fields.add(spec, **options)
 
     def _recipe_box(self) -> None:
-        labels, page = self.desk.labels, self.page
+        labels, page = self.context.labels, self.page
         labels.make(
             gr.Code,
             {"label": "recipe.command"},
@@ -75,7 +77,7 @@ class JobForm:
             )
 
     def _wire(self) -> None:
-        desk, inputs = self.desk, [self.desk.lang, *self.fields.components]
+        context, inputs = self.context, [self.context.lang, *self.fields.components]
         gr.on(
             [c.change for c in inputs],
             self._recipe,
@@ -88,12 +90,15 @@ class JobForm:
         self.save.click(None, self.yaml, None, js="text => { erniekitSave(text, 'recipe.yaml'); }")
         self.load.upload(self._load, [self.load], self.fields.components, show_progress="minimal")
         self.start.click(
-            self._start, [desk.lang, desk.who, *self.fields.components], self.watch.started, concurrency_limit=None
+            self._start,
+            [context.lang, context.who, *self.fields.components],
+            self.watch.started,
+            concurrency_limit=None,
         )
 
     def on_open(self, page: Any) -> None:
         self.watch.on_open(page)
-        inputs = [self.desk.lang, *self.fields.components]
+        inputs = [self.context.lang, *self.fields.components]
         page.load(self._recipe, inputs, [self.yaml, self.problems], show_progress="hidden")
         handler, outputs = self.files()
         page.load(handler, None, outputs, show_progress="hidden")
@@ -102,17 +107,17 @@ class JobForm:
         return self.fields.files()
 
     def _recipe(self, lang: str, *raw: Any) -> tuple[str, str]:
-        text, problems = recipe(self.fields.values(raw), "", self.page, self.desk)
-        return text or f"# {say('recipe.empty', lang)}\n", problems_html(problems, lang)
+        text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
+        return text or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang)
 
     def _load(self, file: str) -> list[Any]:
         return self.fields.updates(uploaded(file))
 
     def _start(self, lang: str, who: str, *raw: Any) -> list[Any]:
-        text, problems = recipe(self.fields.values(raw), "", self.page, self.desk)
+        text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
         try:
-            return self.watch.first(self.desk.jobs.start(self.form.command, text, who), lang)
+            return self.watch.first(self.context.jobs.start(self.form.command, text, who), lang)
         except ErnieKitError as error:
             raise notice(error) from None

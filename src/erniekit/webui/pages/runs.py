@@ -11,10 +11,10 @@ import gradio as gr
 from erniekit.errors import ErnieKitError
 from erniekit.track.units import duration, short
 from erniekit.webui.charts import compare_charts, empty
-from erniekit.webui.pages.desk import Desk, notice
-from erniekit.webui.pages.watch import CURVES, Watch, pill
+from erniekit.webui.pages.job_monitor import CURVES, JobMonitor, pill
+from erniekit.webui.pages.page_context import PageContext, notice
 from erniekit.webui.runs import RunRow
-from erniekit.webui.words import say
+from erniekit.webui.translations import translate
 
 EVERY_S = 3.0
 WORDS = ("train", "eval", "export", "split", "server")
@@ -23,8 +23,8 @@ MOST_COMPARED = 6
 
 
 class RunsPage:
-    def __init__(self, desk: Desk) -> None:
-        self.desk, labels = desk, desk.labels
+    def __init__(self, context: PageContext) -> None:
+        self.context, labels = context, context.labels
         self.timer = gr.Timer(EVERY_S, active=False)
         self.table = gr.HTML("", elem_id="runs-table")
         self.chosen = labels.make(
@@ -39,16 +39,16 @@ class RunsPage:
             self.again = labels.make(gr.Button, {"value": "runs.again"}, elem_id="runs-again")
             self.delete = labels.make(gr.Button, {"value": "runs.delete"}, elem_id="runs-delete", variant="stop")
         self.compared = gr.HTML("", elem_id="runs-compared")
-        self.watch = Watch(desk, "runs")
+        self.watch = JobMonitor(context, "runs")
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         self.shown = [self.table, self.chosen]
-        self.timer.tick(self.rows, [desk.lang, self.chosen], self.shown, **told)
-        desk.lang.change(self.rows, [desk.lang, self.chosen], self.shown, **told)
-        self.chosen.change(self._open, [desk.lang, self.chosen], [self.compared, *self.watch.started], **told)
-        self.compare.click(self._compare, [desk.lang, self.chosen], self.compared, **told)
+        self.timer.tick(self.rows, [context.lang, self.chosen], self.shown, **told)
+        context.lang.change(self.rows, [context.lang, self.chosen], self.shown, **told)
+        self.chosen.change(self._open, [context.lang, self.chosen], [self.compared, *self.watch.started], **told)
+        self.compare.click(self._compare, [context.lang, self.chosen], self.compared, **told)
         self.delete.click(
             self._delete,
-            [desk.lang, self.chosen],
+            [context.lang, self.chosen],
             [*self.shown, self.compared],
             js="(lang, chosen) => confirm(lang === 'zh' ? '删除所选任务及其目录？' : "
             "'Delete the chosen jobs and their folders?') ? [lang, chosen] : [lang, []]",
@@ -56,12 +56,12 @@ class RunsPage:
         )
 
     def rows(self, lang: str, chosen: list[str]) -> list[Any]:
-        rows = self.desk.runs.rows(words=WORDS)
+        rows = self.context.runs.rows(words=WORDS)
         names = [(_name(row, lang), row.id) for row in rows]
         known = {row.id for row in rows}
         kept = [id for id in chosen or [] if id in known]
         choice = gr.update(choices=names) if kept == (chosen or []) else gr.update(choices=names, value=kept)
-        return [runs_html(rows, self.desk, lang), choice]
+        return [runs_html(rows, self.context, lang), choice]
 
     def _open(self, lang: str, chosen: list[str]) -> list[Any]:
         """One chosen: it is watched here. Several: they are there to be compared."""
@@ -71,46 +71,46 @@ class RunsPage:
 
     def _compare(self, lang: str, chosen: list[str]) -> str:
         try:
-            ids = [id for id in chosen or [] if self.desk.jobs.get(id).word == "train"][:MOST_COMPARED]
+            ids = [id for id in chosen or [] if self.context.jobs.get(id).word == "train"][:MOST_COMPARED]
             if len(ids) < 2:
-                return empty(say("runs.two", lang))
-            runs = {id: self.desk.runs.series(id) for id in ids}
-            differences = self.desk.runs.compare(ids).differences
+                return empty(translate("runs.two", lang))
+            runs = {id: self.context.runs.series(id) for id in ids}
+            differences = self.context.runs.compare(ids).differences
         except ErnieKitError as error:
             raise notice(error) from None
-        titles = {name: say(f"watch.{name}", lang) for name in (*CURVES, "eval_loss")}
-        return compare_charts(runs, titles, say("watch.waiting", lang)) + _differences(ids, differences, lang)
+        titles = {name: translate(f"watch.{name}", lang) for name in (*CURVES, "eval_loss")}
+        return compare_charts(runs, titles, translate("watch.waiting", lang)) + _differences(ids, differences, lang)
 
     def _delete(self, lang: str, chosen: list[str]) -> list[Any]:
         try:
             for id in chosen or []:
-                self.desk.jobs.delete(id)
+                self.context.jobs.delete(id)
         except ErnieKitError as error:
             raise notice(error) from None
         return [*self.rows(lang, chosen), ""]
 
 
 def _name(row: RunRow, lang: str) -> str:
-    return f"{row.id} · {row.stage or row.word} · {row.model} · {say(f'state.{row.state}', lang)}"
+    return f"{row.id} · {row.stage or row.word} · {row.model} · {translate(f'state.{row.state}', lang)}"
 
 
-def runs_html(rows: list[RunRow], desk: Desk, lang: str) -> str:
+def runs_html(rows: list[RunRow], context: PageContext, lang: str) -> str:
     if not rows:
-        return empty(say("runs.none", lang))
-    head = "".join(f"<th>{escape(say(f'runs.column.{name}', lang))}</th>" for name in COLUMNS)
-    body = "".join(f"<tr>{_cells(row, desk, lang)}</tr>" for row in rows)
+        return empty(translate("runs.none", lang))
+    head = "".join(f"<th>{escape(translate(f'runs.column.{name}', lang))}</th>" for name in COLUMNS)
+    body = "".join(f"<tr>{_cells(row, context, lang)}</tr>" for row in rows)
     return (
         f'<div class="ek-scroll"><table class="ek-table"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def _cells(row: RunRow, desk: Desk, lang: str) -> str:
+def _cells(row: RunRow, context: PageContext, lang: str) -> str:
     started = time.strftime("%m-%d %H:%M:%S", time.localtime(row.created))
     step = f"{row.step:,}" + (f" / {row.total_steps:,}" if row.total_steps else "") if row.word == "train" else ""
     cells = (
         ("brief", f"<code>{escape(row.id)}</code><br>{escape(started)}"),
-        ("brief", pill(row.state, say(f"state.{row.state}", lang))),
+        ("brief", pill(row.state, translate(f"state.{row.state}", lang))),
         ("brief", escape(f"{row.word} {row.stage}".strip())),
         ("", escape(row.model)),
         ("number", escape(step)),
@@ -118,7 +118,7 @@ def _cells(row: RunRow, desk: Desk, lang: str) -> str:
         ("number", _number(row, row.eval_loss)),
         ("number", "" if row.word != "train" or row.tokens_per_second is None else short(row.tokens_per_second)),
         ("number", duration(row.seconds)),
-        ("", f"<code>{escape(desk.shown(row.output_dir))}</code>" if row.output_dir else ""),
+        ("", f"<code>{escape(context.shown(row.output_dir))}</code>" if row.output_dir else ""),
     )
     return "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells)
 
@@ -131,7 +131,7 @@ def _number(row: RunRow, value: float | None) -> str:
 def _differences(ids: list[str], differences: dict[str, dict[str, Any]], lang: str) -> str:
     rows = {key: values for key, values in differences.items() if key != "output_dir"}
     if not rows:
-        return empty(say("runs.same", lang))
+        return empty(translate("runs.same", lang))
     head = "".join(f"<th>{escape(id)}</th>" for id in ids)
     body = "".join(
         f"<tr><td><code>{escape(key)}</code></td>"
@@ -139,7 +139,7 @@ def _differences(ids: list[str], differences: dict[str, dict[str, Any]], lang: s
         + "</tr>"
         for key, values in rows.items()
     )
-    title = f'<div class="ek-title">{escape(say("runs.differences", lang))}</div>'
+    title = f'<div class="ek-title">{escape(translate("runs.differences", lang))}</div>'
     return (
         f'{title}<div class="ek-scroll"><table class="ek-table"><thead><tr><th></th>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"

@@ -13,12 +13,12 @@ import gradio as gr
 from erniekit.errors import ErnieKitError
 from erniekit.webui.charts import empty
 from erniekit.webui.forms import STAGES, FieldSpec, Form, form, from_yaml, page_of, to_yaml
-from erniekit.webui.pages.desk import Desk, as_problem, notice, problems_html
-from erniekit.webui.pages.fields import Fields, recipe, uploaded
-from erniekit.webui.pages.look_at_data import LookAtData
-from erniekit.webui.pages.watch import Watch
+from erniekit.webui.pages.data_preview import DataPreview
+from erniekit.webui.pages.fields import FormFields, recipe, uploaded
+from erniekit.webui.pages.job_monitor import JobMonitor
+from erniekit.webui.pages.page_context import PageContext, as_problem, notice, problems_html
 from erniekit.webui.preview import doctor
-from erniekit.webui.words import help_of, label_of, say
+from erniekit.webui.translations import help_of, label_of, translate
 
 # Rows of the first card; what is basic and not here goes to the drawer of its section.
 FIRST: tuple[tuple[str, ...], ...] = (
@@ -51,8 +51,8 @@ MORE_LINES = 4
 
 
 class TrainPage:
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, context: PageContext) -> None:
+        self.context = context
         self.forms: dict[str, Form] = {stage: form(page) for stage, page in STAGES.items()}
         with gr.Row(equal_height=False):
             with gr.Column(scale=6, min_width=420):
@@ -64,8 +64,8 @@ class TrainPage:
     # ---- what is seen
 
     def _form(self) -> None:
-        labels = self.desk.labels
-        self.fields = Fields("train", self.desk, OFFERS)
+        labels = self.context.labels
+        self.fields = FormFields("train", self.context, OFFERS)
         keys = {**{f.key: f for f in self.forms["SFT"].fields}, **{f.key: f for f in self.forms["DPO"].fields}}
         self.stage = labels.make(
             gr.Radio,
@@ -94,7 +94,7 @@ class TrainPage:
         self.fields.add(spec, **options)
 
     def _drawer(self, title: str, specs: list[FieldSpec], visible: bool = True) -> Any:
-        with self.desk.labels.make(gr.Accordion, {"label": title}, open=False, visible=visible) as drawer:
+        with self.context.labels.make(gr.Accordion, {"label": title}, open=False, visible=visible) as drawer:
             for at in range(0, len(specs), 3):
                 with gr.Row():
                     for spec in specs[at : at + 3]:
@@ -103,7 +103,7 @@ class TrainPage:
 
     def _more(self, specs: list[FieldSpec]) -> None:
         """Every other key: found by name, explained, and written into a piece of YAML."""
-        labels = self.desk.labels
+        labels = self.context.labels
         labels.heading("train.more.hint", elem_classes="ek-hint")
         with gr.Row(equal_height=True):
             self.more_key = labels.make(
@@ -122,7 +122,7 @@ class TrainPage:
         )
 
     def _side(self) -> None:
-        labels = self.desk.labels
+        labels = self.context.labels
         with gr.Row():
             self.start = labels.make(gr.Button, {"value": "train.start"}, variant="primary", elem_id="train-start")
             self.look = labels.make(gr.Button, {"value": "train.preview"}, elem_id="train-preview")
@@ -158,22 +158,22 @@ class TrainPage:
                     )
                     self.clear = labels.make(gr.Button, {"value": "recipe.clear"}, elem_id="train-clear")
             with labels.make(gr.Tab, {"label": "train.pane.data"}, id="data"):
-                self.data = LookAtData(self.desk)
+                self.data = DataPreview(self.context)
             with labels.make(gr.Tab, {"label": "train.pane.doctor"}, id="doctor"):
-                self.report = gr.HTML(empty(say("doctor.none", labels.lang)), elem_id="train-report")
+                self.report = gr.HTML(empty(translate("doctor.none", labels.lang)), elem_id="train-report")
             with labels.make(gr.Tab, {"label": "train.pane.live"}, id="live"):
-                self.live = Watch(self.desk, "train", "train")
+                self.live = JobMonitor(self.context, "train", "train")
 
     # ---- what happens
 
     def _wire(self) -> None:
-        desk = self.desk
-        form_inputs = [desk.lang, self.stage, self.more, *self.fields.components]
+        context = self.context
+        form_inputs = [context.lang, self.stage, self.more, *self.fields.components]
         told = dict(outputs=[self.yaml, self.problems], show_progress="hidden", concurrency_limit=None)
-        changes = [c.change for c in (self.stage, self.more, desk.lang, *self.fields.components)]
+        changes = [c.change for c in (self.stage, self.more, context.lang, *self.fields.components)]
         gr.on(changes, self._recipe, form_inputs, trigger_mode="always_last", **told)
         self.stage.change(lambda stage: gr.update(visible=stage == "DPO"), self.stage, self.dpo, show_progress="hidden")
-        self.more_key.change(self._explain, [desk.lang, self.more_key], self.more_help, show_progress="hidden")
+        self.more_key.change(self._explain, [context.lang, self.more_key], self.more_help, show_progress="hidden")
         self.more_add.click(
             self._add, [self.more_key, self.more_value, self.more], [self.more, self.more_value], show_progress="hidden"
         )
@@ -181,7 +181,7 @@ class TrainPage:
         self.form_outputs = [self.stage, self.more, *self.fields.components]
         self.load.upload(self._load, [self.load], self.form_outputs, show_progress="minimal")
         self.clear.click(lambda: self.filled({}), None, self.form_outputs, show_progress="hidden")
-        run_inputs = [desk.lang, desk.who, *form_inputs[1:]]
+        run_inputs = [context.lang, context.who, *form_inputs[1:]]
         self.start.click(self._start, run_inputs, [self.panes, *self.live.started], concurrency_limit=None)
         for button, pane, handler, outputs in (
             (self.look, "data", self._preview, self.data.outputs),
@@ -196,7 +196,7 @@ class TrainPage:
         self.live.on_open(page)
         for handler, outputs in self.files():
             page.load(handler, None, outputs, show_progress="hidden")
-        form_inputs = [self.desk.lang, self.stage, self.more, *self.fields.components]
+        form_inputs = [self.context.lang, self.stage, self.more, *self.fields.components]
         page.load(self._recipe, form_inputs, [self.yaml, self.problems], show_progress="hidden")
 
     def files(self) -> list[tuple[Any, list[Any]]]:
@@ -208,7 +208,7 @@ class TrainPage:
         return {key: value for key, value in self.fields.values(raw).items() if key in known}
 
     def _recipe(self, lang: str, stage: str, more: str, *raw: Any) -> tuple[str, str]:
-        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.desk)
+        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
         return text, problems_html(problems, lang)
 
     def _explain(self, lang: str, key: str | None) -> str:
@@ -233,11 +233,11 @@ class TrainPage:
         return [stage, more, *self.fields.updates({"output_dir": "", **values})]
 
     def _start(self, lang: str, who: str, stage: str, more: str, *raw: Any) -> list[Any]:
-        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.desk)
+        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
         try:
-            job = self.desk.jobs.start("train", text, who)
+            job = self.context.jobs.start("train", text, who)
         except ErnieKitError as error:
             raise notice(error) from None
         return [gr.update(selected="live"), *self.live.first(job, lang)]
@@ -251,10 +251,10 @@ class TrainPage:
         return self.data.shown(given, stage, lang)
 
     def _doctor(self, lang: str, stage: str, more: str, *raw: Any) -> str:
-        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.desk)
+        text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
         if problems:
             return problems_html(problems, lang)
-        report = doctor(text, self.desk.roots)
+        report = doctor(text, self.context.roots)
         return f'<pre class="ek-report {"good" if report.ok else "bad"}">{escape(report.text)}</pre>'
 
 

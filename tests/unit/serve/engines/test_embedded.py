@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from clock import PATIENCE_S, until
 from erniekit.api_load import Found, find_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.demo.tiny import make_tiny_model
@@ -21,11 +20,12 @@ from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject, lora_state
 from erniekit.lora.merge import fold
 from erniekit.lora.settings import LoRASettings
-from erniekit.serve.engines.base import Choosing, Done, Job, QueueFull, Token
-from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.base import Done, GenerationJob, QueueFull, SamplingParams, Token
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.generate import Generator, Sampling
-from erniekit.serve.shelf import adapted
+from erniekit.serve.loaded_models import with_adapter
+from support.clock import PATIENCE_S, until
 
 FAMILIES = ["ernie4_5", "llama", "ernie4_5_moe"]
 LENGTH = 64
@@ -44,7 +44,7 @@ def small(tmp_path_factory) -> Found:
 def engine_of(models: dict[str, torch.nn.Module], blocks: int = 64, size: int = 4, **limits: int) -> EmbeddedEngine:
     model = next(iter(models.values()))
     cache = PagedCache(model.config, blocks, size, torch.float32, "cpu")
-    return EmbeddedEngine(models, cache, Limits(**{"sequences": 4, "tokens": 16, "length": LENGTH, **limits}))
+    return EmbeddedEngine(models, cache, EngineLimits(**{"sequences": 4, "tokens": 16, "length": LENGTH, **limits}))
 
 
 @pytest.fixture
@@ -67,29 +67,31 @@ def hold(model: torch.nn.Module, steps: int) -> threading.Event:
     return go_on
 
 
-def job(prompt, model="m", stop=(), **wishes) -> Job:
-    return Job(tuple(prompt), model, Choosing(**{"max_tokens": 12, "temperature": 0, **wishes}), frozenset(stop), 1280)
+def job(prompt, model="m", stop=(), **wishes) -> GenerationJob:
+    return GenerationJob(
+        tuple(prompt), model, SamplingParams(**{"max_tokens": 12, "temperature": 0, **wishes}), frozenset(stop), 1280
+    )
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    luck = random.Random(seed)
-    return [[luck.randrange(5, 1000) for _ in range(luck.randrange(1, 45))] for _ in range(count)]
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 1000) for _ in range(rng.randrange(1, 45))] for _ in range(count)]
 
 
-async def listen(engine: EmbeddedEngine, *jobs: Job) -> list[list[int]]:
-    said: list[list[int]] = [[] for _ in jobs]
+async def listen(engine: EmbeddedEngine, *jobs: GenerationJob) -> list[list[int]]:
+    generated: list[list[int]] = [[] for _ in jobs]
     async for number, event in engine.submit(*jobs):
         if isinstance(event, Token):
-            said[number].append(event.id)
+            generated[number].append(event.id)
         else:
             assert event.reason in ("stop", "length"), event
-    return said
+    return generated
 
 
-def answers(engine: EmbeddedEngine, jobs: list[Job], together: bool = True) -> list[list[int]]:
+def answers(engine: EmbeddedEngine, jobs: list[GenerationJob], together: bool = True) -> list[list[int]]:
     async def go() -> list[list[int]]:
         if together:
-            return [said for (said,) in await asyncio.gather(*(listen(engine, one) for one in jobs))]
+            return [generated for (generated,) in await asyncio.gather(*(listen(engine, one) for one in jobs))]
         return [(await listen(engine, one))[0] for one in jobs]
 
     return asyncio.run(asyncio.wait_for(go(), 120))
@@ -117,8 +119,8 @@ def test_every_family_says_together_what_it_says_without_a_cache(found: Found):
 def test_it_says_what_transformers_says(small: Found, engine: EmbeddedEngine):
     theirs = Generator(small.build(), small.tokenizer())
     for prompt in prompts(3, seed=1):
-        (said,) = answers(engine, [job(prompt, stop=theirs.stop_ids)])
-        assert said == theirs.answer(prompt, Sampling(max_new_tokens=12, temperature=0, max_model_len=LENGTH)).ids
+        (generated,) = answers(engine, [job(prompt, stop=theirs.stop_ids)])
+        assert generated == theirs.answer(prompt, Sampling(max_new_tokens=12, temperature=0, max_model_len=LENGTH)).ids
 
 
 def test_a_cache_too_small_for_all_puts_some_back_and_changes_no_answer(small: Found):
@@ -136,18 +138,18 @@ def test_adapters_of_one_base_answer_side_by_side_as_each_merged(found: Found, t
     names = ["a", "b"]
     folders = {name: make_adapter(found.weights, tmp_path / name, seed) for seed, name in enumerate(names)}
     base = found.build()
-    trees = {name: adapted(base, Found(found.weights, folder)) for name, folder in folders.items()}
+    trees = {name: with_adapter(base, Found(found.weights, folder)) for name, folder in folders.items()}
     shared = {t.data_ptr() for t in base.state_dict().values()}
     assert shared <= {t.data_ptr() for t in trees["a"].state_dict().values()}, "the base was copied"
     engine = engine_of({"base": base, **trees})
     try:
         asked = [job(p, name) for p in prompts(2, seed=3) for name in ("base", *names)]
-        said = answers(engine, asked)
+        generated = answers(engine, asked)
     finally:
         engine.stop()
     merged = {"base": found.build()} | {n: fold(Found(found.weights, f).build()) for n, f in folders.items()}
-    assert said == [alone(merged[one.model], list(one.prompt)) for one in asked]
-    assert len({tuple(s) for s in said[:3]}) == 3, "the adapters change nothing"
+    assert generated == [alone(merged[one.model], list(one.prompt)) for one in asked]
+    assert len({tuple(s) for s in generated[:3]}) == 3, "the adapters change nothing"
 
 
 def make_adapter(weights: ModelFolder, folder: Path, seed: int) -> Path:
@@ -197,23 +199,23 @@ def test_one_of_several_answers_can_be_cancelled_and_the_others_go_on(engine: Em
 
     async def go() -> list[list[int]]:
         stream = engine.submit(*[job([9, 9], max_tokens=40)] * 3)
-        said: list[list[int]] = [[], [], []]
+        generated: list[list[int]] = [[], [], []]
         left = {0, 1, 2}
         while left:
             number, event = await asyncio.wait_for(stream.events.get(), 30)
             if isinstance(event, Done):
                 left.discard(number)
             else:
-                said[number].append(event.id)
+                generated[number].append(event.id)
             if number == 1 and 1 in left:
                 engine.cancel(stream, 1)
                 go_on.set()
                 left.discard(1)
-        return said
+        return generated
 
-    said = asyncio.run(go())
-    assert [len(s) for s in said] == [40, len(said[1]), 40]
-    assert len(said[1]) < 40
+    generated = asyncio.run(go())
+    assert [len(s) for s in generated] == [40, len(generated[1]), 40]
+    assert len(generated[1]) < 40
 
 
 def test_a_request_that_breaks_a_step_fails_alone(small: Found, capsys):
@@ -234,8 +236,8 @@ def test_a_request_that_breaks_a_step_fails_alone(small: Found, capsys):
             events = [event async for _, event in bad]
             return (await good)[0], events[-1]
 
-        said, end = asyncio.run(go())
-        assert said == alone(small.build(), [3, 4])
+        generated, end = asyncio.run(go())
+        assert generated == alone(small.build(), [3, 4])
         assert end.reason == "error"
         assert "poisoned" not in end.message, "that is for the log"
         assert "poisoned" in capsys.readouterr().err
@@ -277,7 +279,7 @@ def test_requests_that_fail_for_themselves_never_make_the_engine_unhealthy(small
     engine = engine_of({"m": model})
     try:
 
-        async def go(*jobs: Job) -> list[str]:
+        async def go(*jobs: GenerationJob) -> list[str]:
             return [event.reason async for _, event in engine.submit(*jobs) if isinstance(event, Done)]
 
         for _ in range(5):
@@ -355,7 +357,7 @@ def test_a_full_queue_is_told_at_once_and_a_stopped_engine_ends_every_stream(sma
 
 
 def test_an_answer_ends_at_a_stop_token_and_at_the_end_of_the_context(small: Found, engine: EmbeddedEngine):
-    said = alone(small.build(), [3, 4, 5], 10)
-    assert answers(engine, [job([3, 4, 5], stop=[said[4]])])[0] == said[: said.index(said[4])]
-    assert answers(engine, [job([3, 4, 5], stop=[said[0]], ignore_stop=True, max_tokens=5)])[0] == said[:5]
+    generated = alone(small.build(), [3, 4, 5], 10)
+    assert answers(engine, [job([3, 4, 5], stop=[generated[4]])])[0] == generated[: generated.index(generated[4])]
+    assert answers(engine, [job([3, 4, 5], stop=[generated[0]], ignore_stop=True, max_tokens=5)])[0] == generated[:5]
     assert len(answers(engine, [job([3] * 60, max_tokens=1000)])[0]) == LENGTH - 60

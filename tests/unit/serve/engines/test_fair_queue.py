@@ -14,23 +14,23 @@ import torch
 
 from erniekit.api_load import Found, find_model
 from erniekit.demo.tiny import make_tiny_model
-from erniekit.serve.engines.base import CLIENT, Choosing, Job, QueueFull, Stream, Token
-from erniekit.serve.engines.embedded import EmbeddedEngine, Limits
+from erniekit.serve.engines.base import CLIENT, GenerationJob, QueueFull, SamplingParams, Token, TokenStream
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.fair_queue import FairQueue, over_share, youngest_of_largest
 from erniekit.serve.engines.paged import PagedCache
-from erniekit.serve.engines.sequence import Running, sequences_of
+from erniekit.serve.engines.sequence import RunningSequence, sequences_of
 
 LENGTH = 96
 
 
-def runs(client: str, count: int = 1) -> list[Running]:
-    job = Job((3,), "m", Choosing(4), frozenset(), 9)
-    return sequences_of(Stream((job,) * count, client))
+def runs(client: str, count: int = 1) -> list[RunningSequence]:
+    job = GenerationJob((3,), "m", SamplingParams(4), frozenset(), 9)
+    return sequences_of(TokenStream((job,) * count, client))
 
 
 def turns(queue: FairQueue, places: int, count: int) -> list[str]:
     """Clients in the order they are let in, where the oldest that runs ends whenever there is no place."""
-    running: list[Running] = []
+    running: list[RunningSequence] = []
     order = []
     while len(order) < count and (new := queue.next(running)) is not None:
         if len(running) == places:
@@ -56,7 +56,7 @@ def test_requests_of_one_client_take_turns_too():
     large, small = runs("proxy", 50), runs("proxy")
     queue.add(large)
     queue.add(small)
-    running: list[Running] = []
+    running: list[RunningSequence] = []
     for _ in range(3):
         new = queue.next(running)
         assert new is not None
@@ -108,7 +108,7 @@ def test_the_oldest_keeps_its_blocks():
 def test_a_large_request_does_not_fill_the_queue_and_a_new_client_finds_room():
     queue = FairQueue(8)
     busy = runs("a", 4)
-    assert queue.accepts(Stream(runs("a", 128)[0].stream.jobs, "a"), busy, 4), "nothing waits yet"
+    assert queue.accepts(TokenStream(runs("a", 128)[0].stream.jobs, "a"), busy, 4), "nothing waits yet"
     queue.add(runs("a", 128))
     assert len(queue) == 128
     for k in range(6):
@@ -136,7 +136,7 @@ class Paced(EmbeddedEngine):
 
     loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, *jobs: Job) -> Stream:
+    def submit(self, *jobs: GenerationJob) -> TokenStream:
         self.loop = asyncio.get_running_loop()
         return super().submit(*jobs)
 
@@ -163,41 +163,41 @@ class Paced(EmbeddedEngine):
 def engine(small: Found) -> Iterator[EmbeddedEngine]:
     model = small.build()
     cache = PagedCache(model.config, 4 * LENGTH // 4, 4, torch.float32, "cpu")
-    made = Paced({"m": model}, cache, Limits(sequences=4, tokens=64, length=LENGTH, queue=16))
+    made = Paced({"m": model}, cache, EngineLimits(sequences=4, tokens=64, length=LENGTH, queue=16))
     model.layers[0].register_forward_pre_hook(made.pace)
     yield made
     made.stop()
 
 
-def job(luck: random.Random, count: int, **wishes: float) -> Job:
-    prompt = tuple(luck.randrange(5, 1000) for _ in range(luck.randrange(2, 20)))
-    return Job(prompt, "m", Choosing(count, **{"temperature": 0, **wishes}), frozenset(), 1280)  # type: ignore[arg-type]
+def job(rng: random.Random, count: int, **wishes: float) -> GenerationJob:
+    prompt = tuple(rng.randrange(5, 1000) for _ in range(rng.randrange(2, 20)))
+    return GenerationJob(prompt, "m", SamplingParams(count, **{"temperature": 0, **wishes}), frozenset(), 1280)  # type: ignore[arg-type]
 
 
-async def listen(engine: EmbeddedEngine, client: str, *jobs: Job) -> tuple[int, list[list[int]]]:
+async def listen(engine: EmbeddedEngine, client: str, *jobs: GenerationJob) -> tuple[int, list[list[int]]]:
     """Steps of the engine until the first token, and the tokens of each answer."""
     CLIENT.set(client)
     began, first = engine.load().steps, None
-    said: list[list[int]] = [[] for _ in jobs]
+    generated: list[list[int]] = [[] for _ in jobs]
     async for number, event in engine.submit(*jobs):
         if isinstance(event, Token):
             first = first or engine.load().steps - began
-            said[number].append(event.id)
+            generated[number].append(event.id)
         else:
             assert event.reason == "length", event
     assert first is not None
-    return first, said
+    return first, generated
 
 
 def test_a_small_request_comes_through_while_a_large_one_runs_and_neither_answer_changes(engine: EmbeddedEngine):
-    luck = random.Random(1)
-    large = [job(luck, 40) for _ in range(14)]
-    large[3] = job(luck, 40, temperature=1.0, seed=3)
-    little = [job(luck, 4) for _ in range(3)]
+    rng = random.Random(1)
+    large = [job(rng, 40) for _ in range(14)]
+    large[3] = job(rng, 40, temperature=1.0, seed=3)
+    little = [job(rng, 4) for _ in range(3)]
 
     async def alone() -> tuple[list[list[int]], list[tuple[int, list[list[int]]]]]:
-        said = (await listen(engine, "greedy", *large))[1]
-        return said, [await listen(engine, "other", one) for one in little]
+        generated = (await listen(engine, "greedy", *large))[1]
+        return generated, [await listen(engine, "other", one) for one in little]
 
     async def together() -> tuple[list[list[int]], list[tuple[int, list[list[int]]]]]:
         running = asyncio.ensure_future(listen(engine, "greedy", *large))
@@ -207,9 +207,9 @@ def test_a_small_request_comes_through_while_a_large_one_runs_and_neither_answer
         assert engine.load().waiting > 4, "the large one is far from its end"
         return (await running)[1], waits
 
-    said, quiet = asyncio.run(alone())
+    generated, quiet = asyncio.run(alone())
     busy_said, busy = asyncio.run(together())
-    assert busy_said == said, "put back and computed anew, to the same tokens"
+    assert busy_said == generated, "put back and computed anew, to the same tokens"
     assert [tokens for _, tokens in busy] == [tokens for _, tokens in quiet]
     load = engine.load()
     assert 1 <= load.preempted <= 3
@@ -219,20 +219,20 @@ def test_a_small_request_comes_through_while_a_large_one_runs_and_neither_answer
 
 
 def test_many_clients_each_get_their_turn_behind_a_large_request(engine: EmbeddedEngine):
-    luck = random.Random(2)
+    rng = random.Random(2)
     ended: list[str] = []
 
-    async def ask(client: str, *jobs: Job) -> None:
+    async def ask(client: str, *jobs: GenerationJob) -> None:
         await listen(engine, client, *jobs)
         ended.append(client)
 
     async def others() -> None:
         while engine.load().running < 4:
             await asyncio.sleep(0.001)
-        await asyncio.gather(*(ask(f"client {k}", job(luck, 3)) for k in range(20)))
+        await asyncio.gather(*(ask(f"client {k}", job(rng, 3)) for k in range(20)))
 
     async def go() -> None:
-        await asyncio.gather(ask("greedy", *(job(luck, 12) for _ in range(32))), others())
+        await asyncio.gather(ask("greedy", *(job(rng, 12) for _ in range(32))), others())
 
     asyncio.run(asyncio.wait_for(go(), 60))
     assert ended[-1] == "greedy"
@@ -240,13 +240,13 @@ def test_many_clients_each_get_their_turn_behind_a_large_request(engine: Embedde
 
 
 def test_a_large_request_that_is_cancelled_leaves_nothing_behind(engine: EmbeddedEngine):
-    luck = random.Random(3)
+    rng = random.Random(3)
 
     async def go() -> None:
         CLIENT.set("greedy")
-        stream = engine.submit(*(job(luck, 60) for _ in range(40)))
+        stream = engine.submit(*(job(rng, 60) for _ in range(40)))
         await stream.events.get()
-        await listen(engine, "other", job(luck, 3))  # displaces one of them
+        await listen(engine, "other", job(rng, 3))  # displaces one of them
         assert engine.load().preempted > 0
         engine.cancel(stream)
         while engine.load().running:
@@ -260,18 +260,18 @@ def test_a_large_request_that_is_cancelled_leaves_nothing_behind(engine: Embedde
 
 
 def test_a_queue_full_of_one_client_has_room_for_another(engine: EmbeddedEngine):
-    luck = random.Random(4)
+    rng = random.Random(4)
 
     async def go() -> None:
         CLIENT.set("greedy")
-        streams: list[Stream] = []
+        streams: list[TokenStream] = []
         try:
             while len(streams) < 40:
-                streams.append(engine.submit(job(luck, 60)))
+                streams.append(engine.submit(job(rng, 60)))
         except QueueFull:
             pass
         assert len(streams) < 40
-        await listen(engine, "other", job(luck, 2))
+        await listen(engine, "other", job(rng, 2))
         for stream in streams:
             engine.cancel(stream)
 

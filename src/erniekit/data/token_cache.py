@@ -1,0 +1,259 @@
+"""The token cache: a dataset file is tokenised once per content, format, tokenizer and rules; then only read.
+
+recipes/ open their sources here; the loader asks a TokenSource for samples, the packer for their lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from erniekit import heartbeat
+from erniekit.data import cache_versions, sealed
+from erniekit.data.cache_lock import only_one
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
+from erniekit.data.preference import PairRules, PairSample
+from erniekit.data.report import DataReport
+from erniekit.data.thinking import Thinking
+from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Sample
+from erniekit.errors import DataError
+from erniekit.files import OwnedFiles, own, refuse_special, settle
+from erniekit.files.unwritable import way_out
+
+REPORT = "report.json"
+_READ = 1 << 20
+
+
+class TokenSource:
+    """Samples of one file, read by position: what is resident does not grow with the file or with use."""
+
+    def __init__(self, folder: Path, report: DataReport) -> None:
+        self.folder, self.report = folder, report
+        self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
+        self._rows = np.load(folder / ROWS, mmap_mode="r")
+        self.lengths = np.diff(self._offsets).astype(np.int32)  # second forms, if any, after all first ones
+        self._files = [os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for name in (IDS, LABELS)]
+
+    @property
+    def path(self) -> str:
+        return self.report.file
+
+    def __len__(self) -> int:
+        return self.report.samples
+
+    def sample(self, index: int) -> Sample:
+        start, count = int(self._offsets[index]), int(self.lengths[index])
+        ids, labels = (np.frombuffer(os.pread(f, 4 * count, 4 * start), np.int32) for f in self._files)
+        if len(ids) != count or len(labels) != count:
+            raise DataError("the token cache was changed while in use", where=str(self.folder), fix="start again")
+        return Sample(ids, labels)
+
+    def row(self, index: int) -> int:
+        """The line (JSONL) or row number the sample came from."""
+        return int(self._rows[index])
+
+    def forms(self) -> np.ndarray:
+        """For compat.py: the two samples of every conversation; -1 where one was dropped."""
+        return np.load(self.folder / FORMS)
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", ()):
+            os.close(file)
+
+
+class PairSource(TokenSource):
+    """Preference pairs of one file."""
+
+    def __init__(self, folder: Path, report: DataReport) -> None:
+        super().__init__(folder, report)
+        self._parts = np.load(folder / PAIR_PARTS, mmap_mode="r")
+        self.reference: np.ndarray | None = None  # float32 [pairs, 2]: log-prob sums of both answers, where kept
+
+    def sample(self, index: int) -> PairSample:
+        row = super().sample(index)
+        kept = None if self.reference is None else tuple(self.reference[index].tolist())
+        return replace(PairSample(row.ids, row.labels, *self._parts[index].item()), reference=kept)
+
+
+def open_source(
+    path: str | Path,
+    format: str | None,
+    tokenizer: Tokenizer,
+    *,
+    max_seq_len: int,
+    overlong: Literal["drop", "truncate"] = "drop",
+    compat: bool = False,
+    pairs: PairRules | None = None,
+    thinking: Thinking = "all",
+    cache_dir: str | Path | None = None,
+    num_proc: int | None = None,
+    max_bad_fraction: float = 0.001,
+    bad_rows_path: str | Path | None = None,
+    append_bad_rows: bool = False,
+) -> TokenSource:
+    """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource.
+    DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
+    path = Path(path)
+    format = format or _detected(path, pairs is not None)
+    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
+    job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
+    content, lines = digest_of(path)
+    folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
+    report = _opened(folder, job)
+    if report is None:
+        report = _build(folder, job, num_proc or cores(), lines)
+    listed = Path(bad_rows_path or folder / BAD_ROWS)
+    if bad_rows_path:
+        _list_bad_rows(folder, report, listed, append_bad_rows)
+    report.check(max_bad_fraction, listed)
+    return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+
+
+def open_sources(
+    paths: Sequence[str | Path], formats: Sequence[str | None], tokenizer: Tokenizer, **options: Any
+) -> list[TokenSource]:
+    """`open_source` for each; their bad rows share one file."""
+    return [
+        open_source(path, format, tokenizer, append_bad_rows=number > 0, **options)
+        for number, (path, format) in enumerate(zip(paths, formats))
+    ]
+
+
+def _detected(path: Path, pairs: bool) -> str:
+    found = detect(path)
+    if found.preference and not pairs:
+        raise DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
+    if pairs and not found.preference:
+        raise DataError(
+            f"these rows hold no preference pairs: {found.why}",
+            where=str(path),
+            fix="DPO compares two answers: `chosen` and `rejected`, or `response` and `sort`; `stage: SFT` learns one",
+        )
+    return found.format
+
+
+def default_cache_dir() -> Path:
+    return Path(os.environ.get("ERNIEKIT_CACHE") or Path.home() / ".cache" / "erniekit")
+
+
+def cores() -> int:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, 32)
+
+
+def digest_of(path: Path) -> tuple[str, int]:
+    """Of the file's bytes, and how many lines they are."""
+    digest, lines = hashlib.blake2b(digest_size=20), 0
+    refuse_special(path, DataError)
+    try:
+        with open(path, "rb") as file:
+            while part := file.read(_READ):
+                digest.update(part)
+                lines += part.count(b"\n")
+                heartbeat.beat()
+    except OSError as error:
+        raise DataError(
+            f"dataset cannot be read: {error.strerror}",
+            where=str(path),
+            fix="check train_dataset_path / eval_dataset_path",
+        ) from error
+    return digest.hexdigest(), lines
+
+
+def _key(job: TokeniseJob, content: str) -> str:
+    told = {
+        "version": cache_versions.SAMPLES,
+        "content": content,
+        "format": job.format,
+        "tokenizer": job.tokenizer.fingerprint,
+        "template": job.tokenizer.chat_template,
+        "max_seq_len": job.max_seq_len,
+        "overlong": job.overlong,
+        "compat": job.compat,
+        "thinking": job.thinking,
+        "pairs": asdict(job.pairs) if job.pairs else None,
+    }
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
+    """The report of a whole cache folder; None when there is none, or it is damaged."""
+    try:
+        told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        if not sealed.intact(folder, told["files"]):
+            return None
+        report = DataReport.from_dict(told["report"], job.path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    report.from_cache = True
+    return report
+
+
+def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int) -> DataReport:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with only_one(folder) as alone:
+            report = _opened(folder, job)  # another process may have been first
+            if report is None:
+                report = _write(folder, job, num_proc, lines, alone)
+            return report
+    except OSError as error:
+        raise DataError(
+            f"the token cache cannot be written: {error}",
+            where=str(folder),
+            fix=f"{way_out(error)}, or set ERNIEKIT_CACHE to a folder on another disk",
+        ) from error
+
+
+def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: bool) -> DataReport:
+    """Into a folder of its own, renamed when whole: a cache is complete or absent."""
+    if alone:  # what a killed run left behind
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+    temporary.mkdir()
+    try:
+        began, before = time.monotonic(), os.stat(job.path)
+        report = tokenise_file(job, temporary, num_proc, lines or None)
+        after = os.stat(job.path)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise DataError("dataset changed while it was read", where=job.path, fix="start again once it is whole")
+        report.seconds = round(time.monotonic() - began, 2)
+        files = sealed.records(temporary)
+        (temporary / REPORT).write_text(json.dumps({"files": files, "report": report.to_dict()}), encoding="utf-8")
+        sealed.sync(temporary / REPORT)
+        if folder.exists() and _opened(folder, job) is None:
+            shutil.rmtree(folder)
+        try:
+            sealed.publish(temporary, folder)
+        except OSError:
+            if _opened(folder, job) is None:  # not because another process published the same
+                raise
+        return report
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _list_bad_rows(folder: Path, report: DataReport, to: Path, append: bool) -> None:
+    if not report.bad:
+        if not append:
+            OwnedFiles(to.parent).remove(to.name)
+        return
+    own(to)
+    if not append:
+        to.unlink(missing_ok=True)
+    with open(folder / BAD_ROWS, encoding="utf-8") as stored, open(to, "a", encoding="utf-8") as out:
+        for line in stored:
+            out.write(json.dumps({"file": report.file, **json.loads(line)}, ensure_ascii=False) + "\n")
+    settle(to)

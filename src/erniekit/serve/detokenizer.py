@@ -1,0 +1,77 @@
+"""Streaming detokenizer: tokens to text, whole characters only; stop strings are found before they are shown.
+
+Used by generate.py (evaluation tasks) and running_request.py (the server).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from erniekit.data.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of ids that arrive one by one: the pieces add up to what the tokenizer makes of all of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self._printable: list[int] = []  # without control tokens, which have no text
+        # Text is decoded from `_start` on, and only what follows the part up to `_done` is new: one token's text
+        # may depend on the one before it (spaces, bytes of one character), never on far ones.
+        self._start = self._done = 0
+
+    def add(self, id: int) -> str:
+        """What this id adds; empty while the first bytes of a character wait for the rest."""
+        self.ids.append(id)
+        if self.tokenizer.is_special(id):
+            return ""
+        self._printable.append(id)
+        return self._new(whole=True)
+
+    def rest(self) -> str:
+        """What still waits, at the end."""
+        return self._new(whole=False)
+
+    def _new(self, whole: bool) -> str:
+        before = self.tokenizer.decode(self._printable[self._start : self._done])
+        now = self.tokenizer.decode(self._printable[self._start :])
+        if whole and now.endswith("\ufffd"):
+            return ""
+        if len(now) > len(before):
+            # A window must begin with text: many tokenizers drop a blank at the start of whatever they decode, and
+            # behind an id without text that blank would be one between two words.
+            self._start = self._done
+        self._done = len(self._printable)
+        return now[len(before) :]
+
+
+class StopStrings:
+    """Text with what might be the start of a stop string held back until it is decided."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(word for word in words if word)
+        self.hit: str | None = None
+        self._held = ""
+
+    def add(self, text: str, last: bool = False) -> str:
+        """What may be shown now; nothing comes after a hit."""
+        if self.hit is not None:
+            return ""
+        self._held += text
+        found = [(at, word) for word in self.words if (at := self._held.find(word)) >= 0]
+        if found:
+            at, self.hit = min(found)
+            return self._held[:at]
+        keep = 0 if last else partial_match(self._held, self.words)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+
+def partial_match(text: str, words: Sequence[str]) -> int:
+    """How many of the last characters may yet become one of `words`."""
+    longest = max(map(len, words), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(word.startswith(text[-n:]) for word in words):
+            return n
+    return 0

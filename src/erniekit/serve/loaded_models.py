@@ -1,0 +1,157 @@
+"""The models a server offers, by name, loaded into the embedded engine. Used by server.py and chat_server.py.
+
+A base and its adapters are one set of weights: each adapter is a tree of modules around the base's own tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from erniekit.api_load import DTYPES, Found, find_model
+from erniekit.config import RunConfig
+from erniekit.devices import pick
+from erniekit.errors import ConfigError, DeviceError
+from erniekit.log import warn
+from erniekit.lora.adapter import attach
+from erniekit.lora.adapter_files import read_adapter
+from erniekit.models.config import DecoderConfig
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
+from erniekit.serve.engines.paged import PagedCache, bytes_per_block
+from erniekit.serve.folder import choose_folder, stop_ids
+from erniekit.serve.request_parsing import ServedModel
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model's name and its folders."""
+
+    name: str
+    found: Found
+
+    @property
+    def folder(self) -> Path:
+        return self.found.adapter or self.found.weights.path
+
+
+def find_models(cfg: RunConfig) -> list[ModelEntry]:
+    """What the keys ask for; the first is the default. An adapter brings its base with it."""
+    folder, below = choose_folder(cfg)
+    first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
+    base = Found(first.weights)
+    named = cfg.serve.served_model_name
+    out = [ModelEntry(named or _name(first.adapter or first.weights.path), first)]
+    for word in cfg.serve.lora_modules:
+        name, equals, path = word.partition("=")
+        if not equals:
+            name, path = _name(Path(word)), word
+        found = find_model(path.strip(), first.weights.path, override_base=cfg.lora.override_base)
+        if found.adapter is None:
+            raise ConfigError(
+                f"{path} holds no adapter", where="lora_modules", fix="give the folder with adapter_config.json"
+            )
+        out.append(ModelEntry(name.strip(), found))
+    if first.adapter is not None:
+        out.append(ModelEntry(_free(_name(base.weights.path), out), base))
+    double = next((o.name for k, o in enumerate(out) if o.name in {p.name for p in out[:k]}), None)
+    if double is not None:
+        raise ConfigError(
+            f"two models would be called {double!r}", where="lora_modules", fix="name them: name=DIR, other=DIR"
+        )
+    return out
+
+
+def _name(path: Path) -> str:
+    """The folder's own name; a checkpoint or an export is called after the run it is in."""
+    path = path.expanduser().resolve()
+    plain = path.parent.name if re.fullmatch(r"checkpoint-\d+|export", path.name) else path.name
+    return plain or "model"
+
+
+def _free(name: str, taken: list[ModelEntry]) -> str:
+    return f"{name}-base" if name in {entry.name for entry in taken} else name
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    engine: EmbeddedEngine
+    models: dict[str, ServedModel]
+    about: str
+
+
+def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
+    """Load every model and start the engine."""
+    device = pick(cfg.train.device, cfg.train.no_cuda).handle
+    weights = entries[0].found.weights
+    asked = cfg.precision.compute_type if cfg.given("compute_type") else None
+    # CPUs without 16-bit units compute bf16 many times slower than fp32.
+    dtype = DTYPES.get(asked or "") or (torch.float32 if device.type == "cpu" else None)
+    base = weights.build(dtype, device).eval()
+    trees: dict[str, nn.Module] = {}
+    for entry in entries:
+        trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
+    s = cfg.serve
+    longest = min(s.max_model_len, weights.config.max_positions)
+    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue)
+    kind = next(base.parameters()).dtype
+    cache = make_cache(weights.config, limits, s.block_size, kind, device, s.gpu_memory_utilization)
+    models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries) for entry in entries}
+    word = str(kind).removeprefix("torch.")
+    about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
+    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, about)
+
+
+def with_adapter(base: nn.Module, found: Found) -> nn.Module:
+    """The base's own tensors with an adapter beside them: only the adapter takes memory."""
+    assert found.adapter is not None
+    tree = found.weights.meta()
+    tree.load_state_dict(base.state_dict(), assign=True)
+    attach(tree, read_adapter(found.adapter, tree))
+    found.check(tree.eval())
+    return tree
+
+
+def make_cache(
+    config: DecoderConfig, limits: EngineLimits, size: int, dtype: torch.dtype, device: torch.device, share: float
+) -> PagedCache:
+    """Room for every sequence at full length, or what memory allows."""
+    each = bytes_per_block(config, size, dtype)
+    least = -(-limits.length // size)
+    wanted = limits.sequences * least
+    blocks = min(wanted, _free_bytes(device, share) // each)
+    if blocks < least:
+        raise DeviceError(
+            f"one sequence of {limits.length} tokens needs {least * each / 2**30:.1f} GiB of cache, which is not free",
+            where="max_model_len",
+            fix="lower max_model_len",
+        )
+    if blocks < wanted:
+        full = f"{limits.sequences} sequences (max_num_seqs) of {limits.length} tokens (max_model_len)"
+        warn(f"the cache holds {blocks / wanted:.0%} of {full}; long ones will wait for each other")
+    return PagedCache(config, blocks, size, dtype, device)
+
+
+def _free_bytes(device: torch.device, share: float) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1 - share) * total))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+
+
+def _served(entry: ModelEntry, longest: int, tokenizer_name: str | None, entries: list[ModelEntry]) -> ServedModel:
+    found = entry.found
+    vocab = found.weights.config.vocab_size
+    tokenizer = found.tokenizer(tokenizer_name)
+    ends = frozenset({tokenizer.eos_id, tokenizer.end_id, *stop_ids(found)})
+    parent = next((o.name for o in entries if o.found.adapter is None), None) if found.adapter else None
+    return ServedModel(entry.name, tokenizer, ends, longest, vocab, str(entry.folder), parent)
+
+
+def adapter_folders(entries: list[ModelEntry]) -> Mapping[str, Path]:
+    return {entry.name: entry.found.adapter for entry in entries if entry.found.adapter is not None}

@@ -1,0 +1,196 @@
+"""ASGI middleware: checks Host, API key, body size and JSON, and turns exceptions into error responses without a trace.
+
+Used by api.py. Pure ASGI, so that streams pass through unbuffered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from erniekit.files.json_file import MAX_DEPTH, nests_deeper
+from erniekit.log import warn
+from erniekit.net.hosts import Hosts, client_group, from_another_site
+from erniekit.serve.engines.base import CLIENT
+from erniekit.serve.metrics import Metrics
+from erniekit.serve.request_error import RequestError, as_json
+
+MAX_BODY_BYTES = 8 * 2**20
+BODY_S = 60.0  # for a whole body to arrive
+MAX_VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
+OPEN = ("/health",)  # without a key: for load balancers
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Middleware:
+    """Outermost: checks Host and key, counts answers, and turns exceptions into error responses without a trace.
+
+    hosts None: any Host will do, and any Origin.
+    """
+
+    def __init__(
+        self, app: Any, key: str | None, metrics: Metrics, paths: frozenset[str], hosts: Hosts | None = None
+    ) -> None:
+        self.app, self.key, self.metrics, self.paths, self.hosts = app, key, metrics, paths, hosts
+        self.draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = 0
+
+        async def counting(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = message["status"]
+            await send(message)
+
+        CLIENT.set(client_group(scope["client"][0]) if scope.get("client") else "")
+        try:
+            self._check(scope)
+            await self.app(scope, receive, counting)
+        except RequestError as problem:
+            await error_response(problem)(scope, receive, counting)
+        except Exception as error:
+            warn(f"{scope['method']} {scope['path']!r}: {type(error).__name__}: {error}")
+            if started == 500:
+                return  # told by the handler inside, which raises it again for us to note
+            if started:
+                raise  # the connection is cut: half an answer must not look whole
+            await error_response(RequestError(500, "the server failed on this request"))(scope, receive, counting)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests[path, started or 499] += 1
+
+    def _check(self, scope: Scope) -> None:
+        if self.hosts is not None:
+            self._check_site(scope, self.hosts)
+        if self.key is not None and scope["path"] not in OPEN:
+            given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+            scheme, _, token = given.partition(b" ")
+            right = hmac.compare_digest(token.strip(), self.key.encode())
+            if scheme.lower() != b"bearer" or not right:
+                raise RequestError(
+                    401,
+                    "an API key is needed: Authorization: Bearer KEY"
+                    if not given
+                    else "this API key is not the server's",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        if self.draining and scope["method"] == "POST":
+            raise RequestError(503, "the server is stopping", code="stopping", headers={"Retry-After": "5"})
+
+    def _check_site(self, scope: Scope, hosts: Hosts) -> None:
+        """A browser can be made to send requests here by any page it shows; without a key nothing else tells them
+        from those of a program of this machine."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        host = headers.get(b"host")  # a health check over HTTP/1.0 may have none
+        known = scope["path"] in OPEN if host is None else hosts.knows(host.decode("latin-1"), scope["path"] in OPEN)
+        if not known:
+            raise RequestError(
+                403,
+                "this server does not go by the name in the Host header: use its address, name it in server_names, "
+                "or give the server a key",
+                code="foreign_host",
+            )
+        if from_another_site(headers):
+            raise RequestError(
+                403, "a page of another site asked for this: give the server a key", code="foreign_origin"
+            )
+
+
+def error_response(problem: RequestError) -> Response:
+    return Response(as_json(problem.body()), problem.status, problem.headers, "application/json")
+
+
+async def read_json(request: Request, kind: type[Model]) -> Model:
+    """The body as `kind`; a RequestError for anything else that may come."""
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != "application/json":
+        raise RequestError(415, "the body must be JSON: Content-Type: application/json")
+    try:
+        body = await asyncio.wait_for(_body(request), BODY_S)
+    except asyncio.TimeoutError:
+        raise RequestError(408, "the body did not arrive in time") from None
+    except ClientDisconnect:
+        raise RequestError(400, "the body broke off") from None
+    if _has_too_many_values(body):
+        raise RequestError(413, f"the body holds more than {MAX_VALUES} values", headers={"Connection": "close"})
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError:
+        raise RequestError(400, "the body is not UTF-8") from None
+    except RecursionError:
+        raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}") from None
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON: {error}"[:200]) from None
+    if b"\\ud" in body.lower() and not _is_encodable(value):
+        raise RequestError(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
+    if nests_deeper(value):
+        raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _validation_error(error) from None
+
+
+async def _body(request: Request) -> bytes:
+    told = request.headers.get("content-length", "")
+    if told.isascii() and told.isdigit() and int(told[:20]) > MAX_BODY_BYTES:
+        raise _too_large()
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise _too_large()
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _has_too_many_values(body: bytes) -> bool:
+    """Whether it has more than MAX_VALUES, before anything is made of it: the event loop waits for the parser."""
+    if _marks(body) <= MAX_VALUES:
+        return False
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # then every quote opens or closes a string
+    return bare.count(b'"') > 4 * MAX_VALUES or _marks(b"".join(bare.split(b'"')[::2])) > MAX_VALUES
+
+
+def _marks(text: bytes) -> int:
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
+def _too_large() -> RequestError:
+    # The rest of the body is not read: the connection cannot be used again.
+    return RequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number")
+
+
+def _is_encodable(value: Any) -> bool:
+    """Whether all its text can be encoded: JSON may escape halves of surrogate pairs, and no tokenizer takes them."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False).encode())
+    except (UnicodeEncodeError, RecursionError):
+        return False
+
+
+def _validation_error(error: ValidationError) -> RequestError:
+    """The first thing wrong, by its place: the others often follow from it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(word) for word in first["loc"])[:200]
+    return RequestError(422, f"{place}: {first['msg']}"[:400] if place else first["msg"], param=place or None)

@@ -1,0 +1,337 @@
+"""Request parsing: an OpenAI request becomes generation jobs with prompt ids, limits and sampling parameters.
+
+Used by api.py. Whatever a client can get wrong in here is a RequestError. A `ParsedRequest` has no prompt ids yet:
+rendering and tokenising may take a while, and prompt_work.py does it for api.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from erniekit.data.tokenizer import BEGIN, Tokenizer
+from erniekit.files.json_file import nests_deeper
+from erniekit.serve.engines.base import GenerationJob, SamplingParams
+from erniekit.serve.output_parser import THINK
+from erniekit.serve.prompt_work import RENDER_S
+from erniekit.serve.prompt_worker import ChatPrompt, Failed, PromptTask, TextPrompts, prepare
+from erniekit.serve.request_error import RequestError
+from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest, Message
+
+MAX_IGNORED_NAMES = 16  # ignored fields that a response names
+MAX_ARGUMENT_CHARACTERS = 2**18  # characters of tool calls' arguments that are read as JSON, of a whole request
+MAX_LOGPROBS = 2**18  # numbers in one answer: putting it together holds the event loop up
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model under the name clients use."""
+
+    name: str
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    longest: int  # prompt and answer, in tokens
+    vocab: int  # of the model
+    folder: str = ""
+    parent: str | None = None  # the base's name, for an adapter
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The server's own keys: what a request that does not say gets."""
+
+    max_tokens: int = 1024
+    min_tokens: int = 0
+    temperature: float = 0.95
+    top_p: float = 0.7
+    top_k: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    enable_thinking: bool | None = None  # None: as the template has it
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request with its prompt ids: the jobs for the engine, and what their output is parsed by."""
+
+    served: ServedModel
+    jobs: tuple[GenerationJob, ...]  # the answers to a prompt stand together
+    stop: tuple[str, ...]
+    chat: bool
+    prompts: int = 1
+    tools: bool = False
+    thinks: bool = False  # the prompt has opened the thought
+    echo: tuple[str, ...] = ()  # what each answer begins with
+
+    @property
+    def prompt_tokens(self) -> int:
+        each = len(self.jobs) // self.prompts
+        return sum(len(job.prompt) for job in self.jobs[::each])
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    for name, value in (request.model_extra or {}).items():
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            raise RequestError(400, f"{name} is not supported; leave it out", param=name)
+
+
+def ignored_fields(request: GenerationRequest) -> list[str]:
+    """Names of the request that nothing here reads, fit for a header: clients choose them."""
+    names = [name for name in request.model_extra or {} if name not in UNSUPPORTED]
+    return sorted(name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier())[
+        :MAX_IGNORED_NAMES
+    ]
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A checked request whose prompt is not tokenised yet."""
+
+    request: ChatRequest | CompletionRequest
+    served: ServedModel
+    defaults: SamplingDefaults
+    work: ChatPrompt | TextPrompts  # no texts in it: all prompts were given as ids
+
+    @property
+    def most(self) -> int:
+        """Tokens that a prompt may have beside the answer that is asked for."""
+        return self.served.longest - (_max_tokens(self.request) or 1)
+
+    @property
+    def field(self) -> str:
+        return "messages" if isinstance(self.request, ChatRequest) else "prompt"
+
+    def refuse(self, failed: Failed) -> RequestError:
+        """What the client is told about prompt work that gave no ids."""
+        if failed.kind == "too long":
+            return too_long(self.request, self.served, f"at least {failed.tokens}")
+        if failed.kind in ("refused", "beyond"):
+            return RequestError(400, failed.message, param=self.field)
+        if failed.kind == "no text":
+            chat = isinstance(self.request, ChatRequest)
+            words = "the messages are no text that can be put into a prompt" if chat else "the prompt is no text"
+            return RequestError(400, words, param=self.field)
+        if failed.kind == "slow":
+            return RequestError(503, "the prompt could not be prepared in time", code="prompt_timeout")
+        if failed.kind == "stopping":
+            return RequestError(503, "the server is stopping", code="stopping")
+        if failed.kind == "changed":
+            return RequestError(503, "the model's files have changed: the server must be started again", code="changed")
+        return RequestError(500, "the server failed on this request")
+
+    def prepare(self, made: list[list[int]]) -> PreparedRequest:
+        """made: the ids of `work`, in its order."""
+        if isinstance(self.request, ChatRequest):
+            return _prepared_chat(self, self.request, made[0])
+        return _prepared_completion(self, self.request, made)
+
+
+def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefaults) -> ParsedRequest:
+    refuse_unsupported(request)
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(400, f"response_format {kind!r} is not supported; leave it out", param="response_format")
+    choice = request.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise RequestError(400, "tool_choice can be auto or none: a call cannot be forced", param="tool_choice")
+    thinking = defaults.enable_thinking if request.enable_thinking is None else request.enable_thinking
+    more = {} if thinking is None else {"enable_thinking": thinking}
+    more |= request.chat_template_kwargs or {}
+    messages = [_message(message) for message in request.messages]
+    _parse_arguments(messages)
+    return ParsedRequest(request, served, defaults, ChatPrompt(messages, _tools(request) or None, more))
+
+
+def parse_completion(request: CompletionRequest, served: ServedModel, defaults: SamplingDefaults) -> ParsedRequest:
+    refuse_unsupported(request)
+    if request.suffix:
+        raise RequestError(400, "suffix is not supported; leave it out", param="suffix")
+    if request.echo and request.logprobs is not None:
+        raise RequestError(400, "logprobs of a prompt are not given; leave out echo or logprobs", param="echo")
+    tokenizer = served.tokenizer
+    # ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text.
+    opening = tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
+    texts = [prompt for prompt in _prompts(request) if isinstance(prompt, str)]
+    parsed = ParsedRequest(request, served, defaults, TextPrompts(texts, opening))
+    for prompt in _prompts(request):
+        least = tokenizer.least_tokens(len(prompt)) if isinstance(prompt, str) else len(prompt)
+        if least > parsed.most:
+            raise too_long(request, served, f"{'at least ' if isinstance(prompt, str) else ''}{least}")
+        if not isinstance(prompt, str) and max(prompt) >= served.vocab:
+            raise RequestError(400, f"token {max(prompt)} is not in the vocabulary of {served.vocab}", param="prompt")
+    return parsed
+
+
+def prepare_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefaults) -> PreparedRequest:
+    """Parse, render and tokenise in the calling thread."""
+    return _prepare(parse_chat(request, served, defaults))
+
+
+def prepare_completion(request: CompletionRequest, served: ServedModel, defaults: SamplingDefaults) -> PreparedRequest:
+    """Parse, render and tokenise in the calling thread."""
+    return _prepare(parse_completion(request, served, defaults))
+
+
+def _prepare(parsed: ParsedRequest) -> PreparedRequest:
+    made = prepare(PromptTask(parsed.work, parsed.most, RENDER_S), parsed.served.tokenizer)
+    if isinstance(made, Failed):
+        raise parsed.refuse(made)
+    return parsed.prepare(made)
+
+
+def _prepared_chat(parsed: ParsedRequest, request: ChatRequest, prompt: list[int]) -> PreparedRequest:
+    served = parsed.served
+    logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else None
+    job = _make_job(request, prompt, served, parsed.defaults, logprobs)
+    opened = served.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
+    return PreparedRequest(
+        served, _repeated(job, request), _stop_strings(request), True, 1, bool(_tools(request)), opened
+    )
+
+
+def _prepared_completion(parsed: ParsedRequest, request: CompletionRequest, made: list[list[int]]) -> PreparedRequest:
+    served = parsed.served
+    tokenizer, encoded = served.tokenizer, iter(made)
+    prompts = _prompts(request)
+    jobs: list[GenerationJob] = []
+    echo: list[str] = []
+    for prompt in prompts:
+        ids = next(encoded) if isinstance(prompt, str) else prompt
+        ids = ids or [tokenizer.eos_id if tokenizer.begin_id is None else tokenizer.begin_id]
+        repeated = _repeated(_make_job(request, ids, served, parsed.defaults, request.logprobs), request)
+        jobs += repeated
+        text = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+        echo += [text] * len(repeated)
+    return PreparedRequest(served, tuple(jobs), _stop_strings(request), False, len(prompts), echo=tuple(echo))
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    given: Any = request.prompt
+    single = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if single else list(given)
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump() for tool in request.tools or ()] if request.tool_choice != "none" else []
+
+
+def _answers(request: GenerationRequest) -> int:
+    return request.n * (len(_prompts(request)) if isinstance(request, CompletionRequest) else 1)
+
+
+def _max_tokens(request: GenerationRequest) -> int | None:
+    """That an answer may have, where the request says it."""
+    return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
+
+
+def too_long(request: GenerationRequest, served: ServedModel, has: str) -> RequestError:
+    most = _max_tokens(request)
+    wants = f" and {most} for the answer" if most else ""
+    return RequestError(
+        400,
+        f"this model's context is {served.longest} tokens; the prompt has {has}{wants}",
+        param="messages" if isinstance(request, ChatRequest) else "prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _message(message: Message) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if isinstance(content, list):
+        other = next((part["type"] for part in content if part["type"] != "text" or part.get("text") is None), None)
+        if other is not None:
+            raise RequestError(
+                400, f"a message part of type {other!r} is not supported: this model takes text", param="messages"
+            )
+        content = "".join(part.get("text") or "" for part in content)
+    out: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.tool_calls:
+        out["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return out
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Clients send back a call's arguments as text; templates want them as they were (_parse_arguments)."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(400, "a tool call needs function: {name, arguments}", param="messages")
+    return {**call, "function": dict(function)}
+
+
+def _parse_arguments(messages: list[dict[str, Any]]) -> None:
+    """The text of arguments is what middleware.py has not looked into. Too long or too deep a one stays text."""
+    left = MAX_ARGUMENT_CHARACTERS
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        text = function.get("arguments")
+        if not isinstance(text, str) or len(text) > left:
+            continue
+        left -= len(text)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if not nests_deeper(value):
+            function["arguments"] = value
+
+
+def _make_job(
+    request: GenerationRequest, prompt: list[int], served: ServedModel, defaults: SamplingDefaults, logprobs: int | None
+) -> GenerationJob:
+    room, most = served.longest - len(prompt), _max_tokens(request)
+    if room < (most or 1):
+        raise too_long(request, served, str(len(prompt)))
+    limit = most or min(defaults.max_tokens, room)
+
+    def given_or_default(name: str) -> Any:
+        given = getattr(request, name)
+        return getattr(defaults, name) if given is None else given
+
+    if logprobs is not None and limit * _answers(request) * (logprobs + 1) > MAX_LOGPROBS:
+        raise RequestError(
+            400,
+            f"{limit} tokens x {_answers(request)} answers x {logprobs + 1} log probabilities are more than "
+            f"{MAX_LOGPROBS}: ask for less of one of them",
+            param="logprobs",
+        )
+
+    sampling = SamplingParams(
+        max_tokens=limit,
+        min_tokens=min(given_or_default("min_tokens"), limit),
+        temperature=given_or_default("temperature"),
+        top_p=given_or_default("top_p"),
+        top_k=max(0, given_or_default("top_k")),
+        repetition_penalty=given_or_default("repetition_penalty"),
+        frequency_penalty=given_or_default("frequency_penalty"),
+        presence_penalty=given_or_default("presence_penalty"),
+        bias=_bias(request, served),
+        seed=request.seed,
+        logprobs=logprobs,
+        ignore_stop=request.ignore_eos,
+    )
+    vocab = min(served.tokenizer.vocab_size, served.vocab)
+    return GenerationJob(tuple(prompt), served.name, sampling, served.stop_ids, vocab)
+
+
+def _bias(request: GenerationRequest, served: ServedModel) -> tuple[tuple[int, float], ...]:
+    out = []
+    for token, extra in (request.logit_bias or {}).items():
+        if not (token.isascii() and token.isdigit() and int(token) < served.vocab):
+            raise RequestError(400, f"logit_bias: {token!r} is not a token id of this model", param="logit_bias")
+        out.append((int(token), extra))
+    return tuple(out)
+
+
+def _repeated(job: GenerationJob, request: GenerationRequest) -> tuple[GenerationJob, ...]:
+    """n answers; with a seed each has its own, so that they differ and come again."""
+    seed = request.seed
+    if seed is None:
+        return (job,) * request.n
+    return tuple(replace(job, sampling=replace(job.sampling, seed=seed + k)) for k in range(request.n))
+
+
+def _stop_strings(request: GenerationRequest) -> tuple[str, ...]:
+    given = request.stop
+    return tuple(word for word in ([given] if isinstance(given, str) else given or ()) if word)

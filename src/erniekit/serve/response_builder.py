@@ -1,0 +1,126 @@
+"""Builds OpenAI's response objects: whole responses and chunks of a stream, chat and completions. Used by api.py."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from erniekit.serve.engines.base import Token
+from erniekit.serve.output_parser import Delta
+from erniekit.serve.running_request import ChoiceDelta, RunningRequest
+
+
+class ResponseBuilder:
+    """The responses of one request."""
+
+    def __init__(self, running_request: RunningRequest, logprobs: bool) -> None:
+        prepared = running_request.prepared
+        self.running_request, self.chat, self.logprobs = running_request, prepared.chat, logprobs
+        self.tokenizer, self.echo = prepared.served.tokenizer, prepared.echo
+        self.head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "",
+            "created": int(time.time()),
+            "model": prepared.served.name,
+        }
+        self._offsets = [0] * len(running_request.choices)
+        self._begun: set[int] = set()
+        self._words: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
+
+    # --- a stream
+
+    def chunks(self, part: ChoiceDelta) -> Iterator[dict[str, Any]]:
+        """The chunks of one part; the last of an answer carries its finish_reason."""
+        logprobs = self._logprobs(part.tokens, part.number) if self.logprobs and part.tokens else None
+        pieces = [self._delta(delta) for delta in part.deltas]
+        if not pieces and (logprobs is not None or part.finish is not None):
+            pieces = [self._delta(None)]
+        for k, piece in enumerate(pieces):
+            first = part.number not in self._begun
+            self._begun.add(part.number)
+            if first and self.chat:
+                piece = {"role": "assistant", **piece}
+            elif first and self.echo:
+                piece = self.echo[part.number] + piece
+            body = {"delta": piece} if self.chat else {"text": piece}
+            last = k == len(pieces) - 1
+            yield self._chunk(part.number, body, logprobs if k == 0 else None, part.finish if last else None)
+
+    def _chunk(self, number: int, body: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        choice = {"index": number, **body, "logprobs": logprobs, "finish_reason": finish}
+        return {**self.head, "object": kind, "choices": [choice]}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": [], "usage": self.running_request.usage()}
+
+    def _delta(self, delta: Delta | None) -> Any:
+        if not self.chat:
+            return "" if delta is None else delta.text
+        if delta is None:
+            return {}
+        if delta.kind == "tool":
+            return {"tool_calls": [delta.call]}
+        return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
+
+    # --- a whole answer
+
+    def whole(self, parts: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        by_choice: list[list[Delta]] = [[] for _ in self.running_request.choices]
+        for part in parts:
+            by_choice[part.number] += part.deltas
+        for number, (choice, deltas) in enumerate(zip(self.running_request.choices, by_choice)):
+            logprobs = self._logprobs(choice.tokens, number) if self.logprobs else None
+            body = {"message": _message(deltas)} if self.chat else {"text": self._text(number, deltas)}
+            choices.append({"index": number, **body, "logprobs": logprobs, "finish_reason": choice.finish})
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": choices, "usage": self.running_request.usage()}
+
+    def _text(self, number: int, deltas: Sequence[Delta]) -> str:
+        return (self.echo[number] if self.echo else "") + "".join(delta.text for delta in deltas)
+
+    # --- log probabilities
+
+    def _logprobs(self, tokens: Sequence[Token], number: int) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._token_logprobs(token) for token in tokens], "refusal": None}
+        words = [self._word(token.id) for token in tokens]
+        offsets = []
+        for word in words:
+            offsets.append(self._offsets[number])
+            self._offsets[number] += len(word)
+        top = [{self._word(id): value for id, value in t.top} for t in tokens]
+        return {
+            "tokens": words,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _word(self, id: int) -> str:
+        if id not in self._words:
+            self._words[id] = self.tokenizer.decode([id], skip_special=False)
+        return self._words[id]
+
+    def _token_logprobs(self, token: Token) -> dict[str, Any]:
+        def one(id: int, value: float | None) -> dict[str, Any]:
+            word = self._word(id)
+            return {"token": word, "logprob": value, "bytes": list(word.encode("utf-8", "replace"))}
+
+        return {**one(token.id, token.logprob), "top_logprobs": [one(id, value) for id, value in token.top]}
+
+
+def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    content = "".join(delta.text for delta in deltas if delta.kind == "content")
+    thought = "".join(delta.text for delta in deltas if delta.kind == "reasoning")
+    calls = [{k: v for k, v in delta.call.items() if k != "index"} for delta in deltas if delta.call]
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message

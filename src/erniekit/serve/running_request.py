@@ -1,0 +1,129 @@
+"""A running request: submits its jobs to the engine and yields their text until all have ended. Used by api.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from erniekit.serve.detokenizer import Detokenizer, StopStrings
+from erniekit.serve.engines.base import Done, Event, InferenceEngine, QueueFull, Token
+from erniekit.serve.output_parser import Delta, OutputParser
+from erniekit.serve.request_error import RequestError
+from erniekit.serve.request_parsing import PreparedRequest
+
+TIMED_OUT, STOPPED = -1, -2  # numbers of no job: the time is up; the server stops and the engine does not say so
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What one event adds to one choice."""
+
+    number: int
+    deltas: list[Delta]
+    tokens: list[Token]
+    finish: str | None = None  # stop | length | tool_calls
+
+
+@dataclass
+class ChoiceState:
+    """One choice so far."""
+
+    prepared: PreparedRequest
+    whole: bool = False  # not streamed: detokenized at its end, unless there are stop strings
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.prepared.served.tokenizer)
+        self._stop = StopStrings(self.prepared.stop)
+        self._parser = OutputParser(self.prepared.thinks, self.prepared.tools) if self.prepared.chat else None
+
+    def take(self, number: int, event: Event) -> ChoiceDelta:
+        if isinstance(event, Done):
+            if event.reason == "error":
+                raise RequestError(500, event.message)
+            return self._end(number, self._rest(), event.reason)
+        self.tokens.append(event)
+        if self.whole and not self.prepared.stop:
+            return ChoiceDelta(number, [], [event])
+        shown = self._stop.add(self._detokenizer.add(event.id))
+        if self._stop.hit is not None:
+            part = self._end(number, "", "stop", shown)
+            return ChoiceDelta(number, part.deltas, [event], part.finish)
+        return ChoiceDelta(number, self._divided(shown), [event])
+
+    def _rest(self) -> str:
+        if self._detokenizer.ids:
+            return self._detokenizer.rest()
+        return self.prepared.served.tokenizer.decode([token.id for token in self.tokens])
+
+    def _end(self, number: int, rest: str, reason: str, shown: str = "") -> ChoiceDelta:
+        shown += self._stop.add(rest, last=True)
+        deltas = self._divided(shown, last=True)
+        self.finish = "tool_calls" if self._parser and self._parser.called else reason
+        return ChoiceDelta(number, deltas, [], self.finish)
+
+    def _divided(self, text: str, last: bool = False) -> list[Delta]:
+        if self._parser is not None:
+            return self._parser.add(text, last)
+        return [Delta("content", text)] if text else []
+
+
+class RunningRequest:
+    """Submits at once, so that a full queue is known before anything is answered."""
+
+    def __init__(self, prepared: PreparedRequest, engine: InferenceEngine, timeout: float, whole: bool = False) -> None:
+        self.prepared, self.engine = prepared, engine
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout
+        self.first: float | None = None  # when the first token came
+        self.choices = [ChoiceState(prepared, whole) for _ in prepared.jobs]
+        try:
+            self.stream = engine.submit(*prepared.jobs)
+        except QueueFull:
+            raise RequestError(
+                429, "the server is busy: its queue is full", code="queue_full", headers={"Retry-After": "1"}
+            ) from None
+
+    @property
+    def generated(self) -> int:
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    def usage(self) -> dict[str, int]:
+        prepared = self.prepared.prompt_tokens
+        return {
+            "prompt_tokens": prepared,
+            "completion_tokens": self.generated,
+            "total_tokens": prepared + self.generated,
+        }
+
+    def stop(self) -> None:
+        self.stream.events.put_nowait((STOPPED, Done("error")))
+
+    async def parts(self) -> AsyncIterator[ChoiceDelta]:
+        loop, events = asyncio.get_running_loop(), self.stream.events
+        late = (TIMED_OUT, Done("error", "the answer took longer than this server allows"))
+        # Cheaper than a time-out on each of a thousand waits.
+        alarm = loop.call_later(self.deadline - time.monotonic(), events.put_nowait, late)
+        try:
+            left = len(self.choices)
+            while left:
+                number, event = await events.get()
+                if number == TIMED_OUT:
+                    raise RequestError(504, late[1].message, code="timeout")
+                if number == STOPPED:
+                    raise RequestError(503, "the server is stopping", code="stopping")
+                if self.first is None:
+                    self.first = time.monotonic()
+                choice = self.choices[number]
+                if choice.finish is None:
+                    part = choice.take(number, event)
+                    if choice.finish is not None:
+                        left -= 1
+                        self.engine.cancel(self.stream, number)
+                    yield part
+        finally:
+            alarm.cancel()
+            self.engine.cancel(self.stream)

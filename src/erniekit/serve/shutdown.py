@@ -1,0 +1,64 @@
+"""Shutdown within a deadline, whatever hangs: a tokenizer, the engine, a client. Used by server.py.
+
+Python waits for threads when it ends, and asyncio for those of its executor: one that hangs would keep the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+from erniekit.serve.prompt_work import kill_processes
+
+AGAIN_S = 2.0  # from a second signal to the end
+BACKSTOP_S = 2.0  # behind the limit: for an interpreter lock that is never given up
+
+
+class ShutdownDeadline:
+    """`within` sets the time; a later call can only shorten it."""
+
+    def __init__(self) -> None:
+        self.told = False  # every answer has ended, or was told that the server stops
+        self._at = float("inf")
+        self._thread: threading.Thread | None = None
+
+    def within(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        if at >= self._at:
+            return
+        self._at = at
+        try:
+            # Needs no interpreter lock: ends the process, with code 1, when the thread below cannot run.
+            faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=2)
+        except (RuntimeError, ValueError):
+            pass  # there is no stderr
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="ending", daemon=True)
+            self._thread.start()
+
+    def _wait(self) -> None:
+        while (left := self._at - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+        self.now()
+
+    def now(self) -> None:
+        """0 when nobody was left without a word, else 1."""
+        said = "" if self.told else ", with answers cut off"
+        # Not through sys.stderr: a thread that hangs may hold its lock.
+        os.write(2, f"warning: something does not end: the process is ended{said}\n".encode())
+        kill_processes()
+        flush = threading.Thread(target=_flush, daemon=True)
+        flush.start()
+        flush.join(0.5)
+        os._exit(0 if self.told else 1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass

@@ -1,0 +1,76 @@
+"""Data preview: rows of the training file as the model will see them, the trained words coloured. In the Train tab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from erniekit.webui.charts import empty
+from erniekit.webui.forms import STAGES, FormProblem
+from erniekit.webui.pages.page_context import PageContext, problems_html
+from erniekit.webui.preview import Preview, PreviewRow, preview
+from erniekit.webui.translations import translate
+
+ROWS = 10  # on a page
+
+
+class DataPreview:
+    def __init__(self, context: PageContext) -> None:
+        self.context, labels = context, context.labels
+        self.asked = gr.State({})  # what the rows were read with, so that the next ones are of the same file
+        self.at = gr.State(0)
+        self.rows = gr.HTML(empty(translate("data.none", labels.lang)), elem_id="train-data")
+        with gr.Row(visible=False) as self.turns:
+            self.before = labels.make(gr.Button, {"value": "data.previous"}, size="sm", elem_id="train-data-before")
+            self.after = labels.make(gr.Button, {"value": "data.next"}, size="sm", elem_id="train-data-after")
+        self.outputs = [self.asked, self.at, self.rows, self.turns, self.before, self.after]
+        for button, step in ((self.before, -ROWS), (self.after, ROWS)):
+            button.click(self._turn(step), [context.lang, self.asked, self.at], self.outputs, show_progress="minimal")
+
+    def shown(self, values: Mapping[str, Any], stage: str, lang: str, start: int = 0) -> list[Any]:
+        found = preview(values, self.context.roots, STAGES[stage], start, ROWS)
+        more = found.total > start + len(found.rows)
+        return [
+            {"values": dict(values), "stage": stage},
+            start,
+            preview_html(found, start, lang),
+            gr.update(visible=bool(start or more)),
+            gr.update(interactive=start > 0),
+            gr.update(interactive=more),
+        ]
+
+    def failed(self, problem: FormProblem, lang: str) -> list[Any]:
+        return [{}, 0, problems_html([problem], lang), gr.update(visible=False), gr.skip(), gr.skip()]
+
+    def _turn(self, step: int) -> Any:
+        def turn(lang: str, asked: dict[str, Any], at: int) -> list[Any]:
+            if not asked:
+                return [gr.skip()] * len(self.outputs)
+            return self.shown(asked["values"], asked["stage"], lang, max(0, at + step))
+
+        return turn
+
+
+def preview_html(found: Preview, start: int, lang: str) -> str:
+    if found.error:
+        return f'<pre class="ek-report bad">{escape(found.error)}</pre>'
+    last = start + len(found.rows)
+    count = f"{start + 1}-{last}" + (f" / {found.total:,}" if found.total else "")
+    legend = (
+        f'<div class="ek-legend"><span><i class="trained"></i>{escape(translate("data.trained", lang))}</span>'
+        f"<span><i></i>{escape(translate('data.not_trained', lang))}</span>"
+        f"<span>{escape(translate('data.rows', lang))} {count}</span><span>{escape(found.format)}</span></div>"
+    )
+    return legend + "".join(_row(row, lang) for row in found.rows)
+
+
+def _row(row: PreviewRow, lang: str) -> str:
+    told = "" if row.problem else f"<span>{row.trained} / {row.tokens} {escape(translate('data.tokens', lang))}</span>"
+    return (
+        f'<div class="ek-sample"><header><span>{escape(Path(row.file).name)}:{row.line}</span>{told}</header>'
+        f'<div class="ek-tokens">{row.html}</div></div>'
+    )

@@ -1,0 +1,174 @@
+"""Job monitor: one job - its state, progress, curves and log, with the buttons to stop and resume it.
+
+Used by the Train, Runs, Evaluate and Export tabs. A timer asks once a second while the job runs, and rests after.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from erniekit.errors import ErnieKitError
+from erniekit.track.units import duration, metric_text, short
+from erniekit.webui.charts import empty, run_charts
+from erniekit.webui.jobs import WebJob
+from erniekit.webui.pages.page_context import PageContext, notice
+from erniekit.webui.translations import translate
+
+EVERY_S = 1.0
+LOG_LINES = 300
+CURVES = ("loss", "learning_rate", "tokens_per_second")
+RESULTS = ("eval_loss", "eval_ppl", "train_loss", "eval_runtime")
+
+
+class JobMonitor:
+    """`word`: whose jobs a page that is opened shows again; empty: none."""
+
+    def __init__(self, context: PageContext, name: str, word: str = "", charts: bool = True) -> None:
+        self.context, self.word, labels = context, word, context.labels
+        self.has_charts = charts
+        self.job = gr.State("")
+        self.seen = gr.State(())
+        self.timer = gr.Timer(EVERY_S, active=False)
+        self.status = gr.HTML(empty(translate("watch.none", labels.lang)), elem_id=f"{name}-status")
+        with gr.Row(visible=False) as self.buttons:
+            self.stop = labels.make(
+                gr.Button, {"value": "watch.stop"}, variant="stop", size="sm", elem_id=f"{name}-stop"
+            )
+            self.resume = labels.make(gr.Button, {"value": "watch.resume"}, size="sm", elem_id=f"{name}-resume")
+        self.curves = gr.HTML("", visible=charts, elem_id=f"{name}-curves")
+        self.log = labels.make(
+            gr.Textbox,
+            {"label": "watch.log"},
+            lines=12,
+            max_lines=12,
+            interactive=False,
+            autoscroll=True,
+            visible=False,
+            elem_id=f"{name}-log",
+            elem_classes="ek-log",
+        )
+        # What every handler here answers with, in this order.
+        self.started = [
+            self.job, self.seen, self.timer, self.status, self.buttons, self.stop, self.resume, self.curves, self.log,
+        ]  # fmt: skip
+        told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
+        inputs = [context.lang, self.job, self.seen]
+        self.timer.tick(self.tick, inputs, self.started, **told)
+        context.lang.change(self.tick, inputs, self.started, **told)
+        self.stop.click(self._stop, inputs[:2], self.started, **told)
+        self.resume.click(self._resume, inputs[:2], self.started, **told)
+
+    def on_open(self, page: Any) -> None:
+        page.load(self._again, [self.context.lang, self.context.who], self.started, show_progress="hidden")
+
+    def first(self, job: WebJob, lang: str) -> list[Any]:
+        """A job that was just started or chosen."""
+        return self.tick(lang, job.id, ())
+
+    def tick(self, lang: str, id: str, seen: tuple[Any, ...]) -> list[Any]:
+        if not id:
+            return [gr.skip()] * len(self.started)
+        try:
+            job = self.context.jobs.get(id)
+        except ErnieKitError:
+            return self.nothing(lang)
+        log = self.context.jobs.log_tail(id).text
+        row = self.context.runs.row(id)
+        now = (lang, job.state, job.starts, job.asked_to_stop, len(log), log[-80:], row.step, row.eval_loss)
+        if now == tuple(seen) and not job.is_running:
+            return [gr.skip()] * len(self.started)
+        curves = gr.skip() if now == tuple(seen) or not self.has_charts else self._curves(job, lang)
+        running = job.is_running
+        return [
+            id,
+            now,
+            gr.Timer(active=running),
+            status_html(self.context, job, lang),
+            gr.update(visible=running or job.state != "ended"),
+            gr.update(value=translate("watch.force" if job.asked_to_stop else "watch.stop", lang), visible=running),
+            gr.update(visible=job.word == "train" and job.state in ("stopped", "failed", "lost")),
+            curves,
+            gr.skip() if now == tuple(seen) else gr.update(value=_end(log), visible=True),
+        ]
+
+    def nothing(self, lang: str) -> list[Any]:
+        return [
+            "", (), gr.Timer(active=False), empty(translate("watch.none", lang)), gr.update(visible=False),
+            gr.skip(), gr.skip(), "", gr.update(value="", visible=False),
+        ]  # fmt: skip
+
+    def _curves(self, job: WebJob, lang: str) -> str:
+        titles = {name: translate(f"watch.{name}", lang) for name in CURVES}
+        words = (translate("chart.mean", lang), translate("chart.each", lang))
+        return run_charts(self.context.runs.series(job.id), titles, translate("watch.waiting", lang), words)
+
+    def _again(self, lang: str, who: str) -> list[Any]:
+        """The newest job this browser started; a run goes on while nobody looks."""
+        mine = [job for job in self.context.jobs.list(who) if job.word == self.word] if who and self.word else []
+        return self.first(mine[0], lang) if mine else [gr.skip()] * len(self.started)
+
+    def _stop(self, lang: str, id: str) -> list[Any]:
+        """Once: it saves and ends. Once more, if that takes too long: it ends at once."""
+        try:
+            asked = self.context.jobs.get(id).asked_to_stop
+            return self.first(self.context.jobs.stop(id, force=asked), lang)
+        except ErnieKitError as error:
+            raise notice(error) from None
+
+    def _resume(self, lang: str, id: str) -> list[Any]:
+        try:
+            return self.first(self.context.jobs.resume(id), lang)
+        except ErnieKitError as error:
+            raise notice(error) from None
+
+
+def status_html(context: PageContext, job: WebJob, lang: str) -> str:
+    """State, command and folder in a line; the bar; the latest numbers."""
+    row = context.runs.row(job.id)
+    state = "stopping" if job.is_running and job.asked_to_stop else job.state
+    parts = [
+        f'<div class="ek-line">{pill(job.state, translate(f"state.{state}", lang))}'
+        f"<span>{escape(job.id)}</span>"
+        f"<code>erniekit {escape(job.word)} {escape(context.shown(job.recipe))}</code></div>"
+    ]
+    if job.output_dir:
+        parts.append(
+            f'<div class="ek-line"><span>{escape(translate("watch.output", lang))}</span>'
+            f"<code>{escape(context.shown(job.output_dir))}</code></div>"
+        )
+    tiles: list[tuple[str, str]] = []
+    if job.word == "train":
+        parts.append(f'<div class="ek-bar {job.state}"><i style="width:{row.progress:.1%}"></i></div>')
+        step = f"{row.step:,}" + (f" / {row.total_steps:,}" if row.total_steps else "")
+        tiles = [("tile.step", step)]
+        if row.loss is not None:
+            tiles.append(("tile.loss", f"{row.loss:.4f}"))
+        if row.eval_loss is not None:
+            tiles.append(("tile.eval_loss", f"{row.eval_loss:.4f}"))
+        if row.tokens_per_second is not None:
+            tiles.append(("tile.speed", short(row.tokens_per_second)))
+        tiles.append(("tile.time", duration(row.seconds)))
+        if job.is_running and row.step and row.total_steps > row.step and job.starts == 1:
+            tiles.append(("tile.left", duration(row.seconds / row.step * (row.total_steps - row.step))))
+    elif job.word == "eval" and not job.is_running:
+        results = context.runs.results(job.id)
+        tiles = [(f"tile.{name}", metric_text(name, results[name])) for name in RESULTS if name in results]
+    if tiles:
+        cells = "".join(
+            f'<div class="ek-tile"><span>{escape(translate(key, lang))}</span><b>{escape(text)}</b></div>'
+            for key, text in tiles
+        )
+        parts.append(f'<div class="ek-tiles">{cells}</div>')
+    return f'<div class="ek-status" data-state="{job.state}" data-step="{row.step}">{"".join(parts)}</div>'
+
+
+def pill(state: str, text: str) -> str:
+    return f'<span class="ek-pill {escape(state)}">{escape(text)}</span>'
+
+
+def _end(log: str) -> str:
+    lines = log.splitlines()
+    return "\n".join(lines[-LOG_LINES:])

@@ -1,0 +1,105 @@
+"""Page context: what every tab is given - jobs, roots, the language and its labels. Built by app.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from erniekit.errors import ErnieKitError
+from erniekit.webui.forms import FormProblem
+from erniekit.webui.jobs import Jobs
+from erniekit.webui.path_suggestions import suggest_paths
+from erniekit.webui.paths import Roots
+from erniekit.webui.runs import Runs
+from erniekit.webui.translations import translate
+
+Text = str | Callable[[str], str]  # a key of TRANSLATIONS, or a function of the language
+
+
+@dataclass
+class Labels:
+    """Components whose words follow the language: made once, told again when another is chosen."""
+
+    lang: str
+    _said: list[tuple[Any, dict[str, Text]]] = field(default_factory=list)
+
+    def make(self, kind: Callable[..., Any], says: dict[str, Text], **options: Any) -> Any:
+        """A component whose named properties are words."""
+        component = kind(**{prop: translated(text, self.lang) for prop, text in says.items()}, **options)
+        self._said.append((component, says))
+        return component
+
+    def heading(self, key: str, **options: Any) -> Any:
+        """A line of text: a title, a hint. Words of our own, so they may hold markup."""
+        return self.make(gr.HTML, {"value": key}, **options)
+
+    @property
+    def components(self) -> list[Any]:
+        return [component for component, _ in self._said]
+
+    def updates(self, lang: str) -> list[Any]:
+        said: list[dict[str, Any]] = [{p: translated(text, lang) for p, text in says.items()} for _, says in self._said]
+        return [gr.update(**words) for words in said]
+
+
+def translated(text: Text, lang: str) -> str:
+    return text(lang) if callable(text) else translate(text, lang)
+
+
+@dataclass
+class PageContext:
+    jobs: Jobs
+    runs: Runs
+    roots: Roots
+    labels: Labels
+    lang: Any = None  # the switch: an input of every handler that speaks
+    who: Any = None  # which browser asks; its own runs are shown to it again
+
+    def shown(self, path: str | Path) -> str:
+        """A path as a person would type it: relative to the first root where it can be."""
+        try:
+            return str(Path(path).relative_to(self.roots.folders[0]))
+        except ValueError:
+            return str(path)
+
+
+def folders(context: PageContext) -> dict[str, list[Any]]:
+    """What fields that name files offer: the runs of this page, newest first, then what lies in the roots."""
+    offers = suggest_paths(context.roots)
+    runs = [
+        context.shown(job.output_dir)
+        for job in context.jobs.list()
+        if job.word == "train" and Path(job.output_dir).is_dir()
+    ]
+    for key in ("model_name_or_path", "output_dir", "lora_path"):
+        offers[key] = [*runs, *(name for name in offers[key] if name not in runs)]
+    return {key: list(names) for key, names in offers.items()}
+
+
+def problems_html(problems: list[FormProblem], lang: str) -> str:
+    """What is wrong, a line each with the way out; or that nothing is."""
+    if not problems:
+        return f'<div class="ek-good">{escape(translate("form.good", lang))}</div>'
+    rows = "".join(
+        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{escape(p.what.removeprefix(p.key + ' '))}"
+        + (f"<span>{escape(p.fix)}</span>" if p.fix else "")
+        + "</li>"
+        for p in problems
+    )
+    only_missing = all(p.what.endswith("must be given") for p in problems)
+    return f'<ul class="ek-problems{" missing" if only_missing else ""}">{rows}</ul>'
+
+
+def as_problem(error: ErnieKitError) -> FormProblem:
+    return FormProblem(error.where, error.what, error.fix)
+
+
+def notice(error: ErnieKitError) -> gr.Error:
+    """An error of ours in the corner of the page; its words may come from outside, so they are escaped."""
+    text = escape(error.what) + (f"<br>{escape(error.fix)}" if error.fix else "")
+    return gr.Error(text, duration=12, print_exception=False)

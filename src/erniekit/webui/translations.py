@@ -1,0 +1,31 @@
+"""Texts of the page in English and Chinese: translate(key, lang) for its own, help_of and label_of for declared keys.
+
+Called by the pages. A key that has no Chinese help keeps its English one; the page's own words have both, always.
+"""
+
+from __future__ import annotations
+
+from erniekit.config.flat import KEYS
+from erniekit.webui.translations_keys import HELP_ZH, LABELS
+from erniekit.webui.translations_page import TRANSLATIONS
+
+LANGUAGES = {"en": "English", "zh": "中文"}
+
+
+def translate(key: str, lang: str = "en", **values: object) -> str:
+    """The text of a key of TRANSLATIONS; `values` fill its {names}. An unknown key is shown as it is."""
+    english, chinese = TRANSLATIONS.get(key, (key, key))
+    text = chinese if lang == "zh" else english
+    return text.format(**values) if values else text
+
+
+def help_of(key: str, lang: str = "en") -> str:
+    """What a declared key does."""
+    english = KEYS[key].help if key in KEYS else ""
+    return HELP_ZH.get(key, english) if lang == "zh" else english
+
+
+def label_of(key: str, lang: str = "en") -> str:
+    """What a field is called; the key itself where nothing better is known: it is what the recipe will say."""
+    english, chinese = LABELS.get(key, (key, key))
+    return chinese if lang == "zh" else english

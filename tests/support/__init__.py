@@ -1,0 +1,1 @@
+"""What several tests share: rank pools, servers, recorded numbers, small tokenizers, tiny configs."""

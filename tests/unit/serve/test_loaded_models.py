@@ -1,0 +1,79 @@
+"""What a server offers: names from folders, adapters beside their base, memory for the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import load
+from erniekit.errors import ConfigError, DeviceError
+from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter_files import write_adapter
+from erniekit.lora.inject import inject
+from erniekit.lora.settings import LoRASettings
+from erniekit.serve import loaded_models
+from erniekit.serve.engines.embedded import EngineLimits
+from support.serving import tiny_folder
+
+
+@pytest.fixture(scope="module")
+def base(paddle: Path, tmp_path_factory) -> Path:
+    return tiny_folder(paddle, tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory) -> list[Path]:
+    folders = [tmp_path_factory.mktemp("adapters") / name for name in ("style", "facts/export")]
+    for seed, folder in enumerate(folders):
+        model = ModelFolder(base).build()
+        settings = LoRASettings(2, 4.0)
+        inject(model, settings, seed)
+        write_adapter(folder, adapter_of(model, settings, base=str(base)), model)
+    return folders
+
+
+def names(*words: str) -> list[tuple[str, bool]]:
+    return [(o.name, o.found.adapter is not None) for o in loaded_models.find_models(load(list(words), "server"))]
+
+
+def test_a_model_is_called_like_its_folder_or_as_asked(base: Path):
+    assert names(str(base)) == [("base", False)]
+    assert names(str(base), "served_model_name=mine") == [("mine", False)]
+
+
+def test_an_adapter_comes_first_and_brings_its_base(base: Path, adapters: list[Path]):
+    assert names(str(adapters[0])) == [("style", True), ("base", False)]
+    assert names(f"model_name_or_path={base}", f"lora_path={adapters[0]}") == [("style", True), ("base", False)]
+    assert names(str(adapters[1])) == [("facts", True), ("base", False)], "an export is called after its run"
+
+
+def test_several_adapters_stand_beside_their_base_by_name(base: Path, adapters: list[Path]):
+    words = f"lora_modules=a={adapters[0]},{adapters[1]}"
+    assert names(str(base), words) == [("base", False), ("a", True), ("facts", True)]
+
+
+def test_two_of_one_name_and_a_folder_without_an_adapter_are_refused(base: Path, adapters: list[Path]):
+    with pytest.raises(ConfigError) as error:
+        names(str(base), f"lora_modules=base={adapters[0]}")
+    assert "two models" in error.value.what
+    with pytest.raises(ConfigError) as error:
+        names(str(base), f"lora_modules=x={base}")
+    assert "no adapter" in error.value.what
+
+
+def test_the_cache_holds_every_sequence_where_memory_allows_and_says_so_where_not(base: Path, monkeypatch, capsys):
+    config = ModelFolder(base).config
+    limits = EngineLimits(sequences=4, length=100)
+    cpu = torch.device("cpu")
+    assert loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 4 * 13
+    each = loaded_models.bytes_per_block(config, 8, torch.float32)
+    monkeypatch.setattr(loaded_models, "_free_bytes", lambda device, share: 20 * each)
+    assert loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 20
+    assert "max_num_seqs" in capsys.readouterr().err
+    monkeypatch.setattr(loaded_models, "_free_bytes", lambda device, share: 12 * each)
+    with pytest.raises(DeviceError) as error:
+        loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9)
+    assert error.value.where == "max_model_len"

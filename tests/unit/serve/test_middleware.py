@@ -1,0 +1,77 @@
+"""Bodies that are small to send and large to read: the event loop waits for whoever parses them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from erniekit.serve import middleware
+from erniekit.serve.request_error import RequestError
+from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
+
+PART = b'{"type":"text","text":""}'
+
+
+def repeated(item: bytes, before: bytes, after: bytes, size: int = middleware.MAX_BODY_BYTES) -> bytes:
+    count = (size - len(before) - len(after)) // (len(item) + 1)
+    return before + b",".join([item] * count) + after
+
+
+BODIES: dict[str, tuple[type[GenerationRequest], bytes]] = {
+    "numbers": (CompletionRequest, repeated(b"1", b'{"prompt":[', b"]}")),
+    "texts": (CompletionRequest, repeated(b'""', b'{"prompt":[', b"]}")),
+    "lists": (CompletionRequest, repeated(b"[]", b'{"prompt":"","x":[', b"]}")),
+    "messages": (ChatRequest, repeated(b"{}", b'{"messages":[', b"]}")),
+    "parts": (ChatRequest, repeated(PART, b'{"messages":[{"role":"user","content":[', b"]}]}")),
+    "calls": (ChatRequest, repeated(b'{"a":1}', b'{"messages":[{"role":"assistant","tool_calls":[', b"]}]}")),
+    "fields": (ChatRequest, b"{" + b",".join(b'"%d":1' % n for n in range(600_000)) + b"}"),
+}
+
+
+def read(body: bytes, kind: type[GenerationRequest]) -> Any:
+    async def stream() -> AsyncIterator[bytes]:
+        yield body
+
+    request: Any = SimpleNamespace(headers={"content-type": "application/json"}, stream=stream)
+    return asyncio.run(middleware.read_json(request, kind))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_of_millions_of_values_is_refused_before_it_is_parsed(name: str):
+    kind, body = BODIES[name]
+    assert len(body) > 6 * 2**20
+    began = time.process_time()
+    with pytest.raises(RequestError) as caught:
+        read(body, kind)
+    assert caught.value.status == 413
+    assert time.process_time() - began < 1.0  # 4 to 17 s when it is parsed and checked
+
+
+@pytest.mark.parametrize("item", [b"1", b'""', b"[]", b"{}", b'"a",[1]'])
+def test_as_many_values_as_are_allowed_are_judged_quickly(item: bytes):
+    count = middleware.MAX_VALUES // middleware._marks(item + b",") - 2
+    body = b'{"prompt":[' + b",".join([item] * count) + b"]}"
+    assert middleware.MAX_VALUES * 0.99 < middleware._marks(body) <= middleware.MAX_VALUES
+    began = time.process_time()
+    if item == b"1":
+        assert len(read(body, CompletionRequest).prompt) == count
+    else:
+        with pytest.raises(RequestError) as caught:
+            read(body, CompletionRequest)
+        assert caught.value.status == 422
+    assert time.process_time() - began < 2.0
+
+
+def test_commas_and_brackets_inside_texts_are_no_values():
+    for text in ("a,b;[c]{" * 200_000, '\\",[' * 300_000, "\\\\,[" * 300_000):
+        body = json.dumps({"prompt": text}).encode()
+        assert middleware._marks(body) > middleware.MAX_VALUES
+        assert read(body, CompletionRequest).prompt == text
+    tricked = b'{"prompt":"\\\\",' + b",".join([b'"x":1'] * middleware.MAX_VALUES) + b"}"
+    assert middleware._has_too_many_values(tricked), "an escaped backslash does not escape the quote behind it"
