@@ -10,6 +10,7 @@ import torch
 
 from erniekit.config import load
 from erniekit.data.collate import collate, one_document
+from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig, MoEShape
@@ -43,7 +44,7 @@ WORDS = [
 def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    world, spec, device, cfg = World(layout, rank), MODELS.get("ernie4_5_moe"), torch.device("cpu"), load(words)
+    world, spec, device, cfg = World(layout, rank), MODELS.get("ernie4_5_moe"), pick("cpu"), load(words)
     with torch.device("meta"):
         model = spec.build(CONFIG)
     experts.set_further(cfg, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 SRC = Path(__file__).resolve().parents[2] / "src" / "erniekit"
 # room -> the rooms it may import; OPEN is open to all, and so is a room's own inside.
 ALLOWED = {
-    "config": set(),
+    "config": {"devices"},  # the table of words in its __init__, which imports no torch; so does cli
     "files": set(),
     "net": {"config"},
     "kernels": set(),
@@ -33,8 +34,10 @@ ALLOWED = {
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
-    "cli": {"config", "recipes", "export", "serve", "data"},
+    "cli": {"config", "recipes", "export", "serve", "data", "devices"},
 }  # fmt: skip
+# Where a kind of device may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
+NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {"errors", "extras", "files", "heartbeat", "log", "registry", "__version__"}
 
 
@@ -58,6 +61,44 @@ def test_arrows_between_rooms_never_turn_back() -> None:
             extra = imports(file) - allowed - OPEN - {room}
             wrong += [f"{file.relative_to(SRC)} imports {name}" for name in sorted(extra)]
     assert not wrong, "\n".join(wrong)
+
+
+def cuda_named(code: str) -> list[int]:
+    """Lines that use torch.cuda, a tensor's `cuda` or `is_cuda`, or the device word itself, as in "cuda:0"."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            named = node.attr in ("cuda", "is_cuda")
+        elif isinstance(node, ast.Import):
+            named = any(alias.name.startswith("torch.cuda") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            named = module.startswith("torch.cuda") or (module == "torch" and any(a.name == "cuda" for a in node.names))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = re.fullmatch(r"(\S+[,:])?cuda(:\S*)?", node.value) is not None
+        else:
+            continue
+        found += [node.lineno] if named else []
+    return sorted(found)
+
+
+def test_cuda_is_named_by_devices_and_kernels_alone() -> None:
+    wrong = []
+    for file in SRC.rglob("*.py"):
+        place = file.relative_to(SRC).as_posix()
+        if not place.startswith(tuple(f"{room}/" for room in NAMES_CUDA)):
+            wrong += [f"{place}:{line}" for line in cuda_named(file.read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_way_to_name_cuda_is_found() -> None:
+    for line in (
+        "torch.cuda.synchronize()", "import torch.cuda", "import torch.cuda.graphs as g", "from torch import cuda",
+        "from torch.cuda import Event", "t.is_cuda", "t.cuda()", "f().cuda", "x = 'cuda'", "x = 'cuda:0'",
+        "x = 'cpu:gloo,cuda:nccl'", "def f(x: torch.cuda.Event): ...",
+    ):  # fmt: skip
+        assert cuda_named(line), line
+    assert not cuda_named("cfg.model.cuda_graph\ncfg.train.no_cuda\nsay('note cuda_graph: no cuda here')")
 
 
 def test_every_room_is_on_the_map() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from erniekit.bench.card import QUERY, Watch, card_of, medians, parse
+from erniekit.bench.card import QUERY, Watch, medians, parse
 from erniekit.bench.measure import product_rate
+from erniekit.devices import pick
 
 Speak = Callable[[str], Path]
 FOREVER = "while true; do echo '1470, 692.31, 58'; sleep 0.02; done"
@@ -90,7 +91,7 @@ def test_a_machine_without_the_program_or_without_a_card_has_no_readings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert card_of(torch.device("cpu")) is None
+    assert pick("cpu").smi_id() is None
     for card in ("GPU-1234", None):
         with Watch(card) as watch:
             assert watch.last(60) == []
@@ -111,7 +112,7 @@ def test_the_rate_of_a_product_comes_with_the_gauges_meanwhile(speak: Speak) -> 
     speak(FOREVER)
     with Watch("GPU-1234") as watch:
         wait_for(lambda: bool(watch.last(60)))
-        told = product_rate(torch.device("cpu"), torch.float32, watch, held_seconds=0.2).record()
+        told = product_rate(pick("cpu"), torch.float32, watch, held_seconds=0.2).record()
     assert (told["clock_mhz"], told["power_w"], told["temperature_c"]) == (1470.0, 692.31, 58.0)
 
 

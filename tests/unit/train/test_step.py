@@ -11,6 +11,8 @@ import torch
 
 from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.devices import pick
+from erniekit.devices.base import Device
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
@@ -46,7 +48,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def on_one_rank(built: Decoder, loss: Loss = causal_loss) -> Engine:
-    return Engine([(0, built)], World(), torch.device("cpu"), loss)
+    return Engine([(0, built)], World(), pick("cpu"), loss)
 
 
 def run(batches: list[Batch], steps: int = 3, compat: bool = False) -> tuple[Decoder, list[float]]:
@@ -102,7 +104,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert optimizer.gradients() == {}, "no broken gradient is left for the next step"
 
 
-def test_a_device_tells_when_it_finished_however_late_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_tells_when_it_finished_however_late_it_is_asked() -> None:
     class Event:
         def __init__(self, at: float) -> None:
             self.at = at
@@ -114,8 +116,11 @@ def test_a_device_tells_when_it_finished_however_late_it_is_asked(monkeypatch: p
 
         def synchronize(self) -> None: ...
 
-    clock = DeviceClock()
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(100.0))
+    class Late(Device):
+        def event(self) -> Event:
+            return Event(100.0)
+
+    clock = DeviceClock(Late("late", "cpu", 0))
     clock.start()
     began = time.perf_counter()
     time.sleep(0.05)  # the host compiles: it looks at the first step only now
