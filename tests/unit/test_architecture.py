@@ -36,7 +36,7 @@ ALLOWED = {
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
     "cli": {"config", "recipes", "export", "serve", "data", "devices"},
 }  # fmt: skip
-# Where a kind of device may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
+# Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {"errors", "extras", "files", "heartbeat", "log", "registry", "__version__"}
 

@@ -70,8 +70,8 @@ class Launched:
         clock: DeviceClock | None = None,
     ) -> None:
         """told: loss, gradient norm and the ledger's means; `read` makes the result of them. good: fp32 [], where told
-        is: 1 where both are numbers and the update is applied, else 0. clock: of the device that told is still on its
-        way to; None where it is known."""
+        is: 1 where both are numbers and the update is applied, else 0. clock: of the device that has yet to
+        compute told; None where told is on the host already."""
         self.good, self._read, self._clock = good, read, clock
         self._moving: dict[str, torch.Tensor] = {"": told}
         self._arrived: Event | None = None

@@ -34,7 +34,7 @@ def train(output: Path, models: Path, device: str, *more: str, **env: str) -> st
     keys = dict(
         model_name_or_path=models / "tiny", train_dataset_path=tiny.TRAIN, output_dir=output,
         fine_tuning="Full", max_seq_len=128, max_steps=3, gradient_accumulation_steps=2, learning_rate=1e-3,
-        cache_dir=models / "cache", async_save=True,
+        cache_dir=models / "cache", unified_checkpoint_config="async_save", save_steps=2, doctor="off",
         logging_steps=1, device=device, report_to="none", dataset_num_proc=1, log_dir=output / "ranks",
     )  # fmt: skip
     command = [sys.executable, "-m", "erniekit", "train", *(f"{key}={value}" for key, value in keys.items()), *more]
