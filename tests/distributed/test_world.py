@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def start(kinds: list[str], habits: dict[int, str] | None = None) -> list[tuple[
     processes = []
     for rank, kind in enumerate(kinds):
         env = dict(RANK=str(rank), WORLD_SIZE=str(len(kinds)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        env["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
         command = [sys.executable, "-c", CODE, kind, (habits or {}).get(rank, "")]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         processes.append(subprocess.Popen(command, env={**env, "PATH": "", "OMP_NUM_THREADS": "1"}, **pipes))
