@@ -56,7 +56,7 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
             piece[box.local_slices] = whole[box.global_slices]
 
     engine = parallelise(model, sharding, world, device, torch.float32, causal_loss, fill, one_document, Options())
-    engine.ledger = Ledger(experts.tells(cfg, CONFIG), device)
+    engine.ledger = Ledger(experts.tells(cfg, CONFIG), device.handle)
     experts.put_in(cfg, engine)
     named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters()]
     built: Any = SimpleNamespace(
