@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from erniekit.bench.card import Watch, card_of, medians
+from erniekit.bench.card import Watch, medians
 from erniekit.bench.measure import SETTLE, Gauge, product_rate
 from erniekit.bench.profile import kernels_of, profile_steps
+from erniekit.devices import pick
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -21,7 +22,7 @@ needs_smi = pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs
 @needs_smi
 def test_this_very_card_is_read_ten_times_a_second() -> None:
     torch.zeros(1, device=CARD)
-    with Watch(card_of(CARD)) as watch:
+    with Watch(pick("gpu").smi_id()) as watch:
         until = time.monotonic() + 20
         while not watch.last(60) and time.monotonic() < until:
             time.sleep(0.05)
@@ -36,8 +37,8 @@ def test_this_very_card_is_read_ten_times_a_second() -> None:
 
 def test_a_product_is_no_faster_in_a_long_run_than_at_first() -> None:
     began = time.perf_counter()
-    with Watch(card_of(CARD)) as watch:
-        rate = product_rate(CARD, torch.bfloat16, watch)
+    with Watch(pick("gpu").smi_id()) as watch:
+        rate = product_rate(pick("gpu"), torch.bfloat16, watch)
     assert time.perf_counter() - began >= 1.5
     assert 0.5 * rate.burst < rate.held < 1.05 * rate.burst
     if shutil.which("nvidia-smi"):
@@ -46,7 +47,7 @@ def test_a_product_is_no_faster_in_a_long_run_than_at_first() -> None:
 
 
 def test_steps_on_a_card_are_warm_after_a_second() -> None:
-    assert Gauge(CARD).settle == SETTLE == 1.0
+    assert Gauge(pick("gpu")).settle == SETTLE == 1.0
 
 
 def test_a_profile_counts_the_recorded_steps_kernels_and_no_others() -> None:
@@ -58,7 +59,7 @@ def test_a_profile_counts_the_recorded_steps_kernels_and_no_others() -> None:
         if number < 12:
             torch.sort(a)
 
-    told = profile_steps(step, first=10, before=2, count=2, device=CARD)
+    told = profile_steps(step, first=10, before=2, count=2, device=pick("gpu"))
     assert "sort and index" not in told["kinds_ms"]
     gemm = [k for k in told["longest"] if k["kind"] == "gemm"]
     assert sum(k["calls"] for k in gemm) in (3, 6)  # a product may be two kernels
@@ -74,7 +75,7 @@ def test_kernels_are_those_of_key_averages() -> None:
         for _ in range(5):
             (a @ a).relu().sum()
         torch.cuda.synchronize()
-    ours = kernels_of(recorded)
+    ours = kernels_of(recorded, pick("gpu"))
     theirs = {
         event.key: (event.self_device_time_total / 1000, event.count)
         for event in recorded.key_averages()
@@ -94,7 +95,7 @@ def test_a_step_of_fifty_thousand_kernels_is_profiled_in_seconds() -> None:
             a.add_(0.0)
 
     began = time.perf_counter()
-    told = profile_steps(step, first=0, before=1, count=1, device=CARD)
+    told = profile_steps(step, first=0, before=1, count=1, device=pick("gpu"))
     seconds = time.perf_counter() - began
     print(f"{seconds:.1f} s")
     assert sum(k["calls"] for k in told["longest"]) >= 50_000

@@ -12,6 +12,7 @@ import torch
 
 from erniekit.data.collate import collate
 from erniekit.data.types import Pack, Sample
+from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
@@ -40,7 +41,7 @@ def test_the_engine_adds_at_most_one_percent() -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(3, 100000, (2, 8192)).astype(np.int32)
     batch = collate([Pack((Sample(ids[0], ids[1]),))])
-    step = TrainStep(Engine([(0, model)], World(), device, causal_loss), optimizer, Schedule("constant", 1e-5, 99))
+    step = TrainStep(Engine([(0, model)], World(), pick("gpu"), causal_loss), optimizer, Schedule("constant", 1e-5, 99))
 
     def plain() -> None:
         moved = batch.to(device)

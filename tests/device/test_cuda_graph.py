@@ -20,6 +20,7 @@ from erniekit.bench.runner import Task
 from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, FULL, LORA, Options, Rows, Workload
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
+from erniekit.devices import pick
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -36,7 +37,7 @@ def ours(folder: Path, graph: bool, model: dict, rows: Rows, **keys: object) -> 
     work = Workload("graph", "", model, rows, {**FULL, "cuda_graph": graph, **keys}, ())
     (folder / "config.json").write_text(json.dumps(model))
     data = make_steps(rows, int(model["vocab_size"]), 4, 0)
-    runner = Ours(Task(work, Options(), folder, torch.device("cuda", 0), torch.bfloat16, data))
+    runner = Ours(Task(work, Options(), folder, pick("gpu"), torch.bfloat16, data))
     torch.manual_seed(0)
     runner.build()
     return runner

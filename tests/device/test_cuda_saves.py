@@ -14,6 +14,7 @@ from erniekit.checkpoint.gather import HostCopies
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.slices import TensorFiles, fill_boxes
+from erniekit.devices import pick
 from erniekit.models.names import transposed
 from erniekit.parallel.mesh import World
 from support.fake_sharding import FakeSharding, Held
@@ -25,7 +26,7 @@ pytestmark = [
 
 
 def test_copies_are_pinned_reused_and_finished_before_training_goes_on():
-    copies = HostCopies()
+    copies = HostCopies(pick("gpu"))
     weights = {f"w{k}": torch.full((2048, 4096), float(k), device="cuda") for k in range(8)}
     places = []
     for turn in range(3):
@@ -50,7 +51,7 @@ def test_a_save_holds_what_the_card_had(tmp_path: Path, async_save: bool):
         write_shards(folder, "model", whole["weights"].items())
 
     with CheckpointManager(tmp_path, async_save=async_save) as manager:
-        saves = CollectiveSaves(manager, World(), sharding)  # type: ignore[arg-type]
+        saves = CollectiveSaves(manager, World(), sharding, pick("gpu"))  # type: ignore[arg-type]
         saves.save(1, {"weights": weights}, write)
         for tensor in weights.values():
             tensor.zero_()

@@ -21,6 +21,7 @@ import erniekit
 from erniekit.checkpoint.state import TrainState
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
+from erniekit.devices import pick
 from erniekit.kernels.adamw import Slot
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
@@ -103,7 +104,7 @@ class Training:
             return causal_loss(model, batch, *rest, **more) + spoilt.get(batch.pack_indices[0], nothing)
 
         whole = loss if bad else causal_loss
-        engine = Engine([(0, self.model)], World(device_type="cuda"), torch.device("cuda"), whole, dtype=dtype)
+        engine = Engine([(0, self.model)], World(device_type="cuda"), pick("gpu"), whole, dtype=dtype)
         self.notes = Strict(strict)
         self.trainer = Trainer(
             kind(engine, self.optimizer, Schedule("constant", 1e-3, 99)), TrainState(), self.batches, steps, micro,

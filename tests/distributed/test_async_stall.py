@@ -55,7 +55,7 @@ class Run:
     def __init__(self, output: Path, async_save: bool, width: int) -> None:
         torch.manual_seed(0)
         layout, rank = Layout(tp=2), dist.get_rank()
-        self.world, spec, cpu = World(layout, rank), MODELS.get("llama"), torch.device("cpu")
+        self.world, spec, cpu = World(layout, rank), MODELS.get("llama"), pick("cpu")
         with torch.device("meta"):
             model = spec.build(config(width))
         sharding = sharding_of(model, spec.plan, layout)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.shards import write_shards
+from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from erniekit.parallel.mesh import Layout, World
 from support.fake_sharding import random_sharding
@@ -48,7 +49,7 @@ class Run:
         if self.world.is_main:
             self.manager.start()
         group = None if alone else dist.new_group(backend="gloo")
-        self.saves = CollectiveSaves(self.manager, self.world, self.sharding, group, **options)
+        self.saves = CollectiveSaves(self.manager, self.world, self.sharding, pick("cpu"), group, **options)
         self.fault = ""
         self.slow = 0.0
         self.after: Path | None = None  # a write comes to its end when this is there

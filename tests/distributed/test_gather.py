@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from erniekit.checkpoint import gather
 from erniekit.checkpoint.gather import Exchange, HostCopies, gather_tensors
+from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from support.fake_sharding import FakeSharding, Held, random_sharding
 from support.ranks import Ranks
@@ -231,7 +232,7 @@ def test_a_killed_rank_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 def test_host_copies_reuse_their_memory() -> None:
-    copies, tensor = HostCopies(), torch.arange(6.0)
+    copies, tensor = HostCopies(pick("cpu")), torch.arange(6.0)
     one = copies.take({"a": tensor})["a"]
     tensor += 1
     assert one.tolist() == [0, 1, 2, 3, 4, 5]

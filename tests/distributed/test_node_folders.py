@@ -21,6 +21,7 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.nodes import agree_on_checkpoint, copier, copy_to_nodes, nodes_without
 from erniekit.checkpoint.shards import write_shards
+from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from erniekit.parallel.mesh import Layout, World
 from erniekit.recipes.finish import publish_on_nodes
@@ -179,7 +180,7 @@ def save_on_all_nodes(root: str) -> list[str]:
 
     sharding = FakeSharding({"w": (4,)}, {"w": [Held(((0, 4),)), None, None]})
     after = copier(manager, [1, 2], rank, group)
-    saves = CollectiveSaves(manager, world, sharding, group, after=after)  # type: ignore[arg-type]
+    saves = CollectiveSaves(manager, world, sharding, pick("cpu"), group, after=after)  # type: ignore[arg-type]
 
     def write(target: Path, whole: Any) -> None:
         write_shards(target, "model", whole["weights"].items())

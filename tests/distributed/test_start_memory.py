@@ -73,7 +73,7 @@ def start(path: str, keys: list[str], read_whole: bool = False) -> tuple[int, in
     """Bytes this rank holds, bytes its memory grew by at the worst moment, and weights that are not those of the file.
     fully_shard keeps fp32, other layouts the dtype of the file."""
     cfg = load([f"model_name_or_path={path}", "fine_tuning=Full", "train_dataset_path=none", *keys])
-    world, folder = open_world(cfg.parallel, "cpu"), ModelFolder(Path(path))
+    world, folder = open_world(cfg.parallel, pick("cpu")), ModelFolder(Path(path))
     world.max(0.0)  # connections are made
     before = memory("VmRSS")
     mistake = folder.build() if read_whole else None

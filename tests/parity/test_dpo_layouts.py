@@ -18,6 +18,7 @@ from erniekit.data.collate import one_document
 from erniekit.data.preference import PairSample
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.types import IGNORE, Batch, Pack
+from erniekit.devices import pick
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora.switch import adapters_off
@@ -83,7 +84,7 @@ def labels_in_one_place(step: int) -> list[Pack]:
 def spread(axes: dict[str, Any], family: str, lora: bool, words: tuple[str, ...]) -> tuple[Engine, Any]:
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    world, spec, device = World(layout, rank), MODELS.get(family), torch.device("cpu")
+    world, spec, device = World(layout, rank), MODELS.get(family), pick("cpu")
     with torch.device("meta"):
         model = spec.build(MOE if family == "ernie4_5_moe" else config(family, SHAPE))
         if lora:
@@ -96,7 +97,7 @@ def spread(axes: dict[str, Any], family: str, lora: bool, words: tuple[str, ...]
             piece[box.local_slices] = whole[box.global_slices]
 
     cfg = load(["stage=DPO", *words])
-    ledger = Ledger(STAGE.tells(cfg), device)
+    ledger = Ledger(STAGE.tells(cfg), device.handle)
     loss = STAGE.loss(cfg, world, ledger)
     engine = parallelise(model, sharding, world, device, torch.float32, loss, fill, one_document, Options())
     engine.ledger = ledger

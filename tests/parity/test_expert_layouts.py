@@ -13,6 +13,7 @@ import torch
 
 from erniekit.data.collate import collate, one_document
 from erniekit.data.types import Batch
+from erniekit.devices import pick
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
@@ -74,7 +75,7 @@ def train(
     """Losses, norms, this rank's owned pieces of the final weights, and probe logits."""
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    world, device = World(layout, rank), torch.device("cpu")
+    world, device = World(layout, rank), pick("cpu")
     with torch.device("meta"):
         model: Any = SPEC.build(config(experts, mtp, tied, layers))
         if lora:

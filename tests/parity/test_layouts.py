@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from erniekit.data.collate import collate, one_document
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.devices import pick
 from erniekit.errors import PlanError
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
@@ -95,7 +96,7 @@ def train(
     """Losses, norms, this rank's owned pieces of the final weights put into whole tensors, and probe logits."""
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    world, spec, device = World(layout, rank), MODELS.get(family), torch.device("cpu")
+    world, spec, device = World(layout, rank), MODELS.get(family), pick("cpu")
     with torch.device("meta"):
         model = spec.build(config(family, shape))
         if lora:

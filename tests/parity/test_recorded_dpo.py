@@ -15,6 +15,7 @@ import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import Batch
+from erniekit.devices import pick
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names, pair_log_probs
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.ledger import Ledger
@@ -46,7 +47,7 @@ def test_a_recorded_run_is_reproduced_from_its_micro_batches(name: str, paddle: 
 
     ledger = Ledger(metric_names(settings), torch.device("cpu"))
     loss = partial(dpo_loss, settings=settings, ledger=ledger)
-    engine = Engine([(0, model)], World(), torch.device("cpu"), loss)
+    engine = Engine([(0, model)], World(), pick("cpu"), loss)
     engine.ledger = ledger
     step = recorded_step(model, hyper, engine=engine, prepare=with_reference)
     micro, each = [pair_batch(b) for b in run["micro_batches"]], hyper["gradient_accumulation_steps"]

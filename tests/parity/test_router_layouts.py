@@ -10,6 +10,7 @@ import torch
 
 from erniekit.config import load
 from erniekit.data.collate import collate, one_document
+from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig, MoEShape
@@ -43,7 +44,7 @@ WORDS = [
 def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    world, spec, device, cfg = World(layout, rank), MODELS.get("ernie4_5_moe"), torch.device("cpu"), load(words)
+    world, spec, device, cfg = World(layout, rank), MODELS.get("ernie4_5_moe"), pick("cpu"), load(words)
     with torch.device("meta"):
         model = spec.build(CONFIG)
     experts.set_further(cfg, model)
@@ -55,7 +56,7 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
             piece[box.local_slices] = whole[box.global_slices]
 
     engine = parallelise(model, sharding, world, device, torch.float32, causal_loss, fill, one_document, Options())
-    engine.ledger = Ledger(experts.tells(cfg, CONFIG), device)
+    engine.ledger = Ledger(experts.tells(cfg, CONFIG), device.handle)
     experts.put_in(cfg, engine)
     named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters()]
     built: Any = SimpleNamespace(

@@ -15,6 +15,7 @@ from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE, Batch, Pairs, SharedKeys
+from erniekit.devices import pick
 from erniekit.lora.adapter import load_adapter
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.inject import inject
@@ -89,7 +90,7 @@ def bounds_of(sizes: list[int]) -> torch.Tensor:
 
 
 def on_one_rank(model: nn.Module) -> Engine:
-    return Engine([(0, model)], World(), torch.device("cpu"), causal_loss)
+    return Engine([(0, model)], World(), pick("cpu"), causal_loss)
 
 
 def recorded_step(

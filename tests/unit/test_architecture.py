@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ ALLOWED = {
     "weight_kinds": {"registry"},
     "files": {"errors", "log"},
     "result": set(),
-    "config": set(),
+    "config": {"devices"},  # the table of words in its __init__, which imports no torch; so do cli and launch
     "net": {"config"},
     "kernels": set(),
     "devices": set(),
@@ -46,12 +47,14 @@ ALLOWED = {
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
-    "launch": {"config"},
-    "cli": {"config", "recipes", "export", "serve", "data", "launch"},
+    "launch": {"config", "devices"},
+    "cli": {"config", "recipes", "export", "serve", "data", "devices", "launch"},
     "api": {"api_load", "recipes"},
     "erniekit": {"api"},
     "__main__": {"cli"},
 }  # fmt: skip
+# Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
+NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {"errors", "extras", "files", "heartbeat", "log", "registry", "version", "weight_kinds"}
 
 
@@ -153,6 +156,44 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_a_circle_over_several_files_is_found_and_what_leads_into_it_is_no_part_of_it() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"d", "e"}, "d": {"b"}, "e": set()}
     assert circles(graph) == {frozenset({"b", "c", "d"})}
+
+
+def cuda_named(code: str) -> list[int]:
+    """Lines that use torch.cuda, a tensor's `cuda` or `is_cuda`, or the device word itself, as in "cuda:0"."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            named = node.attr in ("cuda", "is_cuda")
+        elif isinstance(node, ast.Import):
+            named = any(alias.name.startswith("torch.cuda") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            named = module.startswith("torch.cuda") or (module == "torch" and any(a.name == "cuda" for a in node.names))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = re.fullmatch(r"(\S+[,:])?cuda(:\S*)?", node.value) is not None
+        else:
+            continue
+        found += [node.lineno] if named else []
+    return sorted(found)
+
+
+def test_cuda_is_named_by_devices_and_kernels_alone() -> None:
+    wrong = []
+    for file in SRC.rglob("*.py"):
+        place = file.relative_to(SRC).as_posix()
+        if not place.startswith(tuple(f"{room}/" for room in NAMES_CUDA)):
+            wrong += [f"{place}:{line}" for line in cuda_named(file.read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_way_to_name_cuda_is_found() -> None:
+    for line in (
+        "torch.cuda.synchronize()", "import torch.cuda", "import torch.cuda.graphs as g", "from torch import cuda",
+        "from torch.cuda import Event", "t.is_cuda", "t.cuda()", "f().cuda", "x = 'cuda'", "x = 'cuda:0'",
+        "x = 'cpu:gloo,cuda:nccl'", "def f(x: torch.cuda.Event): ...",
+    ):  # fmt: skip
+        assert cuda_named(line), line
+    assert not cuda_named("cfg.model.cuda_graph\ncfg.train.no_cuda\nsay('note cuda_graph: no cuda here')")
 
 
 def test_every_room_is_on_the_map() -> None:

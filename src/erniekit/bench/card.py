@@ -12,10 +12,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from typing import IO
 
 QUERY = (
     "nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader,nounits", "-lms", "100",
@@ -104,13 +101,3 @@ def medians(readings: Iterable[Reading]) -> dict[str, float]:
     columns = zip(FIELDS, zip(*(reading.values for reading in readings)))
     known = ((name, [v for v in column if v is not None]) for name, column in columns)
     return {name: statistics.median(values) for name, values in known if values}
-
-
-def card_of(device: torch.device) -> str | None:
-    """The card's unique name: its number here need not be its number there (CUDA_VISIBLE_DEVICES)."""
-    import torch
-
-    if device.type != "cuda":
-        return None
-    unique = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return f"GPU-{unique}" if unique else None

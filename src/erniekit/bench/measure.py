@@ -11,12 +11,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from erniekit.bench.card import Watch, medians
+from erniekit.devices.base import Device, Event
 
 GIB = 1024**3
 SETTLE = 1.0  # seconds of work after which a card's clocks are those of a long run
@@ -26,36 +26,31 @@ T = TypeVar("T")
 
 
 class Gauge:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.card = device.type == "cuda"
+        self.card = device.asynchronous
         self.settle = SETTLE if self.card else 0.0
 
     def synchronise(self) -> None:
-        if self.card:
-            torch.cuda.synchronize()
+        self.device.synchronise()
 
     def sweep(self) -> None:
         """What nobody refers to any more goes back to the card."""
         gc.collect()
-        if self.card:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        self.device.synchronise()
+        self.device.empty_cache()
 
     def held(self) -> int:
-        return torch.cuda.memory_allocated() if self.card else 0
+        return self.device.allocated()
 
     def reset_peak(self) -> None:
-        if self.card:
-            torch.cuda.reset_peak_memory_stats()
+        self.device.reset_peak()
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.card else 0
+        return self.device.peak_allocated()
 
-    def _mark(self) -> Any:
-        if not self.card:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+    def _mark(self) -> Event:
+        event = self.device.event()
         event.record()
         return event
 
@@ -68,7 +63,7 @@ class Gauge:
             told.append(step(number))
             marks.append(self._mark())
         self.synchronise()
-        return [a.elapsed_time(b) / 1000 if self.card else b - a for a, b in pairwise(marks)], told
+        return [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)], told
 
 
 @dataclass(frozen=True)
@@ -87,13 +82,11 @@ class ProductRate:
         return {"burst_tflops": self.burst / 1e12, "held_tflops": self.held / 1e12, **self.card}
 
 
-def product_rate(
-    device: torch.device, dtype: torch.dtype, watch: Watch, held_seconds: float | None = None
-) -> ProductRate:
+def product_rate(device: Device, dtype: torch.dtype, watch: Watch, held_seconds: float | None = None) -> ProductRate:
     """8192 cubed on a card; a CPU makes a few small products, unless it is told for how long."""
-    size, repeats, tries, usual = (8192, 10, 3, HELD) if device.type == "cuda" else (256, 4, 2, 0.0)
+    size, repeats, tries, usual = (8192, 10, 3, HELD) if device.asynchronous else (256, 4, 2, 0.0)
     long = usual if held_seconds is None else held_seconds
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device.handle, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     gauge, flops = Gauge(device), 2.0 * size**3
 

@@ -33,7 +33,6 @@ OURS = "erniekit"
 def run_config(task: Task) -> RunConfig:
     """A user's recipe for this workload: what it names, and defaults for the rest."""
     work, rows = task.workload, task.workload.rows
-    on_card = task.device.type == "cuda"
     keys: dict[str, Any] = {
         "model_name_or_path": task.folder,
         "continue_training": False,  # random weights of the real shape
@@ -41,7 +40,7 @@ def run_config(task: Task) -> RunConfig:
         "batch_size": rows.count,
         "gradient_accumulation_steps": 1,
         "compute_type": "bf16" if task.dtype == torch.bfloat16 else "fp32",
-        "device": "gpu" if on_card else "cpu",
+        "device": task.hardware.vendor,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
@@ -60,7 +59,7 @@ class Ours(Runner):
     def build(self) -> None:
         cfg = run_config(self.task)
         device = pick(cfg.train.device, cfg.train.no_cuda)
-        world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
+        world = open_world(cfg.parallel, device, cfg.moe.moe_group)
         folder = ModelFolder(self.task.folder, weights=False, changes=changes_of(cfg, self.task.folder))
         cfg = self.cfg = pace.for_device(cfg, device, world, folder.config)
         self.note = "; ".join(note.reason for note in cfg.notes if note.key == "no_recompute_layers")

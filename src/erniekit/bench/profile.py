@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from erniekit.devices.base import Device
+
 # The first that matches a kernel's name, in lower case.
 KINDS = (
     ("attention", r"flash|fmha|sdpa|attention|_attn|varlen|cudnn::fusion|^_sum_places$"),
@@ -41,33 +43,32 @@ def steps_for(step_s: float, card: bool) -> tuple[int, int]:
     return min(MOST_AHEAD, before), 1 if step_s > LONG else 2
 
 
-def profile_steps(
-    step: Callable[[int], Any], first: int, before: int, count: int, device: torch.device
-) -> dict[str, Any]:
+def profile_steps(step: Callable[[int], Any], first: int, before: int, count: int, device: Device) -> dict[str, Any]:
     """before: so many steps (one or more) run right ahead, for a card's clocks fall in a long run and its kernels take
     longer. The recorder is open already, as opening it for the first time is a pause in which they would rise again."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    card = device.type == "cuda"
-    # No events of the host beside a card's: there are many more of them than kernels.
-    activity = ProfilerActivity.CUDA if card else ProfilerActivity.CPU
+    # The profiler knows devices by torch's words. No events of the host beside a card's: there are many more of them.
+    activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)
+    card = activity != ProfilerActivity.CPU
     with profile(activities=[activity], schedule=schedule(wait=0, warmup=before, active=count, repeat=1)) as recorded:
         for number in range(first, first + before + count):
             step(number)
             # What was launched ahead is not to be counted, and what was recorded is to be over.
             if card and number + 1 in (first + before, first + before + count):
-                torch.cuda.synchronize()
+                device.synchronise()
             recorded.step()
-    times = kernels_of(recorded) if card else operators_of(recorded)
+    times = kernels_of(recorded, device) if card else operators_of(recorded)
     return summary({name: (ms / count, max(1, calls // count)) for name, (ms, calls) in times.items()})
 
 
-def kernels_of(recorded: Any) -> dict[str, tuple[float, int]]:
+def kernels_of(recorded: Any, device: Device) -> dict[str, tuple[float, int]]:
     """Milliseconds and calls by name. The raw events: key_averages() says the same of kernels and takes a tenth of a
     millisecond for each, and for each launch."""
     times: dict[str, tuple[float, int]] = {}
+    kind = getattr(torch.autograd.DeviceType, device.type.upper(), torch.autograd.DeviceType.PrivateUse1)
     for event in recorded.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
+        if event.device_type() == kind and not event.is_user_annotation():
             name = event.name()
             if name not in NOT_A_KERNEL:
                 ms, calls = times.get(name, (0.0, 0))

@@ -12,6 +12,7 @@ import torch
 
 from erniekit.bench.data import StepData
 from erniekit.bench.workloads import Options, Workload
+from erniekit.devices.base import Device
 
 LEARNING_RATE = 1e-5
 PROBE = 96  # tokens whose logits are compared
@@ -24,12 +25,16 @@ class Task:
     workload: Workload
     options: Options
     folder: Path  # holds config.json alone
-    device: torch.device
+    hardware: Device
     dtype: torch.dtype
     steps: list[StepData]
 
     def data(self, number: int) -> StepData:
         return self.steps[number % len(self.steps)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.hardware.handle
 
     @property
     def vocab(self) -> int:

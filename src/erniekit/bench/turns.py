@@ -79,7 +79,7 @@ class Lane:
 class Turns:
     def __init__(self, task: Task, peers: tuple[str, ...], deadline: float | None, watch: Watch | None = None) -> None:
         """deadline: of time.monotonic(); what has not begun by then is not begun."""
-        self.task, self.gauge, self.deadline = task, Gauge(task.device), deadline
+        self.task, self.gauge, self.deadline = task, Gauge(task.hardware), deadline
         self.watch = watch or Watch(None)
         self.lanes = [Lane(Ours(task))]
         self.missing: dict[str, str] = {}
@@ -199,7 +199,7 @@ class Turns:
         from erniekit.bench.profile import profile_steps, steps_for
 
         before, count = steps_for(statistics.median(lane.seconds), self.gauge.card)
-        self.profile = profile_steps(lane.runner.step, lane.next_step, before, count, self.task.device)
+        self.profile = profile_steps(lane.runner.step, lane.next_step, before, count, self.task.hardware)
         lane.next_step += before + count
 
     # --- around it ---
@@ -214,7 +214,7 @@ class Turns:
             with lane.runner.active():
                 act(lane)
             return
-        except torch.cuda.OutOfMemoryError:
+        except torch.OutOfMemoryError:
             failed = "out of memory"
         except Exception as error:
             failed = _in_short(error)

@@ -26,7 +26,7 @@ def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], 
     """write: is given what is known so far, in case the rest is never reached."""
     import torch
 
-    from erniekit.bench.card import Watch, card_of
+    from erniekit.bench.card import Watch
     from erniekit.bench.data import make_steps
     from erniekit.bench.measure import ProductRate, product_rate
     from erniekit.bench.runner import Task
@@ -36,13 +36,13 @@ def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], 
 
     began = time.monotonic()
     machine = pick("cpu" if options.tiny else "auto")
-    device, dtype = machine.handle, torch.bfloat16 if machine.type == "cuda" else torch.float32
-    with tempfile.TemporaryDirectory() as name, Watch(card_of(device)) as watch:
-        gemm = product_rate(device, dtype, watch)
+    dtype = torch.bfloat16 if machine.fast_bf16 else torch.float32
+    with tempfile.TemporaryDirectory() as name, Watch(machine.smi_id()) as watch:
+        gemm = product_rate(machine, dtype, watch)
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(dict(work.model)))
         data = make_steps(work.rows, int(work.model["vocab_size"]), 4, options.seed)
-        task = Task(work, options, folder, device, dtype, data)
+        task = Task(work, options, folder, machine, dtype, data)
         asked = work.peers if options.peers is None else tuple(p for p in work.possible if p in options.peers)
         turns = Turns(task, asked, None if options.seconds is None else began + options.seconds, watch)
         config = ModelFolder(folder, weights=False).config
@@ -51,7 +51,7 @@ def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], 
             return _result(work, options, turns, config, gemm, machine, time.monotonic() - began)
 
         turns.run(lambda: write(result(gemm)))
-        return result(gemm.best(product_rate(device, dtype, watch)))
+        return result(gemm.best(product_rate(machine, dtype, watch)))
 
 
 def _result(

@@ -22,6 +22,7 @@ from erniekit.log import warn
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from erniekit.devices.base import Device
     from erniekit.parallel.mesh import World
     from erniekit.parallel.sharding import Sharding
 
@@ -35,6 +36,7 @@ class CollectiveSaves:
         manager: CheckpointManager,
         world: World,
         sharding: Sharding,
+        device: Device,
         group: ProcessGroup | None = None,
         after: Callable[[Path], None] | None = None,
         timeout: float = TIMEOUT,
@@ -45,7 +47,7 @@ class CollectiveSaves:
         self.manager, self.world, self.sharding, self.group = manager, world, sharding, group
         self.after, self.timeout = after, timeout
         self.misses = 0  # saves that failed since the last good one; the same on all ranks
-        self._copies, self._thread = HostCopies(), AsyncSaver()
+        self._copies, self._thread = HostCopies(device), AsyncSaver()
         self._outcome: dict[str, Any] = {}  # of the last save, as this rank saw it
         self._fault: BaseException | None = None  # what was no failed save but an error of ours, or a Ctrl-C
         self._in_flight = False

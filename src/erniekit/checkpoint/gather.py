@@ -23,6 +23,7 @@ from erniekit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from erniekit.devices.base import Device
     from erniekit.parallel.sharding import Box, Sharding
 
 CHUNK = 32 << 20  # bytes a message: what sending and receiving cost in memory beside the tensor itself
@@ -319,7 +320,8 @@ class HostCopies:
     """Copies of a rank's tensors in host memory, so that training may go on changing them. Buffers are kept and reused:
     fresh memory costs several times the copy itself, and pinned memory much more."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self._buffers: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -329,13 +331,14 @@ class HostCopies:
         for name, tensor in tensors.items():
             source = plain(tensor)
             old = self._buffers.get(name)
+            there = self.device.asynchronous and source.device.type == self.device.type
             if old is None or old.shape != source.shape or old.dtype != source.dtype:
-                old = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                old = torch.empty(source.shape, dtype=source.dtype, pin_memory=there and self.device.pins_memory)
             out[name] = old.copy_(source, non_blocking=True)
             heartbeat.beat()
-            devices |= {source.device} if source.is_cuda else set()
+            devices |= {source.device} if there else set()
         for device in devices:
-            torch.cuda.synchronize(device)
+            self.device.synchronise(device)
         self._buffers = out
         return dict(out)
 

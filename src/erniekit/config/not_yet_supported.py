@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config.note import shown
+from erniekit.devices import later as later_devices
 from erniekit.errors import LaterError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
         ),
         _Row(
             ("device",),
-            _one_of("xpu", "npu", "iluvatar_gpu", "metax_gpu"),
+            _one_of(*later_devices()),
             "training on this kind of device",
             "use gpu or cpu",
         ),

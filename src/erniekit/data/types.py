@@ -135,10 +135,11 @@ class Batch:
         """cu_seqlens for the model; None when plain causal rows say the same: padding comes last, nobody sees it."""
         return self.cu_seqlens if self.packed else None
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device, pin: bool = False) -> Batch:
+        """pin: by way of pinned memory, from which alone a copy runs beside the host and the device's other work."""
         if device.type == "cpu":
             return self
-        moved = {k: _to(getattr(self, k), device) for k in TENSORS}
+        moved = {k: _to(getattr(self, k), device, pin) for k in TENSORS}
         return replace(self, **moved)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -148,17 +149,16 @@ class Batch:
 TENSORS = ("input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future")
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: Any, device: torch.device, pin: bool) -> Any:
     """Tensors, and the tensors inside the nouns above."""
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, (SharedKeys, Pairs)):
-        return type(value)(**{name: _to(item, device) for name, item in vars(value).items()})
+        return type(value)(**{name: _to(item, device, pin) for name, item in vars(value).items()})
     if isinstance(value, tuple):
-        items = [_to(item, device) for item in value]
+        items = [_to(item, device, pin) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    # Only from pinned memory does a copy run beside the host and the card's other work.
-    pinned = value.pin_memory() if device.type == "cuda" and not value.is_cuda else value
+    pinned = value.pin_memory() if pin and value.device.type == "cpu" else value
     return pinned.to(device, non_blocking=True)
 
 

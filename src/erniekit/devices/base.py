@@ -1,32 +1,156 @@
-"""Device: what the rest of the house needs to know of the hardware. One per file beside this; listed in __init__.py."""
+"""Device: what the rest of the project may ask of the hardware. One file per kind beside this; listed in __init__.py.
+
+What a kind can do is a class attribute, so that it is known without a card; what differs between cards of one kind is a
+field. Streams, graphs and memory figures are asked for only where the attributes above them say that they are there.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
+
+GIB = 1024**3
+
+
+class Event(Protocol):
+    """A mark in the device's work, as torch.cuda.Event has it."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Any) -> float: ...  # milliseconds
+
+
+class HostEvent:
+    """For a device whose work is over when a call returns: the host's clock."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        return (end_event.at - self.at) * 1e3
 
 
 @dataclass(frozen=True)
 class Device:
     name: str  # for people: "NVIDIA H200"
-    type: str  # torch's word: cuda, cpu
+    type: str  # torch's word: cuda, cpu. Several vendors' builds of torch call theirs cuda
     total_memory: int  # bytes
     peak_flops: dict[torch.dtype, float] = field(default_factory=dict)  # dense, per second; empty = unknown
+
+    vendor: ClassVar[str] = ""  # the word in DEVICES; ranks of one run must have the same
+    backend: ClassVar[str] = "gloo"  # of torch.distributed; must also carry tensors of the host
+    asynchronous: ClassVar[bool] = False  # calls return before the work is done: streams and events are real
+    pins_memory: ClassVar[bool] = False  # copies from and to pinned host memory run beside the host's work
+    counts_memory: ClassVar[bool] = False  # the runtime tells what is allocated
+    fast_bf16: ClassVar[bool] = False  # bf16 is no slower than fp32
+    triton: ClassVar[bool] = False  # Triton kernels run here: ours, and those of torch.compile
+    records_graphs: ClassVar[bool] = False  # `graphed` works
+    # A loss is multiplied by its scale where its gradients are formed, which saves a pass over them; elsewhere after.
+    scales_in_loss: ClassVar[bool] = False
 
     @property
     def handle(self) -> torch.device:
         return torch.device(self.type)
 
-    def memory(self) -> dict[str, float]:
-        """GiB in ERNIEKit's metric names; empty where the runtime does not count."""
-        return {}
+    def bind(self, index: int) -> None:
+        """This process uses the machine's device of that number from now on."""
+
+    def capability(self) -> tuple[int, int] | None:
+        """NVIDIA's compute capability; None for all others."""
+        return None
+
+    def smi_id(self) -> str | None:
+        """What `nvidia-smi -i` calls this card; None where there is no such tool."""
+        return None
+
+    # --- time ---
+
+    def synchronise(self, handle: torch.device | None = None) -> None:
+        """Waits for all that was launched; handle: on that very device of several of this kind."""
+
+    def event(self) -> Event:
+        """With a time; `record` puts it behind what the current stream was given so far."""
+        return HostEvent()
+
+    def stream(self) -> Any:
+        """A new one, beside that which computes. This and the next three: where work is asynchronous."""
+        raise NotImplementedError
+
+    def current_stream(self) -> Any:
+        """Has wait_stream(other)."""
+        raise NotImplementedError
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """What is launched inside goes to that stream."""
+        raise NotImplementedError
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """The tensor's memory is not given away before the stream has done what it was given so far."""
+        raise NotImplementedError
+
+    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
+        """`module` recorded for inputs of these shapes, forward and backward; calls to it are replayed."""
+        raise NotImplementedError
+
+    # --- memory, in bytes ---
+
+    def free_memory(self) -> tuple[int, int]:
+        """What no process uses, and all there is."""
+        raise NotImplementedError
+
+    def usable_memory(self, share: float) -> int:
+        """What a cache may take, where `share` of all memory may be used by everything together."""
+        free, total = self.free_memory()
+        return max(0, int(free - (1 - share) * total))
+
+    def allocated(self) -> int:
+        return 0
+
+    def reserved(self) -> int:
+        return 0
+
+    def peak_allocated(self) -> int:
+        """The most since `reset_peak`."""
+        return 0
+
+    def peak_reserved(self) -> int:
+        return 0
 
     def reset_peak(self) -> None:
         return None
 
-    def synchronise(self) -> None:
-        return None
+    def empty_cache(self) -> None:
+        """Memory that is reserved and not allocated goes back."""
+
+    def memory(self) -> dict[str, float]:
+        """GiB in ERNIEKit's metric names; empty where the runtime does not count."""
+        if not self.counts_memory:
+            return {}
+        return {
+            "current_memory_allocated": self.allocated() / GIB,
+            "current_memory_reserved": self.reserved() / GIB,
+            "max_memory_allocated": self.peak_allocated() / GIB,
+            "max_memory_reserved": self.peak_reserved() / GIB,
+        }
+
+    # --- chance ---
+
+    def seed(self, seed: int) -> None:
+        """Of the host's generator and the device's."""
+        torch.manual_seed(seed)
 
     def same_bits(self) -> None:
         """From now on the same computation gives the same bits; where it always does, nothing is to be done."""

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import ClassVar
 
 from erniekit.devices.base import Device
+
+
+class CpuDevice(Device):
+    vendor: ClassVar[str] = "cpu"
+
+    def free_memory(self) -> tuple[int, int]:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), self.total_memory
+
+    def usable_memory(self, share: float) -> int:
+        """Half of what is free: the host's memory belongs to everybody."""
+        return self.free_memory()[0] // 2
+
+
+def present() -> bool:
+    return True
+
+
+def count() -> int:
+    return 1
 
 
 def make() -> Device:
     # A CPU without bf16 instructions says so with a C++ backtrace at the first product; the result is right.
     warnings.filterwarnings("ignore", message=r"(?s).*mkldnn_matmul")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return Device(name=f"CPU, {os.cpu_count()} cores", type="cpu", total_memory=memory)
-
-
-def present() -> bool:
-    return True
+    return CpuDevice(name=f"CPU, {os.cpu_count()} cores", type="cpu", total_memory=memory)

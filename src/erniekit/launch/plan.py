@@ -11,17 +11,14 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from erniekit.config import RunConfig
+from erniekit.devices import entry_of
 from erniekit.errors import ConfigError, DeviceError
 
 DEFAULT_PORT = 8080
 DEFAULT_LOGS = "erniekit_dist_log"
-# The variable that says which devices of a machine are ours, by the word of the key `device`.
-VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "XPU_VISIBLE_DEVICES"}
 LAUNCH_NAME = "ERNIEKIT_LAUNCH"  # set for a rank: one name for all attempts of a launch, on all machines
-GPUS_VISIBLE = "CUDA_VISIBLE_DEVICES"  # of auto, gpu and the makes that call themselves CUDA
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ def choose_devices(cfg: RunConfig) -> None:
     if wrong := [d for d in cfg.launch.devices if not (d.isdecimal() or d.startswith(("GPU-", "MIG-")))]:
         fix = "numbers with commas between, such as 0,1"
         raise ConfigError(f"{wrong[0]!r} is no device", where=cfg.origin("devices"), fix=fix)
-    if cfg.launch.devices:
-        os.environ[VISIBLE.get(cfg.train.device, GPUS_VISIBLE)] = ",".join(cfg.launch.devices)
+    if cfg.launch.devices and (variable := entry_of(cfg.train.device, os.environ).visible):
+        os.environ[variable] = ",".join(cfg.launch.devices)
 
 
 def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
@@ -113,9 +110,11 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
     asked, device = cfg.launch.nproc_per_node, cfg.train.device
     if device == "cpu" or cfg.train.no_cuda:
         return asked or 1
-    there = visible_devices(env, device)
-    if there > 1 and device not in VISIBLE:  # worth asking torch, which is imported next anyway
-        there = min(there, import_torch().cuda.device_count())
+    entry = entry_of(device, env)
+    there = entry.count_visible(env)
+    if there > 1 and entry.module:  # worth asking torch, which is imported next anyway
+        import_torch()
+        there = min(there, entry.load().count())
     if there and asked and asked > there:
         raise DeviceError(
             f"nproc_per_node is {asked} and {there} devices are visible here",
@@ -125,28 +124,14 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
     return asked or max(1, there)
 
 
-def import_torch() -> Any:
+def import_torch() -> None:
     """Into the launcher, where its C++ remarks on lost connections would hide the rank's own words."""
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch
+    import torch  # noqa: F401
 
     if before is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # read once, at import; the ranks keep theirs
-    return torch
-
-
-def visible_devices(env: Mapping[str, str], device: str = "auto") -> int:
-    """Devices of this machine that are ours, without asking the driver: by variable, else by device file."""
-    listed = env.get(VISIBLE.get(device, GPUS_VISIBLE))
-    if listed is None:
-        return 0 if device in VISIBLE else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    count = 0
-    for word in listed.split(","):
-        if not word.strip() or word.strip().startswith("-"):  # CUDA stops reading at the first that is none
-            break
-        count += 1
-    return count
 
 
 def _node_rank(cfg: RunConfig, env: Mapping[str, str], nnodes: int) -> int | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from erniekit.devices.base import Device
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import ContextAttention
 from erniekit.parallel.engine import Engine, Loss
@@ -71,7 +72,7 @@ def parallelise(
     model: nn.Module,
     sharding: Sharding,
     world: World,
-    device: torch.device,
+    device: Device,
     compute: torch.dtype,
     loss: Loss,
     fill: Callable[[str, torch.Tensor], None],
@@ -95,24 +96,24 @@ def parallelise(
         whole = options.recompute == "full"
         if options.recompute and not whole:
             apply_recompute(part, options.recompute, options.no_recompute_layers, inputs)
-        if device.type == "cuda" and world.size == 1:
+        if device.triton and world.size == 1:
             for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
-                choose(device)  # type: ignore[operator]
+                choose(device.handle)  # type: ignore[operator]
         if options.compile:
-            compile_layers(part, one_graph=device.type == "cuda" and world.size == 1)
+            compile_layers(part, one_graph=device.triton and world.size == 1)
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:
-            part.run_layers = GraphedLayers(part, *options.graphed)  # type: ignore[assignment]
+            part.run_layers = GraphedLayers(part, device, *options.graphed)  # type: ignore[assignment]
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
     # torch wants shards that live on the host to be born there.
-    home = torch.device("cpu") if options.offload and world.layout.fsdp > 1 else device
+    home = torch.device("cpu") if options.offload and world.layout.fsdp > 1 else device.handle
     with torch.no_grad():
         done: set[int] = set()
         for part in modules:
             _give_memory(part, home)
-            _pack(part, sharding, world, device, compute, fill)
+            _pack(part, sharding, world, device.handle, compute, fill)
             for name, param in part.named_parameters():
                 if id(param) not in done:
                     done.add(id(param))
@@ -123,7 +124,7 @@ def parallelise(
     if pipeline_group is not None:
         from erniekit.parallel.pipeline import Pipeline  # torch's schedules import its compiler: seconds
 
-        pipeline = Pipeline(parts, world, pipeline_group, device, loss, options.schedule)
+        pipeline = Pipeline(parts, world, pipeline_group, device.handle, loss, options.schedule)
     sync = GradientSync([plain(n) for n in names], sharding, world) if world.size > 1 else None
     return Engine(parts, world, device, loss, sync, averaged_over, pipeline, compute, one_document)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from erniekit.devices.base import Device
 from erniekit.parallel import context
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
@@ -30,7 +31,7 @@ class Engine:
         self,
         parts: list[tuple[int, nn.Module]],
         world: World,
-        device: torch.device,
+        device: Device,
         loss: Loss,
         sync: GradientSync | None = None,
         averaged_over: int = 1,
@@ -39,19 +40,20 @@ class Engine:
         one_document: Callable[[torch.Tensor, int], Any] | None = None,
     ) -> None:
         """dtype: of hidden states. one_document(ids, length): a batch of one row, padded to `length`."""
-        self.parts, self.world, self.device, self.loss = [part for _, part in parts], world, device, loss
+        self.parts, self.world, self.loss = [part for _, part in parts], world, loss
+        self.hardware, self.device = device, device.handle
         self.sync, self.averaged_over, self.pipeline = sync, averaged_over, pipeline
         self.dtype, self.one_document = dtype, one_document
         layout = world.layout
         self.ledger: Ledger | None = None  # what a step tells beside its loss
         # How much of a router loss each micro-batch's rows stand for.
-        self.router_share = torch.ones((), device=device)
+        self.router_share = torch.ones((), device=self.device)
         self.usage: dict[int, torch.Tensor] = {}  # layer -> how often each expert was chosen in this rank's step
         self.loss_group = world.joined("pp", "dp", "fsdp", "cp")
         self.count_group = world.joined("dp", "fsdp")
         # Sequences are cut in cp x 2 chunks and those in tp slices.
         self.length_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
-        self._copies: torch.cuda.Stream | None = None  # beside the one that computes
+        self._copies: Any = None  # a stream beside the one that computes
 
     @property
     def model(self) -> nn.Module:
@@ -72,17 +74,17 @@ class Engine:
     def send(self, batches: Sequence[Any]) -> list[Any]:
         """A step's micro-batches on their way to a card, while it is still at the step before. Elsewhere, and where a
         sequence is cut first, they stay where they are."""
-        if self.device.type != "cuda" or self.world.layout.cp > 1:
+        if not self.hardware.asynchronous or self.world.layout.cp > 1:
             return list(batches)
         if self._copies is None:
-            self._copies = torch.cuda.Stream(self.device)
-        here = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._copies):
-            sent = [batch.to(self.device) for batch in batches]
+            self._copies = self.hardware.stream()
+        here = self.hardware.current_stream()
+        with self.hardware.on_stream(self._copies):
+            sent = [batch.to(self.device, self.hardware.pins_memory) for batch in batches]
         here.wait_stream(self._copies)
         for batch in sent:
-            for tensor in batch.tensors():
-                tensor.record_stream(here)  # or its memory is given to the next copy while it is still read
+            for tensor in batch.tensors():  # or its memory is given to the next copy while it is still read
+                self.hardware.record_stream(tensor, here)
         return sent
 
     def totals(self, *local: int) -> list[int]:
@@ -104,7 +106,7 @@ class Engine:
             total = torch.zeros((), device=self.device)
             for k, (batch, share) in enumerate(zip(mine, shares)):
                 sync_gradients(self.parts, k == len(mine) - 1, self.world)
-                if self.device.type == "cuda":  # told before, the head forms its gradients once and for all
+                if self.hardware.scales_in_loss:  # told before, the head forms its gradients once and for all
                     loss = self.loss(self.model, batch, scale=self.averaged_over / share)
                     loss.backward()
                     total += loss.detach() / self.averaged_over
@@ -131,7 +133,7 @@ class Engine:
 
     def _mine(self, batch: Any) -> Any:
         layout, at = self.world.layout, self.world.at
-        return context.split(batch, at["cp"], layout.cp).to(self.device)
+        return context.split(batch, at["cp"], layout.cp).to(self.device, self.hardware.pins_memory)
 
     def _pipelined(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
         assert self.pipeline is not None

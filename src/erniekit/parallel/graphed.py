@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.devices.base import Device
 from erniekit.kernels.packed_attention import Packs
 from erniekit.log import say
 from erniekit.parallel.compiled import is_eager
@@ -23,10 +24,11 @@ class GraphedLayers:
     """In place of a model's `run_layers`. What it cannot replay runs as before: other shapes, evaluation, documents
     that share keys."""
 
-    def __init__(self, model: Any, rows: int, length: int, micro_batches: int) -> None:
+    def __init__(self, model: Any, device: Device, rows: int, length: int, micro_batches: int) -> None:
         """rows, length: of the batches to come. micro_batches: of a step; a replay writes gradients where the one
         before wrote them, so that each of several is copied first."""
-        self.model, self.plain, self.shape, self.micro_batches = model, model.run_layers, (rows, length), micro_batches
+        self.model, self.device, self.plain = model, device, model.run_layers
+        self.shape, self.micro_batches = (rows, length), micro_batches
         self.recorded: dict[Any, Any] = {}
         self.launched, self.room = 0, True
 
@@ -63,9 +65,9 @@ class GraphedLayers:
             self.launched += 1
             return False
         if self.room:
-            held = torch.cuda.memory_allocated()
-            need = 2 * (torch.cuda.max_memory_allocated() - held)
-            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
+            held = self.device.allocated()
+            need = 2 * (self.device.peak_allocated() - held)
+            free = self.device.free_memory()[0] + self.device.reserved() - held
             self.room = need < free
             if not self.room:
                 say(f"note     cuda_graph: recording takes {need / GIB:.0f} GiB, {free / GIB:.0f} are free: launched")
@@ -74,12 +76,12 @@ class GraphedLayers:
     def _record(self, x_BLH: torch.Tensor, ctx: Any) -> nn.Module:
         stack: Any = _Stack(self.model.layers, ctx)
         x = x_BLH.detach().clone().requires_grad_(x_BLH.requires_grad)
-        torch.cuda.empty_cache()  # what was launched so far left its memory behind
+        self.device.empty_cache()  # what was launched so far left its memory behind
         # Recording runs on a stream of its own and keeps its AccumulateGrad nodes, so that every replay on the usual
         # stream would be warned of: as intended here, hence off from now on.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        stack = torch.cuda.make_graphed_callables(stack, (x, *(t.clone() for t in _inputs(ctx))))
-        torch.cuda.empty_cache()  # and so did the rehearsals: a graph cannot use it
+        stack = self.device.graphed(stack, (x, *(t.clone() for t in _inputs(ctx))))
+        self.device.empty_cache()  # and so did the rehearsals: a graph cannot use it
         if self.micro_batches > 1 and not self.recorded:
             for param in stack.parameters():
                 if param.requires_grad:

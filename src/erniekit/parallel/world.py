@@ -10,10 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from erniekit.errors import DeviceError, PlanError
 from erniekit.parallel.mesh import Layout, World, fit
+
+if TYPE_CHECKING:
+    from erniekit.devices.base import Device
 
 MEET = timedelta(minutes=10)  # for all ranks to start
 TALK = timedelta(minutes=30)  # for one collective: loading a large model keeps ranks apart
@@ -122,28 +125,27 @@ def ranks_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def open_world(parallel: Any, device_type: str, moe_group: str = "none") -> World:
+def open_world(parallel: Any, device: Device, moe_group: str = "none") -> World:
     """This process's place; joins the group when there are others."""
     size = ranks_started()
     layout = fit(size, layout_of(parallel, moe_group=moe_group))
     rank = int(os.environ.get("RANK", "0")) if size > 1 else 0
-    world = World(layout, rank, device_type)
+    world = World(layout, rank, device.type)
     if size > 1:
-        _join(rank, size, device_type)
+        _join(rank, size, device)
         first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
         world.leaders = [r for r, first in enumerate(world.gather(first_here)) if first]
     return world
 
 
-def _join(rank: int, size: int, device_type: str) -> None:
-    import torch
+def _join(rank: int, size: int, device: Device) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
-        store.set(f"device/{rank}", device_type)
+        store.set(f"device/{rank}", device.vendor)
         kinds = [store.get(f"device/{r}").decode() for r in range(size)]
     except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
         raise dist.DistNetworkError(
@@ -152,11 +154,9 @@ def _join(rank: int, size: int, device_type: str) -> None:
         ) from error
     if len(set(kinds)) > 1:
         _part(store, rank, kinds)
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    device.bind(int(os.environ.get("LOCAL_RANK", "0")))
     prefix = dist.PrefixStore("erniekit", store)
-    dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
+    dist.init_process_group(device.backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
 
 
 def _part(store: Any, rank: int, kinds: list[str]) -> NoReturn:

@@ -120,17 +120,18 @@ class Built:
 
 
 def settle(cfg: RunConfig) -> tuple[RunConfig, Device, torch.dtype]:
-    """What only this machine can decide: its device, and fp32 where nobody asked for the bf16 a CPU is slow at."""
+    """What only this machine can decide: its device, and fp32 where nobody asked for the bf16 it is slow at."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
-    if device.type == "cpu" and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
-        note = Note("compute_type", "bf16", "fp32", "bf16 is slow on a CPU; write compute_type: bf16 to have it")
+    if not device.fast_bf16 and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
+        where = "a CPU" if device.vendor == "cpu" else device.name
+        note = Note("compute_type", "bf16", "fp32", f"bf16 is slow on {where}; write compute_type: bf16 to have it")
         say(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
     device.reset_peak()
     if cfg.train.deterministic:
         device.same_bits()
-    torch.manual_seed(cfg.train.seed)
+    device.seed(cfg.train.seed)
     return cfg, device, DTYPES[cfg.precision.compute_type]
 
 
@@ -204,7 +205,7 @@ def build(cfg: RunConfig, folder: ModelFolder, device: Device, dtype: torch.dtyp
         model,
         sharding,
         world,
-        device.handle,
+        device,
         dtype,
         stage.loss(cfg, world, ledger),
         weights.base_and_adapters(base, low_rank),

@@ -55,7 +55,7 @@ def engine_for(cfg: RunConfig, stage: Stage, found: Found, world: World, device:
     ignore_bias(cfg, model)
     names = stage.tells(cfg)
     ledger = Ledger(names, device.handle) if names else None
-    engine = Engine([(0, model)], world, device.handle, stage.loss(cfg, world, ledger), dtype=dtype)
+    engine = Engine([(0, model)], world, device, stage.loss(cfg, world, ledger), dtype=dtype)
     engine.ledger = ledger
     return engine
 

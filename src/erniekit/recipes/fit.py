@@ -56,7 +56,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
     started = time.perf_counter()
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
     cfg, device, dtype = settle(cfg)
-    world = open_world(cfg.parallel, device.type, cfg.moe.moe_group)
+    world = open_world(cfg.parallel, device, cfg.moe.moe_group)
     cfg = for_world(cfg, world.layout.data_ranks)
     same_run.check_settings(cfg, world)
     folder, tokenizer = open_model(cfg)
@@ -239,7 +239,7 @@ def watchers(cfg: RunConfig, built: Built, saver: Saver) -> list[Hook]:
         return []
     out: list[Hook] = []
     if cfg.train.straggler_factor:
-        probe = device_probe(built.device.handle)
+        probe = device_probe(built.device)
         out.append(Stragglers(built.world, cfg.train.straggler_factor, probe=probe))
     if cfg.train.drift_check_steps:
         blocks = replicated(built.sharding, built.world.rank)

@@ -47,13 +47,12 @@ def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World)
         say(f"note     {note}")
     if len(notes) > SHOWN_NOTES:
         say(f"note     and {len(notes) - SHOWN_NOTES} more: `erniekit config` shows all")
-    if device.type == "cuda" and (hint := _faster()):
+    if (card := device.capability()) and (hint := _faster(card)):
         say(f"note     {hint}")
 
 
-def _faster() -> str | None:
-    """Only what this card would use is looked for: importing either takes seconds."""
-    card = torch.cuda.get_device_capability()
+def _faster(card: tuple[int, int]) -> str | None:
+    """Only what a card of this capability would use is looked for: importing either takes seconds."""
     hopper, newer = card[0] == 9, card[0] > 9
     return faster_attention(card, hopper and flash4.library() is not None, newer and cudnn_packed.library() is not None)
 

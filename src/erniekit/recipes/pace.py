@@ -41,8 +41,8 @@ def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
     if cfg.model.compile is not None:
         return
     why_not = None
-    if device.type != "cuda":
-        why_not = "no NVIDIA card"
+    if not device.triton:
+        why_not = "no Triton for this device"
     elif problem := why_no_triton():
         why_not = problem
     elif world.size > 1:
@@ -51,14 +51,14 @@ def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
         why_not = "fp32"
     elif cfg.train.stage == "SFT" and not cfg.data.packing:
         why_not = "rows of many lengths; packing: True makes them of one"
-    reason = why_not or "one NVIDIA card and rows of one length; write compile: False to leave it"
+    reason = why_not or "one device and rows of one length; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
 
 
 def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
     asked, why_not = cfg.model.cuda_graph, None
-    if device.type != "cuda" or world.size > 1:
-        why_not = "one NVIDIA card alone replays graphs"
+    if not device.records_graphs or world.size > 1:
+        why_not = "graphs are replayed by one device alone, and not by every kind"
     elif asked is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
     elif not cfg.model.compile:

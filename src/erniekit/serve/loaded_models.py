@@ -5,7 +5,6 @@ A base and its adapters are one set of weights: each adapter is a tree of module
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from erniekit.api_load import DTYPES, Found, find_model
 from erniekit.config import RunConfig
 from erniekit.devices import pick
+from erniekit.devices.base import Device
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import warn
 from erniekit.lora.adapter import attach
@@ -87,11 +87,12 @@ class LoadedModels:
 
 def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     """Load every model and start the engine."""
-    device = pick(cfg.train.device, cfg.train.no_cuda).handle
+    hardware = pick(cfg.train.device, cfg.train.no_cuda)
+    device = hardware.handle
     weights = entries[0].found.weights
     asked = cfg.precision.compute_type if cfg.given("compute_type") else None
     # CPUs without 16-bit units compute bf16 many times slower than fp32.
-    dtype = DTYPES.get(asked or "") or (torch.float32 if device.type == "cpu" else None)
+    dtype = DTYPES.get(asked or "") or (None if hardware.fast_bf16 else torch.float32)
     base = weights.build(dtype, device).eval()
     trees: dict[str, nn.Module] = {}
     for entry in entries:
@@ -100,7 +101,7 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     longest = min(s.max_model_len, weights.config.max_positions)
     limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue)
     kind = next(base.parameters()).dtype
-    cache = make_cache(weights.config, limits, s.block_size, kind, device, s.gpu_memory_utilization)
+    cache = make_cache(weights.config, limits, s.block_size, kind, hardware, s.gpu_memory_utilization)
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries) for entry in entries}
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
@@ -118,13 +119,13 @@ def with_adapter(base: nn.Module, found: Found) -> nn.Module:
 
 
 def make_cache(
-    config: DecoderConfig, limits: EngineLimits, size: int, dtype: torch.dtype, device: torch.device, share: float
+    config: DecoderConfig, limits: EngineLimits, size: int, dtype: torch.dtype, device: Device, share: float
 ) -> PagedCache:
     """Room for every sequence at full length, or what memory allows."""
     each = bytes_per_block(config, size, dtype)
     least = -(-limits.length // size)
     wanted = limits.sequences * least
-    blocks = min(wanted, _free_bytes(device, share) // each)
+    blocks = min(wanted, device.usable_memory(share) // each)
     if blocks < least:
         raise DeviceError(
             f"one sequence of {limits.length} tokens needs {least * each / 2**30:.1f} GiB of cache, which is not free",
@@ -134,14 +135,7 @@ def make_cache(
     if blocks < wanted:
         full = f"{limits.sequences} sequences (max_num_seqs) of {limits.length} tokens (max_model_len)"
         warn(f"the cache holds {blocks / wanted:.0%} of {full}; long ones will wait for each other")
-    return PagedCache(config, blocks, size, dtype, device)
-
-
-def _free_bytes(device: torch.device, share: float) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - share) * total))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+    return PagedCache(config, blocks, size, dtype, device.handle)
 
 
 def _served(entry: ModelEntry, longest: int, tokenizer_name: str | None, entries: list[ModelEntry]) -> ServedModel:

@@ -78,7 +78,7 @@ class Saver:
         # Saves in the background talk among ranks while training does: on a group of their own.
         group = self.world.new_host_group()
         after = copier(manager, copy_to, self.world.rank, group)
-        self.saves = CollectiveSaves(manager, self.world, sharding, group, after)
+        self.saves = CollectiveSaves(manager, self.world, sharding, device, group, after)
         self.last_saved = -1
         self.before: Callable[[int], None] | None = None  # called with a step that is to be saved; may raise
 

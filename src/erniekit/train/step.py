@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from erniekit.data.types import Batch
+from erniekit.devices.base import Device, Event
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine
@@ -37,19 +38,20 @@ class StepResult:
 class DeviceClock:
     """When the device came to an event, on the host's clock, which may look only long after."""
 
-    def __init__(self) -> None:
-        self._last: tuple[torch.cuda.Event, float] | None = None
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._last: tuple[Event, float] | None = None
 
     def start(self) -> None:
         """Once, before the first step: waits for the device. All later times are counted from this one by the device
         alone. Where the host's first look came late, that delay would be taken off a later step's time."""
         if self._last is None:
-            event = torch.cuda.Event(enable_timing=True)
+            event = self.device.event()
             event.record()
             event.synchronize()
             self._last = (event, time.perf_counter())
 
-    def time_of(self, event: torch.cuda.Event) -> float:
+    def time_of(self, event: Event) -> float:
         """Of events that have happened, in their order."""
         assert self._last is not None, "start comes first"
         before, then = self._last
@@ -68,10 +70,11 @@ class Launched:
         clock: DeviceClock | None = None,
     ) -> None:
         """told: loss, gradient norm and the ledger's means; `read` makes the result of them. good: fp32 [], where told
-        is: 1 where both are numbers and the update is applied, else 0."""
-        self.good, self._read, self._clock = good, read, clock or DeviceClock()
+        is: 1 where both are numbers and the update is applied, else 0. clock: of the device that has yet to
+        compute told; None where told is on the host already."""
+        self.good, self._read, self._clock = good, read, clock
         self._moving: dict[str, torch.Tensor] = {"": told}
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Event | None = None
         self._sent_at = 0.0
 
     def bring(self, name: str, tensor: torch.Tensor) -> None:
@@ -81,17 +84,18 @@ class Launched:
     def send(self) -> None:
         """Everything on its way to the host, behind all that was launched so far; nobody waits. Where the numbers are
         there already, what was brought stays on the device, for whoever cares to wait for it."""
-        if self._moving[""].is_cuda:
+        if self._clock is not None:
             self._moving = {name: value.to("cpu", non_blocking=True) for name, value in self._moving.items()}
-            self._arrived = torch.cuda.Event(enable_timing=True)
+            self._arrived = self._clock.device.event()
             self._arrived.record()
         self._sent_at = time.perf_counter()
 
     def result(self) -> StepResult:
         """Waits for the device where it has not come so far."""
-        if self._arrived is not None:
+        at = self._sent_at or time.perf_counter()
+        if self._arrived is not None and self._clock is not None:
             self._arrived.synchronize()
-        at = self._clock.time_of(self._arrived) if self._arrived is not None else self._sent_at or time.perf_counter()
+            at = self._clock.time_of(self._arrived)
         brought = {name: tensor for name, tensor in self._moving.items() if name}
         return replace(self._read(self._moving[""].tolist()), brought=brought, finished_at=at)
 
@@ -113,7 +117,7 @@ class TrainStep:
         self.mean_of_means = compat
         self.prepare = prepare
         self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
-        self._clock = DeviceClock()
+        self._clock = DeviceClock(engine.hardware)
 
     @property
     def late(self) -> bool:
@@ -125,8 +129,9 @@ class TrainStep:
 
     def launch(self, batches: Sequence[Batch], step: int) -> Launched:
         engine, optimizer = self.engine, self.optimizer
-        if self.late and engine.device.type == "cuda":
-            self._clock.start()
+        clock = self._clock if self.late and engine.hardware.asynchronous else None
+        if clock is not None:
+            clock.start()
         # Waiting for other ranks is never booked as this rank's own work: that is how a slow one is told from the rest.
         self.phase("collective")
         batches = engine.send(batches)
@@ -159,7 +164,7 @@ class TrainStep:
             applied = _finite(loss) and _finite(norm)
             return StepResult(step, loss, norm, lr, tokens, trained, squares, applied, told)
 
-        return Launched(told, good, read, self._clock)
+        return Launched(told, good, read, clock)
 
     def _norm(self) -> torch.Tensor:
         """Of the whole model's gradient; where there are other ranks, after theirs were added."""

@@ -18,6 +18,7 @@ from erniekit.train.agreement import HostGroup
 from erniekit.train.hooks import Hook
 
 if TYPE_CHECKING:
+    from erniekit.devices.base import Device
     from erniekit.train.step import StepResult
     from erniekit.train.trainer import Trainer
 
@@ -135,20 +136,20 @@ def find_slow(rows: list[dict[str, float]], factor: float) -> list[tuple[int, st
     return found
 
 
-def device_probe(device: torch.device, size: int = 4096) -> Callable[[], float] | None:
+def device_probe(device: Device, size: int = 4096) -> Callable[[], float] | None:
     """Times a matrix product on the card (0.3 ms on an H100); None on a CPU, where the host's clock sees the work."""
-    if device.type != "cuda":
+    if not device.asynchronous:
         return None
-    left = torch.ones(size, size, device=device, dtype=torch.bfloat16)
+    left = torch.ones(size, size, device=device.handle, dtype=torch.bfloat16)
     out = torch.empty_like(left)
 
     def seconds() -> float:
         best = float("inf")
         for _ in range(5):  # the best: others use the card too
-            torch.cuda.synchronize(device)
+            device.synchronise()
             began = time.perf_counter()
             torch.mm(left, left, out=out)
-            torch.cuda.synchronize(device)
+            device.synchronise()
             best = min(best, time.perf_counter() - began)
         return best
 

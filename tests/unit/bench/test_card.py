@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from erniekit.bench import card
-from erniekit.bench.card import QUERY, Watch, card_of, medians, parse
+from erniekit.bench.card import QUERY, Watch, medians, parse
 from erniekit.bench.measure import product_rate
+from erniekit.devices import pick
 from support.clock import Clock, until
 
 Speak = Callable[[str], Path]
@@ -97,7 +98,7 @@ def test_a_machine_without_the_program_or_without_a_card_has_no_readings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert card_of(torch.device("cpu")) is None
+    assert pick("cpu").smi_id() is None
     for name in ("GPU-1234", None):
         with Watch(name) as watch:
             assert watch.last(60) == []
@@ -119,7 +120,7 @@ def test_the_rate_of_a_product_comes_with_the_gauges_meanwhile(speak: Speak) -> 
     with Watch("GPU-1234") as watch:
         until(lambda: bool(watch.last(60)))
         for _ in range(20):  # a program that gets no time meanwhile gives no reading of these products
-            told = product_rate(torch.device("cpu"), torch.float32, watch, held_seconds=0.2).record()
+            told = product_rate(pick("cpu"), torch.float32, watch, held_seconds=0.2).record()
             if "clock_mhz" in told:
                 break
     assert (told["clock_mhz"], told["power_w"], told["temperature_c"]) == (1470.0, 692.31, 58.0)

@@ -9,8 +9,9 @@ import torch
 
 from erniekit.bench.card import Watch
 from erniekit.bench.measure import ProductRate, product_rate
+from erniekit.devices import pick
 
-CPU = torch.device("cpu")
+CPU = pick("cpu")
 
 
 def test_a_cpu_makes_a_few_products_and_has_no_gauges() -> None:

@@ -19,6 +19,7 @@ from erniekit.bench.peers.hf import Transformers
 from erniekit.bench.runner import Patch, Task, Told
 from erniekit.bench.turns import Lane, Turns
 from erniekit.bench.workloads import WORKLOADS, Options, tiny
+from erniekit.devices import pick
 from support.clock import until
 
 FLOAT = torch.float32
@@ -32,7 +33,7 @@ def make(tmp_path: Path) -> Make:
         (tmp_path / "config.json").write_text(json.dumps(dict(work.model)))
         settings = Options(**{"steps": 2, "warmup": 1, "tiny": True, **options})  # type: ignore[arg-type]
         data = make_steps(work.rows, int(work.model["vocab_size"]), 2, settings.seed)
-        return Task(work, settings, tmp_path, torch.device("cpu"), FLOAT, data)
+        return Task(work, settings, tmp_path, pick("cpu"), FLOAT, data)
 
     return task
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from erniekit.config import load
+from erniekit.devices import entry_of
 from erniekit.errors import ConfigError, DeviceError
-from erniekit.launch.plan import LaunchPlan, choose_devices, inside, launch_name, needed, plan, visible_devices
+from erniekit.launch.plan import LaunchPlan, choose_devices, inside, launch_name, needed, plan
 
 
 def planned(words: str = "", **env: str) -> LaunchPlan:
@@ -100,7 +101,7 @@ def test_the_launcher_words_of_the_seeds_are_understood(monkeypatch: pytest.Monk
     for seed, words in SEEDS.items():
         cfg = load(shlex.split(words))
         choose_devices(cfg)
-        worlds[seed] = visible_devices(os.environ, cfg.train.device)
+        worlds[seed] = entry_of(cfg.train.device, os.environ).count_visible(os.environ)
         assert cfg.launch.log_dir == "L"
     assert worlds == {"000": 16, "001": 8, "002": 16}
     launch = plan(load([*shlex.split(SEEDS["001"]), "device=cpu"]), {})
@@ -115,10 +116,11 @@ def test_a_script_behind_the_device_list_is_not_a_device() -> None:
 
 
 def test_visible_devices_are_counted_as_cuda_counts_them() -> None:
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,2,5"}) == 3
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == 1
-    assert visible_devices({"XPU_VISIBLE_DEVICES": "0,1"}, "xpu") == 2
+    for listed, want in (("0,2,5", 3), ("", 0), ("0,-1,1", 1)):
+        env = {"CUDA_VISIBLE_DEVICES": listed}
+        assert entry_of("auto", env).count_visible(env) == want
+    env = {"XPU_VISIBLE_DEVICES": "0,1"}
+    assert entry_of("xpu", env).count_visible(env) == 2
 
 
 def test_more_processes_than_devices_is_refused() -> None:

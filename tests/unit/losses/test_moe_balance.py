@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.moe_balance import Balance, Weights, orthogonal
 from erniekit.models.config import MoEShape
@@ -28,8 +29,8 @@ TELLS = ("router_aux", "router_z", "router_ortho")
 def model(weights: Weights = ALL, compat: bool = False) -> tuple[Decoder, Engine]:
     built = Decoder(CONFIG)
     init_weights(built, seed=3, std=0.3)
-    engine = Engine([(0, built)], World(), torch.device("cpu"), causal_loss)
-    engine.ledger = Ledger(TELLS, torch.device("cpu"))
+    engine = Engine([(0, built)], World(), pick("cpu"), causal_loss)
+    engine.ledger = Ledger(TELLS, engine.device)
     share = engine.router_share
     if compat:
         share = torch.ones(())

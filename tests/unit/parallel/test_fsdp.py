@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from erniekit.data.collate import one_document
+from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
 from erniekit.models.config import MoEShape
@@ -31,7 +32,7 @@ def computed_in(axes: dict[str, Any]) -> tuple[dict[str, str], dict[str, tuple[i
         model: Any = spec.build(config)
     sharding = sharding_of(model, spec.plan, layout)
     engine = parallelise(
-        model, sharding, World(layout, rank), torch.device("cpu"), torch.bfloat16, causal_loss,
+        model, sharding, World(layout, rank), pick("cpu"), torch.bfloat16, causal_loss,
         lambda name, piece: piece.normal_(0, 0.1), one_document, Options(),
     )  # fmt: skip
     seen: dict[str, str] = {}

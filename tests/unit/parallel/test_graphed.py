@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
+from erniekit.devices import pick
+from erniekit.devices.base import Device
 from erniekit.kernels.packed_attention import Packs
 from erniekit.losses.moe_balance import Balance, Weights
 from erniekit.models.config import MoEShape
@@ -70,7 +74,7 @@ def test_padding_is_an_input_only_where_layers_tell_of_themselves() -> None:
 def test_where_nothing_can_be_replayed_layers_are_launched() -> None:
     model, x = decoder(), torch.randn(2, 12, 32)
     ctx = model.context(torch.arange(12).expand(2, 12))
-    graphed = GraphedLayers(model, 2, 12, micro_batches=1)
+    graphed = GraphedLayers(model, pick("cpu"), 2, 12, micro_batches=1)
     model.train()
     torch.testing.assert_close(graphed(x, ctx), model.run_layers(x, ctx))  # a CPU has no kernels for it
     assert not graphed.recorded
@@ -91,7 +95,7 @@ class Rehearsed(GraphedLayers):
 
 def test_each_kind_of_batch_has_a_recording_of_its_own_up_to_the_limit() -> None:
     model, x = decoder(), torch.randn(2, 12, 32)
-    graphed = Rehearsed(model, 2, 12, micro_batches=1)
+    graphed = Rehearsed(model, pick("cpu"), 2, 12, micro_batches=1)
     plain = model.context(torch.arange(12).expand(2, 12))
     real = torch.ones(2, 12, dtype=torch.bool)
     for ctx in (plain, plain._replace(record={}), plain._replace(record={}, real=real), plain):
@@ -101,15 +105,27 @@ def test_each_kind_of_batch_has_a_recording_of_its_own_up_to_the_limit() -> None
     assert len(graphed.recorded) == 2, "the third kind was launched"
 
 
-def test_a_model_with_experts_is_launched_for_two_whole_steps_before_its_memory_is_judged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graphed = GraphedLayers(decoder(), 2, 12, micro_batches=3)
-    assert [graphed._may_record() for _ in range(6)] == [False] * 6
-    for peak, room in ((30, True), (60, False)):  # of 100, 10 held: a step's activations must fit twice
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10)
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak: peak)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (90, 100))
-        graphed.room = True
+@dataclass(frozen=True)
+class Counted(Device):
+    """Of 100 bytes, 10 are held now and `peak` were at most."""
+
+    peak: int = 0
+
+    def allocated(self) -> int:
+        return 10
+
+    def reserved(self) -> int:
+        return 10
+
+    def peak_allocated(self) -> int:
+        return self.peak
+
+    def free_memory(self) -> tuple[int, int]:
+        return 90, 100
+
+
+def test_a_model_with_experts_is_launched_for_two_whole_steps_before_its_memory_is_judged() -> None:
+    for peak, room in ((30, True), (60, False)):  # a step's activations must fit twice
+        graphed = GraphedLayers(decoder(), Counted("counted", "cpu", 100, peak=peak), 2, 12, micro_batches=3)
+        assert [graphed._may_record() for _ in range(6)] == [False] * 6
         assert graphed._may_record() is room

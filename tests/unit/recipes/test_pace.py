@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from erniekit.config import load
+from erniekit.devices.base import Device
+from erniekit.devices.cpu import CpuDevice
+from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.models.costs import activation_bytes
 from erniekit.recipes.pace import for_device, layers_to_recompute
@@ -21,8 +24,9 @@ LARGE = replace(SMALL, hidden_size=2560, intermediate_size=12288, num_layers=28,
 ALONE: Any = SimpleNamespace(size=1)
 
 
-def card(kind: str = "cuda") -> Any:
-    return SimpleNamespace(type=kind, total_memory=139 * GIB, peak_flops={torch.bfloat16: 989.4e12})
+def card(kind: str = "gpu") -> Device:
+    made = CudaDevice if kind == "gpu" else CpuDevice
+    return made("H200", "cuda", 139 * GIB, {torch.bfloat16: 989.4e12})
 
 
 def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderConfig = SMALL) -> Any:
@@ -33,12 +37,12 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
 @pytest.mark.parametrize(
     ("words", "device", "ranks", "want"),
     [
-        (["packing=True"], "cuda", 1, True),
+        (["packing=True"], "gpu", 1, True),
         (["packing=True"], "cpu", 1, False),
-        (["packing=True"], "cuda", 2, False),
-        (["packing=False"], "cuda", 1, False),
+        (["packing=True"], "gpu", 2, False),
+        (["packing=False"], "gpu", 1, False),
         (["packing=False", "compile=True"], "cpu", 2, True),
-        (["packing=True", "compile=False"], "cuda", 1, False),
+        (["packing=True", "compile=False"], "gpu", 1, False),
     ],
 )
 def test_layers_are_compiled_on_one_card_with_rows_of_one_length_or_as_told(

@@ -9,6 +9,8 @@ import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
+from erniekit.devices import pick
+from erniekit.devices.cpu import CpuDevice
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
@@ -67,13 +69,13 @@ def test_two_of_one_name_and_a_folder_without_an_adapter_are_refused(base: Path,
 def test_the_cache_holds_every_sequence_where_memory_allows_and_says_so_where_not(base: Path, monkeypatch, capsys):
     config = ModelFolder(base).config
     limits = EngineLimits(sequences=4, length=100)
-    cpu = torch.device("cpu")
+    cpu = pick("cpu")
     assert loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 4 * 13
     each = loaded_models.bytes_per_block(config, 8, torch.float32)
-    monkeypatch.setattr(loaded_models, "_free_bytes", lambda device, share: 20 * each)
+    monkeypatch.setattr(CpuDevice, "usable_memory", lambda device, share: 20 * each)
     assert loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9).blocks == 20
     assert "max_num_seqs" in capsys.readouterr().err
-    monkeypatch.setattr(loaded_models, "_free_bytes", lambda device, share: 12 * each)
+    monkeypatch.setattr(CpuDevice, "usable_memory", lambda device, share: 12 * each)
     with pytest.raises(DeviceError) as error:
         loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9)
     assert error.value.where == "max_model_len"

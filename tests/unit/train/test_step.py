@@ -10,6 +10,8 @@ import torch
 
 from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.devices import pick
+from erniekit.devices.base import Device
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
@@ -46,7 +48,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def on_one_rank(built: Decoder, loss: Loss = causal_loss) -> Engine:
-    return Engine([(0, built)], World(), torch.device("cpu"), loss)
+    return Engine([(0, built)], World(), pick("cpu"), loss)
 
 
 def run(batches: list[Batch], steps: int = 3, compat: bool = False) -> tuple[Decoder, list[float]]:
@@ -114,9 +116,12 @@ def test_a_device_tells_when_it_finished_however_late_it_is_asked(monkeypatch: p
 
         def synchronize(self) -> None: ...
 
-    host, clock = Clock(), DeviceClock()
+    class Late(Device):
+        def event(self) -> Event:
+            return Event(100.0)
+
+    host, clock = Clock(), DeviceClock(Late("late", "cpu", 0))
     monkeypatch.setattr("erniekit.train.step.time", host)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(100.0))
     clock.start()
     began = host.now
     host.sleep(0.05)  # the host compiles: it looks at the first step only now

@@ -15,6 +15,7 @@ import torch
 from erniekit.checkpoint.state import TrainState
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
+from erniekit.devices import pick
 from erniekit.devices.cpu import make
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
@@ -101,7 +102,7 @@ class Run:
         def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
             return causal_loss(model, batch) + (float("nan") if batch.pack_indices[0] in bad else 0.0)
 
-        engine = Engine([(0, self.model)], World(), torch.device("cpu"), loss)
+        engine = Engine([(0, self.model)], World(), pick("cpu"), loss)
         self.notes, self.keeper = Notes(), Keeper(self, keep)
         self.read: list[int] = []  # packs, in the order they were asked for
         self.trainer = Trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.devices import AUTO, DEVICES
 
 _INTERVALS = ("no", "steps", "epoch")
 
@@ -57,7 +58,7 @@ class TrainSection:
     device: str = key(
         "auto",
         "gpu, cpu; auto takes the GPU when there is one.",
-        choices=("auto", "gpu", "cpu", "xpu", "npu", "iluvatar_gpu", "metax_gpu"),
+        choices=(AUTO, *DEVICES),
         basic=True,
     )
     no_cuda: bool = key(False, "device: cpu, under its old name.")

@@ -1,0 +1,151 @@
+"""Which device a word means, and a kind of device that is added by one file and one registration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import toy_device
+from erniekit import devices
+from erniekit.bench.measure import Gauge
+from erniekit.demo import tiny
+from erniekit.devices import DEVICES, Entry, entry_of, others, pick
+from erniekit.errors import DeviceError, LaterError
+from erniekit.train.step import DeviceClock, Launched, StepResult
+
+TESTS = Path(toy_device.__file__).parent
+TOY = {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "ERNIEKIT_DEVICES": "toy=toy_device"}
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(devices, "DEVICES", {"toy": Entry(toy_device.__name__, "TOY_VISIBLE"), **DEVICES})
+    return "toy"
+
+
+def train(output: Path, models: Path, device: str, *more: str, **env: str) -> str:
+    """What a run as typed said."""
+    keys = dict(
+        model_name_or_path=models / "tiny", train_dataset_path=tiny.TRAIN, output_dir=output,
+        fine_tuning="Full", max_seq_len=128, max_steps=3, gradient_accumulation_steps=2, learning_rate=1e-3,
+        cache_dir=models / "cache", unified_checkpoint_config="async_save", save_steps=2, doctor="off",
+        logging_steps=1, device=device, report_to="none", dataset_num_proc=1, log_dir=output / "ranks",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "erniekit", "train", *(f"{key}={value}" for key, value in keys.items()), *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def records(output: Path) -> list[dict[str, float]]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def same_numbers(one: Path, other: Path) -> bool:
+    names = ("loss", "grad_norm", "learning_rate")
+    return [[r.get(n) for n in names] for r in records(one)] == [[r.get(n) for n in names] for r in records(other)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny.make_tiny_model(folder / "tiny", family="llama")
+    return folder
+
+
+def test_a_device_of_another_package_trains_as_the_cpu_does(models: Path, tmp_path: Path) -> None:
+    train(tmp_path / "cpu", models, "cpu")
+    said = train(tmp_path / "toy", models, "toy", **TOY, TOY_CALLS=str(tmp_path / "calls"))
+    assert "Toy" in said
+    assert "bf16 is slow on Toy" in said
+    assert len(records(tmp_path / "toy")) == 3
+    assert same_numbers(tmp_path / "toy", tmp_path / "cpu")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("toy", "cpu")]
+    assert weights[0] == weights[1]
+    last = records(tmp_path / "toy")[-1]
+    assert (last["current_memory_allocated"], last["max_memory_reserved"]) == (2.0, 5.0)
+    assert "current_memory_allocated" not in records(tmp_path / "cpu")[-1]
+    calls = (tmp_path / "calls").read_text().split("\n")
+    assert {"reset_peak", "stream", "on_stream", "wait_stream", "record_stream", "synchronise"} <= set(calls)
+    assert calls.count("stream") == 1, "one stream for the copies of all steps"
+
+
+@pytest.mark.full
+def test_two_ranks_on_a_device_of_another_package_meet_over_its_backend(models: Path, tmp_path: Path) -> None:
+    ranks = ("nproc_per_node=2", "straggler_factor=0")  # whose probe is a product for a card
+    train(tmp_path / "cpu", models, "cpu", *ranks)
+    train(tmp_path / "toy", models, "toy", *ranks, **TOY, TOY_CALLS=str(tmp_path / "calls"))
+    assert same_numbers(tmp_path / "toy", tmp_path / "cpu")
+    assert {"bind 0", "bind 1"} <= set((tmp_path / "calls").read_text().split("\n"))
+
+
+def test_auto_takes_the_first_that_is_present_and_else_the_cpu(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pick("auto").name == "Toy"
+    assert pick("auto", no_cuda=True).vendor == "cpu"
+    monkeypatch.setenv("TOY_ABSENT", "1")
+    assert pick("auto").vendor == ("gpu" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_device_that_is_absent_or_of_a_later_version_is_refused_with_a_way_out(
+    toy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_ABSENT", "1")
+    with pytest.raises(DeviceError, match="'toy' was asked for") as error:
+        pick(toy)
+    assert "device=cpu" in (error.value.fix or "")
+    with pytest.raises(LaterError, match="'npu' is not in this version"):
+        pick("npu")
+
+
+def test_the_variable_names_modules_and_what_is_wrong_with_it_is_said_on_use() -> None:
+    assert others("") == {}
+    found = others("toy=my.toy:TOY_VISIBLE, other=some.where,")
+    assert found == {"toy": Entry("my.toy", "TOY_VISIBLE"), "other": Entry("some.where")}
+    with pytest.raises(DeviceError, match="no device can be read from 'nowhere'"):
+        others("nowhere")["nowhere"].load()
+
+
+def test_visible_devices_are_counted_by_each_kinds_own_variable(toy: str) -> None:
+    env = {"TOY_VISIBLE": "0,1", "CUDA_VISIBLE_DEVICES": "0"}
+    assert entry_of("toy", env).count_visible(env) == 2
+    assert entry_of("gpu", env).count_visible(env) == 1
+    assert entry_of("auto", env).module == toy_device.__name__
+    assert entry_of("auto", {"CUDA_VISIBLE_DEVICES": "0"}).visible == "CUDA_VISIBLE_DEVICES"
+
+
+def test_a_late_result_arrives_by_the_devices_own_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_CALLS", str(tmp_path / "calls"))
+    clock = DeviceClock(toy_device.make())
+    clock.start()
+    told = torch.tensor([1.0, 2.0])
+    step = Launched(told, torch.ones(()), lambda v: StepResult(1, v[0], v[1], 1e-3, 1, 1, 1, True), clock)
+    step.send()
+    result = step.result()
+    assert (result.loss, result.grad_norm) == (1.0, 2.0)
+    assert (tmp_path / "calls").read_text().split() == ["record", "synchronize", "record", "synchronize"]
+
+
+def test_steps_are_timed_and_memory_is_read_by_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gauge = Gauge(toy_device.make())
+    seconds, told = gauge.time_steps(lambda number: number, 5, 3)
+    assert told == [5, 6, 7]
+    assert all(0 <= each < 1 for each in seconds)
+    assert (gauge.held(), gauge.peak()) == (toy_device.make().allocated(), toy_device.make().peak_allocated())
+    seconds, _ = Gauge(pick("cpu")).time_steps(lambda number: sum(range(10_000)), 0, 2)
+    assert all(each > 0 for each in seconds)
+
+
+def test_a_cache_may_take_what_the_share_of_all_memory_leaves() -> None:
+    made = toy_device.make()
+    free, total = made.free_memory()
+    assert made.usable_memory(0.9) == int(free - 0.1 * total)
+    assert made.usable_memory(0.1) == 0, "others use more than the share already"
+    assert 0 < pick("cpu").usable_memory(0.9) <= pick("cpu").free_memory()[1]
