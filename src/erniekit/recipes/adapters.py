@@ -43,7 +43,7 @@ def starting_adapter(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> A
 
 def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASettings:
     """The adapter's own rank, scale and targets. How fast B learns is the run's: no weight depends on it."""
-    own = start.settings(model, cfg.train.compat == "erniekit")
+    own = start.settings(model, cfg.compat.shared_lora_a)
     by_plus = cfg.given("rslora_plus") and cfg.lora.rslora_plus
     asked: dict[str, tuple[Any, Any]] = {
         "lora_rank": (cfg.lora.lora_rank, own.rank),

@@ -157,7 +157,7 @@ def lora_settings(cfg: RunConfig) -> LoRASettings | None:
         rslora_plus=cfg.lora.rslora_plus,
         lora_plus_scale=cfg.lora.lora_plus_scale,
         targets=cfg.lora.lora_target_modules or None,
-        shared_a=cfg.train.compat == "erniekit",
+        shared_a=cfg.compat.shared_lora_a,
     )
 
 
@@ -265,7 +265,7 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
         low_precision=built.dtype != torch.float32,
         home=home,
         moments=torch.bfloat16 if cfg.optim.use_lowprecision_moment else torch.float32,
-        fair=cfg.train.compat != "erniekit",
+        fair=not cfg.compat.moments_round_to_nearest,
     )
 
 
@@ -283,7 +283,7 @@ def make_schedule(cfg: RunConfig, max_steps: int) -> Schedule:
         decay_steps=o.decay_steps if cfg.given("decay_steps") else None,  # a derived one is max_steps
         steady_steps=_steady_steps(o.lr_scheduler),
         decay_function=o.decay_function,
-        compat=cfg.train.compat == "erniekit",
+        one_step_late=cfg.compat.learning_rate_one_step_late,
     )
 
 

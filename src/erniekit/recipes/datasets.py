@@ -18,7 +18,7 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.tokens import PairSource, TokenSource, open_sources
+from erniekit.data.tokens import TokenSource, open_sources
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
@@ -67,7 +67,7 @@ class TrainData:
         read their padding."""
         multiple = math.lcm(8, self.length_multiple)
         whole = -(-cfg.data.max_seq_len // self.length_multiple) * self.length_multiple
-        fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.train.compat == "erniekit"
+        fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.compat.rows_of_one_length
         return {"pad_id": self.pad_id, "pad_multiple": multiple, "pad_to": whole if fixed else None}
 
     def eval_batches(self, cfg: RunConfig) -> Iterator[Batch]:
@@ -77,7 +77,7 @@ class TrainData:
     def _collate(self, cfg: RunConfig) -> Callable[..., Batch]:
         if self.collate is not collate:
             return self.collate
-        return partial(collate, ahead=self.ahead, one_count=cfg.train.compat == "erniekit")
+        return partial(collate, ahead=self.ahead, one_count=cfg.compat.positions_span_rows)
 
     def loader(self, cfg: RunConfig, start_pack: int) -> BatchLoader:
         return BatchLoader(
@@ -102,14 +102,13 @@ def open_data(
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
-    compat = t.compat == "erniekit"
     # One rank tells of bad rows; all read the same cache, made by whoever comes first.
     bad = output / "bad_rows.jsonl" if world.is_main else None
     sources = sources_for(cfg, "train", tokenizer, bad, pairs)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
     probs = list(d.train_dataset_prob) or [1.0] * len(sources)
-    if compat:
+    if cfg.compat.erniekit_order:
         order = CompatOrder(
             [source.forms() for source in sources],
             probs,
@@ -193,11 +192,10 @@ def sources_for(
         overlong=d.overlong,
         thinking=d.train_thinking,
         pairs=pairs,
-        compat=cfg.train.compat == "erniekit",
+        compat=cfg.compat.erniekit_rows,
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
-        # ERNIEKit never stops for bad rows.
-        max_bad_fraction=1.0 if cfg.train.compat == "erniekit" else d.max_bad_fraction,
+        max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
         bad_rows_path=bad_rows,
     )
 
@@ -215,7 +213,7 @@ def eval_batches(
     number: of evaluations before, by which ERNIEKit shuffles the preferences it evaluates on."""
     d, lengths = cfg.data, [source.lengths for source in sources]
     stream: PackStream
-    if cfg.train.compat == "erniekit" and collate is collate_pairs:
+    if cfg.compat.shuffled_eval_pairs and collate is collate_pairs:
         shuffled = CompatEvalOrder([source.forms() for source in sources], number, d.random_shuffle)
         options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
         stream = CompatPairStream(shuffled, lengths, d.max_seq_len, epochs=1, **options)
@@ -233,13 +231,3 @@ def eval_batches(
     )
     for micro in loader:
         yield from micro
-
-
-def eval_stream(cfg: RunConfig, sources: list[TokenSource], number: int) -> PackStream:
-    d, lengths = cfg.data, [source.lengths for source in sources]
-    if cfg.train.compat == "erniekit" and any(isinstance(source, PairSource) for source in sources):
-        drawn = CompatEvalOrder([source.forms() for source in sources], number, d.random_shuffle)
-        options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
-        return CompatPairStream(drawn, lengths, d.max_seq_len, **options, epochs=1)
-    order = SampleOrder([len(source) for source in sources], seed=cfg.train.seed, shuffle=False, strategy="concat")
-    return PackStream(order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1)

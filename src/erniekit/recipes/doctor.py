@@ -265,7 +265,7 @@ def _prompts(cfg: RunConfig, row: Conversation, tokenizer: Tokenizer) -> tuple[l
 
 def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
     for source in data.sources:
-        for _, row in read(source.path, source.report.format, compat=cfg.train.compat == "erniekit"):
+        for _, row in read(source.path, source.report.format, compat=cfg.compat.erniekit_rows):
             if isinstance(row, Conversation) and any(m.role == "assistant" for m in row.messages):
                 yield row
 

@@ -88,8 +88,8 @@ class DPO(Stage):
         prepare: Prepare | None = None,
         go_on: GoOn | None = None,
     ) -> dict[str, float]:
-        most, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
-        return evaluate_pairs(engine, batches, prepare, most, compat, go_on)
+        most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
+        return evaluate_pairs(engine, batches, prepare, most, batch_means, go_on)
 
 
 def pair_rules(cfg: RunConfig) -> PairRules:
@@ -131,7 +131,7 @@ def settings_of(cfg: RunConfig) -> DpoSettings:
         d.dpop_lambda,
         d.normalize_logps,
         d.reference_free,
-        batch_means=cfg.train.compat == "erniekit",
+        batch_means=cfg.compat.dpo_batch_means,
     )
 
 

@@ -47,7 +47,7 @@ def settle_config(cfg: RunConfig, folder: ModelFolder) -> None:
     most = None if cfg.moe.expert_max_capacity >= 2**32 else cfg.moe.expert_max_capacity
     moe = replace(moe, fewest=cfg.moe.expert_min_capacity, most=most)
     if cfg.moe.moe_use_aux_free is False and moe.bias:
-        if cfg.train.compat == "erniekit":
+        if cfg.compat.unused_router_bias_is_dropped:
             say(f"note     {IGNORED}; saved models lack it (compat: erniekit)")
             moe = replace(moe, bias=False)
             folder.files = {name: file for name, file in folder.files.items() if not name.endswith(BIAS)}
@@ -110,18 +110,19 @@ def put_in(cfg: RunConfig, engine: Engine) -> None:
     config: DecoderConfig = parts[0].config
     if config.moe is None and not config.mtp_layers:
         return
-    layout, compat = engine.world.layout, cfg.train.compat == "erniekit"
+    layout, compat = engine.world.layout, cfg.compat
     records: list[Any] = []
     for part in parts:
         part.records = records  # the engine reads one list
     share = engine.router_share
-    if compat:  # each micro-batch counts whole, however many a step has
+    if compat.router_losses_per_micro_batch:  # each micro-batch counts whole, however many a step has
         share = torch.full_like(share, engine.averaged_over / layout.data_ranks)
     sum_over, rows_over = _sum_over_rows(engine.world)
     piece = (engine.world.at["tp"], layout.tp) if layout.sequence_parallel else (0, 1)
+    whole = compat.router_losses_per_micro_batch
     for _, block in blocks(parts):
-        block.balance = Balance(weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=compat)
-    if compat and weights_of(cfg).tells() and layout.cp == 1 and layout.tp == 1:
+        block.balance = Balance(weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=whole)
+    if compat.padding_attends_evenly and weights_of(cfg).tells() and layout.cp == 1 and layout.tp == 1:
         for part in parts:
             for each in (layer for layer in part.layers if hasattr(layer, "attn")):
                 each.attn.inner = EvenPadding(each.attn.inner)
@@ -170,7 +171,7 @@ def bias_step(cfg: RunConfig, config: DecoderConfig) -> float:
     assert config.moe is not None
     if cfg.lora.lora or not (config.moe.bias and config.moe.biased):
         return 0.0
-    asked = cfg.given("moe_use_aux_free_update_coef") and cfg.train.compat != "erniekit"
+    asked = cfg.given("moe_use_aux_free_update_coef") and not cfg.compat.router_bias_moves_in_pretraining_only
     return cfg.moe.moe_use_aux_free_update_coef if asked or cfg.train.stage == "PT" else 0.0
 
 

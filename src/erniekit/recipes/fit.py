@@ -149,8 +149,8 @@ def step_for(
     cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData, prepare: Prepare | None = None
 ) -> TrainStep:
     schedule = make_schedule(cfg, data.max_steps)
-    compat = cfg.train.compat == "erniekit"
-    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, compat, prepare)
+    batch_means = cfg.compat.mean_of_micro_batch_means
+    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, batch_means, prepare)
 
 
 def saver_for(

@@ -86,4 +86,5 @@ class Stage:
         go_on: GoOn | None = None,
     ) -> dict[str, float]:
         """prepare: what `before_step` gave. go_on: asked before each batch (train/evaluate.py)."""
-        return evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit", go_on)
+        most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
+        return evaluate(engine, batches, most, batch_means, go_on)

@@ -103,14 +103,14 @@ class TrainStep:
         optimizer: AdamW,
         schedule: Schedule,
         max_grad_norm: float = 1.0,
-        compat: bool = False,
+        mean_of_means: bool = False,
         prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
     ) -> None:
         """prepare: what must be known of a step's micro-batches before their forward pass, e.g. a reference's view."""
         self.engine, self.optimizer, self.schedule = engine, optimizer, schedule
         self.max_grad_norm = max_grad_norm
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
-        self.mean_of_means = compat
+        self.mean_of_means = mean_of_means
         self.prepare = prepare
         self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
         self._clock = DeviceClock()
