@@ -25,7 +25,11 @@ class Abandoned(Exception):
 
 
 def evaluate(
-    engine: Engine, batches: Iterable[Batch], max_batches: int = -1, batch_means: bool = False, go_on: GoOn | None = None
+    engine: Engine,
+    batches: Iterable[Batch],
+    max_batches: int = -1,
+    batch_means: bool = False,
+    go_on: GoOn | None = None,
 ) -> dict[str, float]:
     """Metrics with ERNIEKit's names, over all ranks. batch_means: the mean over batches of their means."""
     start = time.perf_counter()

@@ -8,6 +8,7 @@ from erniekit.config.flat import DEGREES, KEYS
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
+from erniekit.loss_table import PREFERENCE_LOSSES
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -76,13 +77,14 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
     if run["stage"] != "DPO":
         return
     kind = run["loss_type"]
-    if kind in ("or", "simpo", "orpo"):
+    loss = PREFERENCE_LOSSES[kind]
+    if not loss.needs_reference:
         yield from run.set("reference_free", True, f"loss_type is {kind}")
-    if kind == "orpo":
-        yield from run.set("sft_loss_ratio", 1.0, "loss_type is orpo")
+    if loss.sft_ratio is not None:
+        yield from run.set("sft_loss_ratio", loss.sft_ratio, f"loss_type is {kind}")
     if run["lora"]:
         yield from run.set("ref_model_update_steps", -1, "the reference is the model without adapters")
-    elif run["reference_free"] or kind in ("or", "simpo", "orpo"):
+    elif run["reference_free"] or not loss.needs_reference:
         yield from run.set("ref_model_update_steps", -1, "there is no reference")
     elif run["ref_model_update_steps"] > 0 and run["reference_logps"] == "cached":
         raise ConfigError(
