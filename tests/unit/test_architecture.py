@@ -35,7 +35,7 @@ ALLOWED = {
     "bench": {"recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
     "cli": {"config", "recipes", "export", "serve", "data"},
 }  # fmt: skip
-OPEN = {"errors", "extras", "files", "heartbeat", "log", "loss_table", "registry", "__version__"}
+OPEN = {"errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "registry", "__version__"}
 
 
 def imports(file: Path) -> set[str]:

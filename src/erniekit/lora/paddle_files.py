@@ -20,6 +20,7 @@ from erniekit.lora.adapter import Adapter, LowRank, places
 from erniekit.lora.projections import Projection, config_of, projections, short_names
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora.stored import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
+from erniekit.lora_scale import alpha_of
 from erniekit.models import MODELS
 from erniekit.models.names import Entry
 
@@ -124,7 +125,7 @@ def _config(
 ) -> dict[str, Any]:
     """A higher, stacked rank needs an alpha that keeps the scale; `rslora` is spelt out in it then."""
     same = rank == adapter.rank
-    alpha = adapter.alpha if same else adapter.scale * rank
+    alpha = adapter.alpha if same else alpha_of(adapter.scale, rank, rslora=False)
     words = {name.rpartition(".")[2] for name in linears}
     everywhere = {n for n in fused_linears(model) if n.rpartition(".")[2] in words} == set(linears)
     # A router's name is part of other names.

@@ -8,6 +8,7 @@ from erniekit.config.flat import DEGREES, KEYS
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
+from erniekit.lora_scale import RSLORA_PLUS, default_alpha
 from erniekit.loss_table import PREFERENCE_LOSSES
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
@@ -15,13 +16,13 @@ _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
 def rslora_plus_is_three_keys(run: View) -> Iterator[Note]:
     if run["rslora_plus"]:
-        for name, value in (("rslora", True), ("lora_plus_scale", 4.0), ("lora_alpha", 4)):
+        for name, value in RSLORA_PLUS.items():
             yield from run.set(name, value, "rslora_plus is True")
 
 
 def alpha_follows_rank(run: View) -> Iterator[Note]:
     if run["lora_alpha"] < 1:
-        alpha, reason = (4, "rslora is True") if run["rslora"] else (2 * run["lora_rank"], "2 x lora_rank")
+        alpha, reason = default_alpha(run["lora_rank"], run["rslora"])
         yield from run.set("lora_alpha", alpha, reason, quiet=not (run["lora"] and run["do_train"]))
 
 
