@@ -21,6 +21,7 @@ from erniekit.lora.fp8_base import Fp8Base
 from erniekit.lora.inject import lora_linears
 from erniekit.lora.merge import merged_tensor, row_updates
 from erniekit.recipes import build as building
+from erniekit.recipes.built import Built
 from erniekit.train.metrics import LogHook
 
 LORA = dict(fine_tuning="LoRA", lora_rank=8, learning_rate=5e-3, doctor="off")
@@ -47,9 +48,9 @@ def losses(output: Path) -> list[float]:
 def test_ten_steps_over_an_fp8_base_learn_what_they_learn_over_the_weights_themselves(
     go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[building.Built] = []
+    built: list[Built] = []
     usual = building.build
-    monkeypatch.setattr("erniekit.recipes.fit.build", lambda *args: built.append(usual(*args)) or built[-1])
+    monkeypatch.setattr("erniekit.recipes.training.build", lambda *args: built.append(usual(*args)) or built[-1])
     for kind in ("bf16", "fp8"):
         go(tmp_path / kind, frozen_base=kind)
     turned = [sum(isinstance(layer.base, Fp8Base) for _, layer in lora_linears(one.engine.parts[0])) for one in built]

@@ -96,7 +96,7 @@ def spread(axes: dict[str, Any], family: str, lora: bool, words: tuple[str, ...]
             piece[box.local_slices] = whole[box.global_slices]
 
     cfg = load(["stage=DPO", *words])
-    ledger = Ledger(STAGE.tells(cfg), device)
+    ledger = Ledger(STAGE.metric_names(cfg), device)
     loss = STAGE.loss(cfg, world, ledger)
     engine = parallelise(model, sharding, world, device, torch.float32, loss, fill, one_document, Options())
     engine.ledger = ledger

@@ -80,7 +80,7 @@ def test_importing_erniekit_and_its_config_imports_no_torch() -> None:
 def test_training_imports_neither_transformers_nor_without_a_card_torchs_compiler() -> None:
     heavy = ["transformers", "torch._dynamo", "torch._inductor", "sympy"]
     code = (
-        f"import sys, torch, erniekit.recipes.fit, erniekit.recipes.sft, erniekit.recipes.doctor\n"
+        f"import sys, torch, erniekit.recipes.training, erniekit.recipes.sft, erniekit.recipes.doctor\n"
         f"print(torch.cuda.is_available(), *(name for name in {heavy} if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""One set of rules for LoRA's scale: the keys, the settings in memory and the files of adapters give the same number."""
+"""One set of rules for LoRA's scale: keys, settings in memory and adapter files give the same number."""
 
 from __future__ import annotations
 

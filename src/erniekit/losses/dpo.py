@@ -95,10 +95,10 @@ def preference_losses(
     if reference is None:
         reference = Answers(*(torch.zeros_like(x) for x in policy))
     gained = Answers(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
-    return IMPLEMENTATIONS[settings.loss_type](Compared(policy, gained, score_delta), settings)
+    return IMPLEMENTATIONS[settings.loss_type](PairScores(policy, gained, score_delta), settings)
 
 
-class Compared(NamedTuple):
+class PairScores(NamedTuple):
     """What a loss type sees of the pairs, with even lengths."""
 
     policy: Answers
@@ -110,32 +110,32 @@ class Compared(NamedTuple):
         return self.gained.chosen - self.gained.rejected
 
 
-def _sigmoid(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _sigmoid(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     margin, beta = pairs.margin, settings.beta
     if settings.offset_alpha > 0 and pairs.score_delta is not None:
         margin = margin - settings.offset_alpha / beta * (pairs.score_delta + 1e-6).log()
     return _smoothed(beta * margin, settings.label_smoothing)
 
 
-def _simpo(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _simpo(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     return _smoothed(settings.beta * pairs.margin - settings.simpo_gamma, settings.label_smoothing)
 
 
-def _hinge(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _hinge(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     return (1 - settings.beta * pairs.margin).relu()
 
 
-def _ipo(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _ipo(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     return (pairs.margin - 0.5 / settings.beta) ** 2
 
 
-def _dpop(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _dpop(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     # As ERNIEKit: the penalty stands beside the log-sigmoid, not inside it as in arXiv 2402.13228.
     penalty = (-pairs.gained.chosen).relu()
     return -F.logsigmoid(settings.beta * pairs.margin) + settings.dpop_lambda * penalty
 
 
-def _kto_pair(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _kto_pair(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     """Each side against the mean of the other side over these pairs: the only type whose pairs meet."""
     (chosen, rejected), beta = pairs.gained, settings.beta
     against_rejected, against_chosen = rejected.mean().relu(), chosen.mean().relu()
@@ -143,20 +143,20 @@ def _kto_pair(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
     return (better + 1 - (beta * (against_chosen - rejected)).sigmoid()) / 2
 
 
-def _sppo_hard(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _sppo_hard(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     return (pairs.gained.chosen - 0.5 / settings.beta) ** 2 + (pairs.gained.rejected + 0.5 / settings.beta) ** 2
 
 
-def _nca_pair(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _nca_pair(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     one, other = settings.beta * pairs.gained.chosen, settings.beta * pairs.gained.rejected
     return -F.logsigmoid(one) - 0.5 * F.logsigmoid(-one) - 0.5 * F.logsigmoid(-other)
 
 
-def _odds_ratio(pairs: Compared, settings: DpoSettings) -> torch.Tensor:
+def _odds_ratio(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
     return -F.logsigmoid(log_odds(pairs.policy))
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Compared, DpoSettings], torch.Tensor]] = {  # names: loss_table.py
+IMPLEMENTATIONS: dict[str, Callable[[PairScores, DpoSettings], torch.Tensor]] = {  # names: loss_table.py
     "sigmoid": _sigmoid,
     "hinge": _hinge,
     "simpo": _simpo,

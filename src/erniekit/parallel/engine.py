@@ -50,7 +50,7 @@ class Engine:
         self.loss_group = world.joined("pp", "dp", "fsdp", "cp")
         self.count_group = world.joined("dp", "fsdp")
         # Sequences are cut in cp x 2 chunks and those in tp slices.
-        self.length_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
+        self.length_multiple = layout.length_multiple
         self._copies: torch.cuda.Stream | None = None  # beside the one that computes
 
     @property

@@ -22,10 +22,13 @@ from erniekit.data.tokens import TokenSource, open_sources
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
+from erniekit.recipes.run_plan import RunPlan
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainData:
+    """What a run trains on, and what follows from counting it: steps, packs, how often it logs, saves, evaluates."""
+
     sources: list[TokenSource]
     stream: PackStream
     evaluation: list[TokenSource]
@@ -38,10 +41,13 @@ class TrainData:
     pad_id: int
     world: World
     accumulation: int  # micro-batches a step
-    length_multiple: int = 1  # what a row's length must divide by, in this layout
     collate: Callable[..., Batch] = collate  # packs -> Batch; stage DPO has its own
-    ahead: int = 0  # further tokens the model learns to predict
-    evaluations: int = 0  # so far; ERNIEKit goes through pairs in another order each time
+    mtp_tokens: int = 0  # further tokens the model learns to predict
+
+    @property
+    def length_multiple(self) -> int:
+        """What a row's length must divide by, in this layout."""
+        return self.world.layout.length_multiple
 
     def fingerprints(self) -> list[str]:
         """Of what is trained: content, and all that turns it into samples."""
@@ -49,6 +55,13 @@ class TrainData:
 
     def eval_fingerprints(self) -> list[str]:
         return [source.folder.name for source in self.evaluation]
+
+    def compared(self) -> dict[str, Any]:
+        """What must be the same on all ranks, beside what is trained (same_run.py)."""
+        return {
+            "evaluation data": self.eval_fingerprints(),
+            "steps between logs, saves and evaluations": [self.log_every, self.save_every, self.eval_every],
+        }
 
     def written(self) -> dict[str, int]:
         """When files were last written of which a fingerprint covers only samples: none of these."""
@@ -70,14 +83,14 @@ class TrainData:
         fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.compat.rows_of_one_length
         return {"pad_id": self.pad_id, "pad_multiple": multiple, "pad_to": whole if fixed else None}
 
-    def eval_batches(self, cfg: RunConfig) -> Iterator[Batch]:
-        self.evaluations += 1
-        return eval_batches(cfg, self.evaluation, self.world, self.padding(cfg), self.collate, self.evaluations - 1)
+    def eval_batches(self, cfg: RunConfig, number: int = 0) -> Iterator[Batch]:
+        """number: of evaluations before; ERNIEKit goes through pairs in another order each time."""
+        return eval_batches(cfg, self.evaluation, self.world, self.padding(cfg), self.collate, number)
 
     def _collate(self, cfg: RunConfig) -> Callable[..., Batch]:
         if self.collate is not collate:
             return self.collate
-        return partial(collate, ahead=self.ahead, one_count=cfg.compat.positions_span_rows)
+        return partial(collate, ahead=self.mtp_tokens, one_count=cfg.compat.positions_span_rows)
 
     def loader(self, cfg: RunConfig, start_pack: int) -> BatchLoader:
         return BatchLoader(
@@ -95,10 +108,9 @@ class TrainData:
         )
 
 
-def open_data(
-    cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World, pairs: PairRules | None = None
-) -> TrainData:
+def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRules | None = None) -> TrainData:
     """pairs: the rows are preferences."""
+    cfg, world = plan.config, plan.world
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
@@ -151,6 +163,7 @@ def open_data(
         world,
         accumulation,
         collate=collate if pairs is None else collate_pairs,
+        mtp_tokens=plan.mtp_tokens,
     )
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: final model in output_dir, result files, the report, and what to type next. For recipes/fit.py."""
+"""The end of a run: final model in output_dir, result files, the report, and what to type next. For training.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
 from erniekit.log import paint, say, typed, warn
 from erniekit.parallel.mesh import World
-from erniekit.recipes.build import Built
+from erniekit.recipes.built import Built
 from erniekit.recipes.final_choice import choose, verify_model
 from erniekit.result import RunResult
 from erniekit.track import Trackers

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
-from erniekit.config.inputs import input_files, input_folders
-from erniekit.files.output import check_output, open_output
-from erniekit.log import is_main_rank
 from erniekit.recipes import stage_of
 from erniekit.result import RunResult
 
@@ -22,24 +17,11 @@ def eval_command(args: list[str]) -> int:
 
 
 def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
-    """launch: see recipes/fit.py."""
-    from erniekit.recipes.fit import train
+    """launch: see recipes/training.py."""
+    from erniekit.recipes.training import train
 
     refuse_later(cfg)
     return train(stage_of(cfg), cfg, command or sys.argv, launch)
-
-
-def take_output(cfg: RunConfig, create: bool = True) -> Path:
-    """output_dir, refused unless it is empty or a run and apart from all inputs; created by the first rank."""
-    output = Path(cfg.train.output_dir or "output").expanduser()
-    real = Path(os.path.realpath(output))
-    if real != Path(os.path.abspath(output)):  # a link may be pointed elsewhere while the run goes on
-        output = real
-    if is_main_rank():
-        (open_output if create else check_output)(output, input_folders(cfg), input_files(cfg))
-    elif create:
-        output.mkdir(parents=True, exist_ok=True)
-    return output
 
 
 def check_world(cfg: RunConfig, ranks: int) -> None:

@@ -1,6 +1,6 @@
 """How evenly a step used its experts, and the bias that evens it out without a loss (aux-free balancing).
 
-The first hook of a run whose model has experts: recipes/experts.py makes it, and saves come after it.
+The first hook of a run whose model has experts: recipes/expert_layers.py makes it, and saves come after it.
 """
 
 from __future__ import annotations

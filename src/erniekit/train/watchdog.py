@@ -43,7 +43,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.S
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Seconds of silence. 0: soft is ten median steps and at least a minute, hard is three times soft; -1: never.
 
     Progress is every finished step, every change of phase and every beat (heartbeat.py) of the training thread: one
@@ -76,7 +76,7 @@ class Watchdog(Hook):
         details: Callable[[], str] | None = None,
     ) -> None:
         """`details` may add text to a report, after the stacks are safe; by default the last collectives."""
-        self.folder, self.rank, self.limits = output_dir / "hangs", rank, Limits(soft_s, hard_s)
+        self.folder, self.rank, self.limits = output_dir / "hangs", rank, HangLimits(soft_s, hard_s)
         self.details = details or flight_recorder
         shortest = min(self.limits.of("", 0.0, WARM_STEPS))
         self._every = min(1.0, max(0.05, shortest / 20))

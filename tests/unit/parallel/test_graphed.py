@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from erniekit.kernels.packed_attention import Packs
-from erniekit.losses.moe_balance import Balance, Weights
+from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.config import MoEShape
 from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.moe import MoE
@@ -24,7 +24,7 @@ def decoder() -> Decoder:
         torch.nn.init.normal_(param, std=0.2)
     for layer in model.layers:
         if isinstance(layer.mlp, MoE):
-            layer.mlp.balance = Balance(Weights(aux=0.1, z=0.01), torch.ones(()))
+            layer.mlp.balance = RouterLosses(RouterLossWeights(aux=0.1, z=0.01), torch.ones(()))
     return model
 
 

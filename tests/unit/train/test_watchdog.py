@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.train.monitor import Heart, Lookout
-from erniekit.train.watchdog import STACKS_SIGNAL, Limits, Watchdog
+from erniekit.train.watchdog import STACKS_SIGNAL, HangLimits, Watchdog
 
 NEVER = (math.inf, math.inf)
 
@@ -30,20 +30,20 @@ def heart() -> Iterator[Heart]:
 @pytest.mark.parametrize(
     ("limits", "phase", "median", "steps", "expected"),
     [
-        (Limits(), "data", 0.5, 9, (60, 180)),
-        (Limits(), "data", 20.0, 9, (200, 600)),
-        (Limits(), "data", 0.0, 0, (600, 1800)),  # the first steps
-        (Limits(), "save", 20.0, 9, (2000, 6000)),
-        (Limits(), "prepare", 0.0, 0, (1200, 3600)),
-        (Limits(7), "forward/backward", 20.0, 9, (7, 21)),
-        (Limits(7, 9), "eval", 20.0, 9, (70, 90)),
-        (Limits(-1), "data", 20.0, 9, NEVER),
-        (Limits(-1, 9), "data", 20.0, 9, (math.inf, 9)),
-        (Limits(7, -1), "data", 20.0, 9, (7, math.inf)),
+        (HangLimits(), "data", 0.5, 9, (60, 180)),
+        (HangLimits(), "data", 20.0, 9, (200, 600)),
+        (HangLimits(), "data", 0.0, 0, (600, 1800)),  # the first steps
+        (HangLimits(), "save", 20.0, 9, (2000, 6000)),
+        (HangLimits(), "prepare", 0.0, 0, (1200, 3600)),
+        (HangLimits(7), "forward/backward", 20.0, 9, (7, 21)),
+        (HangLimits(7, 9), "eval", 20.0, 9, (70, 90)),
+        (HangLimits(-1), "data", 20.0, 9, NEVER),
+        (HangLimits(-1, 9), "data", 20.0, 9, (math.inf, 9)),
+        (HangLimits(7, -1), "data", 20.0, 9, (7, math.inf)),
     ],
 )
 def test_limits_follow_the_step_time_and_the_phase(
-    limits: Limits, phase: str, median: float, steps: int, expected: tuple[float, float]
+    limits: HangLimits, phase: str, median: float, steps: int, expected: tuple[float, float]
 ) -> None:
     assert limits.of(phase, median, steps) == expected
 

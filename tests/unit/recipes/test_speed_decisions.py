@@ -11,7 +11,7 @@ import torch
 
 from erniekit.config import load
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.recipes.pace import for_device, layers_to_recompute, saved_per_token
+from erniekit.recipes.speed_decisions import for_device, layers_to_recompute, saved_per_token
 
 GIB = 1024**3
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
