@@ -49,7 +49,7 @@ class Launch:
 
 
 def train_command(args: list[str]) -> int:
-    from erniekit.recipes import run
+    from erniekit.recipes import output_folder, run
 
     cfg = load(args, "train")
     if not inside():
@@ -59,7 +59,7 @@ def train_command(args: list[str]) -> int:
             refuse_later(cfg)
             require_descriptors(NEEDED_BY_RANKS)
             run.check_world(cfg, launch.world)
-            run.take_output(cfg)
+            output_folder.take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
     run.run_train(cfg, ["erniekit", "train", *args], launch_name())
     return 0

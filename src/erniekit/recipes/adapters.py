@@ -27,10 +27,11 @@ def decide(cfg: RunConfig, folder: ModelFolder) -> tuple[LoRASettings | None, li
     in the place of defaults. What was given and contradicts that adapter is refused."""
     if not cfg.lora.lora:
         return None, []
+    if not cfg.lora.lora_path:
+        return settings_of(cfg), []
     model = folder.meta()
     start = starting_adapter(cfg, folder, model)
-    if start is None:
-        return settings_of(cfg), []
+    assert start is not None
     settings = settings_from(start, cfg, model)
     return settings, list(_notes(cfg, settings))
 
