@@ -1,4 +1,4 @@
-"""Router losses: what keeps experts evenly used, fed into the gradient and never part of the loss that is told.
+"""Router losses: what keeps experts evenly used, fed into the gradient and never part of the reported loss.
 
 Put into each MoE block by recipes/expert_layers.py. B rows, L length, H hidden, T = B * L tokens, E experts.
 """
@@ -31,7 +31,7 @@ class RouterLossWeights:
 
 
 class _Attach(torch.autograd.Function):
-    """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the one that is told."""
+    """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the reported one."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class RouterLosses(nn.Module):
         self.sum_over, self.parts, self.piece, self.whole_batch = sum_over, parts, piece, whole_batch
 
     def forward(self, y_BLH: torch.Tensor, routing: Any, router: Any, ctx: Any) -> torch.Tensor:
-        if ctx.record is None:  # evaluation, or nobody trains
+        if ctx.record is None:  # evaluation
             return y_BLH
         real = self._real(ctx.real, y_BLH.shape[1])
         with torch.no_grad():

@@ -106,5 +106,5 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
         low_precision=built.dtype != torch.float32,
         home=home,
         moments=torch.bfloat16 if cfg.optim.use_lowprecision_moment else torch.float32,
-        fair=not cfg.compat.moments_round_to_nearest,
+        stochastic_rounding=not cfg.compat.moments_round_to_nearest,
     )

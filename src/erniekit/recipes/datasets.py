@@ -114,7 +114,7 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRule
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
-    # One rank tells of bad rows; all read the same cache, made by whoever comes first.
+    # One rank reports bad rows; all read the same cache, made by the first that comes.
     bad = output / "bad_rows.jsonl" if world.is_main else None
     sources = sources_for(cfg, "train", tokenizer, bad, pairs)
     lengths = [source.lengths for source in sources]

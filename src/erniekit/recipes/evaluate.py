@@ -45,7 +45,7 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
             prepare = reference_for(cfg, stage, found, engine, device, dtype)
         metrics = stage.evaluate(cfg, engine, batches, prepare)
         written = write_evaluation(output, source, metrics)
-    say(f"{paint('done', 'green', 'bold')}     {in_words(metrics)} in {metrics['eval_runtime']:.1f} s")
+    say(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
     say(f"result   {written}")
     say(f"next     {typed('chat', source)}")
     return RunResult(output, metrics)
@@ -79,7 +79,7 @@ def reference_for(
     return Reference(other, None, chunk)
 
 
-def in_words(metrics: dict[str, float]) -> str:
+def summary_of(metrics: dict[str, float]) -> str:
     loss = f"eval_loss {metrics['eval_loss']:.4f}"
     if "eval_pairs" in metrics:
         right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]

@@ -67,7 +67,7 @@ def mtp_tokens(cfg: RunConfig, config: DecoderConfig) -> int:
     """How many further tokens are trained: all the model's layers for them, or none."""
     asked = cfg.model.num_nextn_predict_layers
     if not cfg.model.continue_training and not cfg.given("num_nextn_predict_layers") and cfg.train.stage != "DPO":
-        asked = config.mtp_layers  # nobody has trained them before
+        asked = config.mtp_layers  # they have not been trained before
     return asked if cfg.model.multi_token_pred_lambda else 0
 
 

@@ -1,7 +1,7 @@
 """RunPlan: what a run has decided before anything is built, taken in one place and then frozen.
 
-`plan_run` is for training and the doctor; `decide` is its second half, for whoever has opened device, ranks and model
-himself (bench/, tests). build.py and the stages work from the plan. Two things are known later, each its own frozen
+`plan_run` is for training and the doctor; `decide` is its second half, for a caller that has opened device, ranks and
+model itself (bench/, tests). build.py and the stages work from the plan. Two things are known later, each its own frozen
 object made once: TrainData (steps and packs, counted in the data) and Built (the model spread over the ranks).
 """
 
@@ -88,7 +88,7 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
 
 
 def open_device(cfg: RunConfig) -> DevicePlan:
-    """This machine's device, seeded; and fp32 where nobody asked for the bf16 a CPU is slow at."""
+    """This machine's device, seeded; and fp32 where bf16, slow on a CPU, was not asked for."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
     if device.type == "cpu" and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
         note = Note("compute_type", "bf16", "fp32", "bf16 is slow on a CPU; write compute_type: bf16 to have it")
@@ -133,7 +133,7 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
 
 def _refuse_oversized(folder: ModelFolder, device: Device, world: World) -> None:
     """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
-    Counted are its 16-bit weights alone, spread over all ranks: whoever exceeds that cannot train it in any way."""
+    Counted are its 16-bit weights alone, spread over all ranks: a model that exceeds that cannot be trained in any way."""
     count = folder.config.parameters()
     each = 2 * count / world.size
     if device.total_memory and each > device.total_memory:

@@ -127,7 +127,7 @@ class Scorer:
             rows = [((pairs[k][0] + pairs[k][1])[-(self.max_length + 1) :], len(pairs[k][1])) for k in chosen]
             longest = max(len(ids) for ids, _ in rows) - 1
             tokens = torch.tensor([ids[:-1] + [0] * (longest + 1 - len(ids)) for ids, _ in rows], device=device)
-            logits = self.model(tokens)  # padding comes after, so nobody sees it
+            logits = self.model(tokens)  # padding comes after, so no token attends to it
             for k, row, (ids, count) in zip(chosen, logits, rows):
                 count = min(count, len(ids) - 1)
                 told = row[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(-1)

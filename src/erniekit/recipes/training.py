@@ -52,7 +52,7 @@ def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), lau
         return run(stage, cfg, command, launch)
     finally:
         leave()
-        gc.collect()  # the loop and its listeners know each other: a notebook's next run needs the memory now
+        gc.collect()  # trainer and hooks refer to each other: a notebook's next run needs the memory now
 
 
 def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
@@ -113,7 +113,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             raise
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
-    finish.say_goodbye(output, result, trainer)
+    finish.print_result(output, result, trainer)
     return result
 
 

@@ -112,7 +112,7 @@ class TrainStep:
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
         self.mean_of_means = mean_of_means
         self.prepare = prepare
-        self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
+        self.phase: Callable[[str], None] = lambda name: None  # set by the trainer
         self._clock = DeviceClock()
 
     @property
@@ -127,7 +127,7 @@ class TrainStep:
         engine, optimizer = self.engine, self.optimizer
         if self.late and engine.device.type == "cuda":
             self._clock.start()
-        # Waiting for other ranks is never booked as this rank's own work: that is how a slow one is told from the rest.
+        # Waiting for other ranks does not count as this rank's own work: that is how a slow rank is found.
         self.phase("collective")
         batches = engine.send(batches)
         counted = [(b.weight, b.num_label_tokens, b.num_tokens, b.sum_squares) for b in batches]

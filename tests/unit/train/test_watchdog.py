@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.train.monitor import Heart, Lookout
+from erniekit.train.monitor import HangDetector, SharedHeartbeat
 from erniekit.train.watchdog import STACKS_SIGNAL, HangLimits, Watchdog
 
 NEVER = (math.inf, math.inf)
 
 
 @pytest.fixture
-def heart() -> Iterator[Heart]:
+def beats() -> Iterator[SharedHeartbeat]:
     fd = os.memfd_create("beats")
     os.ftruncate(fd, 4096)
-    made = Heart(fd)
+    made = SharedHeartbeat(fd)
     yield made
     made.close()
     os.close(fd)
@@ -48,40 +48,43 @@ def test_limits_follow_the_step_time_and_the_phase(
     assert limits.of(phase, median, steps) == expected
 
 
-def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(heart: Heart) -> None:
-    lookout = Lookout(heart, every=1.0)
+def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(beats: SharedHeartbeat) -> None:
+    detector = HangDetector(beats, every=1.0)
     now = time.monotonic()
-    heart.beat(now - 10, 20, 40, 3, "data")
-    assert lookout.look()[0] == ""
-    heart.beat(now - 30, 20, 40, 3, "data")
-    word, beat, silence = lookout.look()
+    beats.beat(now - 10, 20, 40, 3, "data")
+    assert detector.check()[0] == ""
+    beats.beat(now - 30, 20, 40, 3, "data")
+    word, beat, silence = detector.check()
     assert (word, beat.step, beat.phase) == ("soft", 3, "data")
     assert silence == pytest.approx(30, abs=1)
-    assert lookout.look()[0] == ""
-    heart.beat(time.monotonic(), 20, 40, 4, "data")
-    assert lookout.look()[0] == "back"
-    assert lookout.look()[0] == ""
-    heart.beat(now - 50, 20, 40, 4, "collective")
-    assert lookout.look()[0] == "hard"
+    assert detector.check()[0] == ""
+    beats.beat(time.monotonic(), 20, 40, 4, "data")
+    assert detector.check()[0] == "back"
+    assert detector.check()[0] == ""
+    beats.beat(now - 50, 20, 40, 4, "collective")
+    assert detector.check()[0] == "hard"
 
 
-def test_the_one_outside_is_later_than_the_thread(heart: Heart) -> None:
-    inside, outside = Lookout(heart, 1.0), Lookout(heart, 1.0, late_soft=0.5, late_hard=2.0)
-    heart.beat(time.monotonic() - 20.2, 20, 40, 3, "data")
-    assert [who.look()[0] for who in (inside, outside)] == ["soft", ""]
-    heart.beat(time.monotonic() - 41, 20, 40, 3, "data")
-    assert [who.look()[0] for who in (inside, outside)] == ["hard", "soft"]
+def test_the_one_outside_is_later_than_the_thread(beats: SharedHeartbeat) -> None:
+    inside, outside = (
+        HangDetector(beats, 1.0),
+        HangDetector(beats, 1.0, late_soft=0.5, late_hard=2.0),
+    )
+    beats.beat(time.monotonic() - 20.2, 20, 40, 3, "data")
+    assert [who.check()[0] for who in (inside, outside)] == ["soft", ""]
+    beats.beat(time.monotonic() - 41, 20, 40, 3, "data")
+    assert [who.check()[0] for who in (inside, outside)] == ["hard", "soft"]
 
 
-def test_time_in_which_the_watcher_stood_still_is_excused(heart: Heart) -> None:
-    lookout = Lookout(heart, every=0.05)
-    heart.beat(time.monotonic(), 0.5, 1.0, 3, "data")
+def test_time_in_which_the_watcher_stood_still_is_excused(beats: SharedHeartbeat) -> None:
+    detector = HangDetector(beats, every=0.05)
+    beats.beat(time.monotonic(), 0.5, 1.0, 3, "data")
     time.sleep(1.3)
-    word, _, silence = lookout.look()
+    word, _, silence = detector.check()
     assert word == ""
     assert silence < 0.2
     time.sleep(0.4)
-    assert lookout.look()[2] == pytest.approx(0.45, abs=0.2), "what follows counts"
+    assert detector.check()[2] == pytest.approx(0.45, abs=0.2), "what follows counts"
 
 
 def test_a_silent_step_leaves_the_stacks_of_all_threads_and_goes_on(
@@ -125,10 +128,10 @@ def test_the_monitor_is_there_at_once_has_no_torch_and_hardly_costs(tmp_path: Pa
     began = time.monotonic()
     with Watchdog(tmp_path) as dog:
         entered = time.monotonic() - began
-        while not dog._heart.monitor:
+        while not dog._beats.monitor:
             assert time.monotonic() - began < 10
             time.sleep(0.005)
-        pid = dog._heart.monitor
+        pid = dog._beats.monitor
         assert dog._monitor is not None
         assert pid == dog._monitor.pid
         assert entered < 0.2, "the run does not wait for it"
@@ -155,16 +158,16 @@ def _cpu(pid: int) -> float:
 
 
 @pytest.mark.parametrize("written", [0, 8, 60])
-def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(heart: Heart, written: int) -> None:
-    lookout = Lookout(heart, 0.1)
-    assert lookout.look()[0] == "", "nobody has begun yet"
+def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(beats: SharedHeartbeat, written: int) -> None:
+    detector = HangDetector(beats, 0.1)
+    assert detector.check()[0] == "", "nobody has begun yet"
     now = time.monotonic()
-    heart.beat(now, 5.0, 9.0, 3, "data")
-    assert lookout.look()[:2] == ("", heart.read())
-    whole = heart._map[:128]
-    heart._map[:128] = whole[:written] + bytes(128 - written)  # as another process may see it, under load
-    word, beat, silence = lookout.look()
+    beats.beat(now, 5.0, 9.0, 3, "data")
+    assert detector.check()[:2] == ("", beats.read())
+    whole = beats._map[:128]
+    beats._map[:128] = whole[:written] + bytes(128 - written)  # as another process may see it, under load
+    word, beat, silence = detector.check()
     assert (word, beat.step, beat.phase, beat.at) == ("", 3, "data", now)
     assert silence < 1
-    heart._map[:128] = whole
-    assert heart.read().step == 3
+    beats._map[:128] = whole
+    assert beats.read().step == 3
