@@ -1,7 +1,7 @@
 """RunPlan: what a run has decided before anything is built, taken in one place and then frozen.
 
 `plan_run` is for training and the doctor; `decide` is its second half, for a caller that has opened device, ranks and
-model itself (bench/, tests). build.py and the stages work from the plan. Two things are known later, each its own frozen
+model itself (bench/, tests). build.py and the stages work from the plan. Two things are known later, each a frozen
 object made once: TrainData (steps and packs, counted in the data) and Built (the model spread over the ranks).
 """
 
@@ -133,7 +133,7 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
 
 def _refuse_oversized(folder: ModelFolder, device: Device, world: World) -> None:
     """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
-    Counted are its 16-bit weights alone, spread over all ranks: a model that exceeds that cannot be trained in any way."""
+    Counted are its 16-bit weights alone, spread over all ranks: a model above that cannot be trained at all."""
     count = folder.config.parameters()
     each = 2 * count / world.size
     if device.total_memory and each > device.total_memory:
