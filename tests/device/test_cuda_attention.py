@@ -19,7 +19,7 @@ from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.attention import attention, reference
 from erniekit.kernels.packed_attention import backend_for, packed_attention, packs_of
 from erniekit.kernels.rope import ROTATIONS, cos_sin, inverse_frequencies
-from erniekit.kernels.turn import turned
+from erniekit.kernels.rope_qkv import turned
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 

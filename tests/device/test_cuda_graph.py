@@ -17,7 +17,7 @@ import torch
 from erniekit.bench.data import make_steps
 from erniekit.bench.ours import Ours
 from erniekit.bench.runner import Task
-from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, FULL, LORA, Options, Rows, Workload
+from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, FULL, LORA, BenchOptions, Rows, Workload
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
 from erniekit.devices import pick
@@ -37,7 +37,7 @@ def ours(folder: Path, graph: bool, model: dict, rows: Rows, **keys: object) -> 
     work = Workload("graph", "", model, rows, {**FULL, "cuda_graph": graph, **keys}, ())
     (folder / "config.json").write_text(json.dumps(model))
     data = make_steps(rows, int(model["vocab_size"]), 4, 0)
-    runner = Ours(Task(work, Options(), folder, pick("gpu"), torch.bfloat16, data))
+    runner = Ours(Task(work, BenchOptions(), folder, pick("gpu"), torch.bfloat16, data))
     torch.manual_seed(0)
     runner.build()
     return runner

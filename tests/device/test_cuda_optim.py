@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from erniekit.kernels.adamw import Fused, Rates, Slot, norm_reference, reference
+from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, norm_reference, reference
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -81,7 +81,7 @@ def test_an_update_is_its_definition() -> None:
         reference(want, RATES, scale, good)
         for variant in ((1024, 4, 8), (512, 8, 4)):
             got = [*copies(given[:-1]), off_by_one(given[-1])]
-            Fused(*variant).update("", got, RATES, scale, good)
+            FusedAdamW(*variant).update("", got, RATES, scale, good)
             error = far(got, want, given)
             assert error < 1e-3, f"{grad} {weight} {variant}: {error:.1e}"  # fp32 rounding, against a small move
             outcomes.append(got)
@@ -97,7 +97,7 @@ def test_moments_in_16_bit_are_rounded_as_the_definition_says() -> None:
         want, got = copies(given), copies(given)
         for _ in range(3):
             reference(want, rates)
-            Fused().update("", got, rates)
+            FusedAdamW().update("", got, rates)
             for a, b in zip(want, got):
                 torch.testing.assert_close(b.master, a.master, rtol=1e-5, atol=1e-7)
                 for x, y in ((a.average, b.average), (a.square, b.square)):
@@ -118,7 +118,7 @@ def off_by_one(slot: Slot) -> Slot:
 def test_an_update_is_torchs_fused_one() -> None:
     given = slots([(1000, 777), (5,)], torch.float32, None)
     ours, theirs = copies(given), copies(given)
-    Fused().update("", ours, RATES)
+    FusedAdamW().update("", ours, RATES)
     adamw(
         [s.master for s in theirs], [s.grad for s in theirs], [s.average for s in theirs], [s.square for s in theirs],
         [], [s.step for s in theirs], fused=True, amsgrad=False, lr=RATES.lr, beta1=0.9, beta2=0.95,
@@ -134,7 +134,7 @@ def test_a_bad_step_changes_no_bit() -> None:
     want = copies(got)
     got[0].grad.fill_(float("nan"))
     nan = torch.full((), float("nan"), device="cuda")
-    Fused().update("", got, RATES, nan, torch.zeros((), device="cuda"))
+    FusedAdamW().update("", got, RATES, nan, torch.zeros((), device="cuda"))
     assert all(torch.equal(x, y) for a, b in zip(got, want) for x, y in zip(a[1:], b[1:]))
 
 
@@ -145,7 +145,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_updated_to_its_end() ->
     want = [Slot(*(t if not t.dim() else t[p] for t in big)) for p in places]  # type: ignore[union-attr]
     want = copies(want)
     before = copies(want)
-    fused = Fused()
+    fused = FusedAdamW()
     norm = fused.norm("", [big.grad])
     exact = sum(part.double().square().sum() for part in big.grad.split(2**28)).sqrt()  # type: ignore[union-attr]
     fused.update("", [big], RATES)
@@ -160,7 +160,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_updated_to_its_end() ->
 
 def test_a_norm_is_its_definition_and_the_same_every_time() -> None:
     shapes = [(1,), (999, 77), (4096,), *[(n % 67 + 1,) for n in range(1500)]]
-    fused = Fused()
+    fused = FusedAdamW()
     for dtype in (torch.bfloat16, torch.float32):
         grads = [s.grad for s in slots(shapes, dtype, None)]
         exact = float(torch.cat([g.flatten().double() for g in grads]).norm())
@@ -201,13 +201,13 @@ def clock(size: str) -> None:
     print(f"{size}: {count / 1e6:.1f}M parameters in {len(given)} tensors")
     for variant in VARIANTS:
         try:
-            fused = Fused(*variant)
+            fused = FusedAdamW(*variant)
             line(f"update {variant}", ms(lambda fused=fused: fused.update("", given, RATES, scale, good)), 28)
             line(f"norm   {variant}", ms(lambda fused=fused: fused.norm("", grads)), 2)
         except Exception as error:
             print(f"  {variant}: {type(error).__name__}: {str(error).splitlines()[0]}")
     line("norm by foreach", ms(lambda: norm_reference(grads)), 2)
-    fused = Fused()
+    fused = FusedAdamW()
     fused.update("", given, RATES, scale, good)
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import hopper_products as products
+from erniekit.kernels import quack_gemm as products
 from erniekit.kernels.gate_up import gate_up_swiglu, reference, serves
 
 pytestmark = [

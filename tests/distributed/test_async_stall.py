@@ -27,7 +27,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.recipes.weights import from_nothing
@@ -61,7 +61,7 @@ class Run:
         sharding = sharding_of(model, spec.plan, layout)
         fill = from_nothing(sharding, rank, 0, 0.02)
         engine = parallelise(
-            model, sharding, self.world, cpu, torch.float32, causal_loss, fill, one_document, Options()
+            model, sharding, self.world, cpu, torch.float32, causal_loss, fill, one_document, SpreadOptions()
         )
         named = [(plain(name), param) for name, param in engine.model.named_parameters()]
         optimizer = AdamW(make_groups(named, 1, 0.1), (0.9, 0.95), 1e-8)

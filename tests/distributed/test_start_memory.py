@@ -24,6 +24,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.world import open_world
 from erniekit.recipes import stage_of
 from erniekit.recipes.build import build
+from erniekit.recipes.run_plan import decide
 from support.memory import memory
 from support.ranks import Ranks
 
@@ -77,7 +78,7 @@ def start(path: str, keys: list[str], read_whole: bool = False) -> tuple[int, in
     world.max(0.0)  # connections are made
     before = memory("VmRSS")
     mistake = folder.build() if read_whole else None
-    built = build(cfg, folder, pick("cpu", True), torch.bfloat16, world, stage_of(cfg))
+    built = build(decide(cfg, pick("cpu", True), world, folder), stage_of(cfg))
     del mistake
     grown = memory("VmHWM") - before
     held = {name: local(param.detach()) for name, param in built.parameters()}

@@ -17,7 +17,8 @@ import erniekit
 from erniekit.config.metrics import metrics_of
 from erniekit.data import sealed
 from erniekit.errors import DataError
-from erniekit.losses.dpo import LOSS_TYPES, DpoSettings, metric_names
+from erniekit.loss_table import PREFERENCE_LOSSES
+from erniekit.losses.dpo import DpoSettings, metric_names
 from support.ranks import Ranks
 from support.recorded import tiny_folder, whole_pairs
 
@@ -275,7 +276,7 @@ def test_two_ranks_with_sharded_weights_give_the_run_of_one(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind", PREFERENCE_LOSSES)
 def test_every_loss_type_trains(kind: str, prefer: Callable, tmp_path: Path) -> None:
     """All pairs in every step, so that the loss of the next one must be lower."""
     keys = dict(packing=False, gradient_accumulation_steps=8, learning_rate=3e-4, lr_scheduler_type="constant")
@@ -311,6 +312,6 @@ def map_of_last(folder: Path) -> dict[str, float]:
     return [r for r in records if "eval_loss" in r][-1]
 
 
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind", PREFERENCE_LOSSES)
 def test_what_can_be_chosen_as_best_is_what_a_loss_type_tells(kind: str) -> None:
     assert set(metrics_of("DPO", kind)) == {"loss", *metric_names(DpoSettings(loss_type=kind))}

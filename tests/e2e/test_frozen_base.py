@@ -20,6 +20,7 @@ from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.inject import lora_linears
 from erniekit.lora.merge import merged_tensor, row_updates
 from erniekit.recipes import build as building
+from erniekit.recipes.built import Built
 from erniekit.train.metrics import LogHook
 
 LORA = dict(fine_tuning="LoRA", lora_rank=8, learning_rate=5e-3, doctor="off")
@@ -46,9 +47,9 @@ def losses(output: Path) -> list[float]:
 def test_ten_steps_over_an_fp8_base_learn_what_they_learn_over_the_weights_themselves(
     go: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[building.Built] = []
+    built: list[Built] = []
     usual = building.build
-    monkeypatch.setattr("erniekit.recipes.fit.build", lambda *args: built.append(usual(*args)) or built[-1])
+    monkeypatch.setattr("erniekit.recipes.training.build", lambda *args: built.append(usual(*args)) or built[-1])
     for kind in ("bf16", "fp8"):
         go(tmp_path / kind, frozen_base=kind)
     turned = [

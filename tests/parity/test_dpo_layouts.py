@@ -19,19 +19,19 @@ from erniekit.data.preference import PairSample
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.types import IGNORE, Batch, Pack
 from erniekit.devices import pick
+from erniekit.lora.adapters_off import adapters_off
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
-from erniekit.lora.switch import adapters_off
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.step_metrics import Ledger
 from erniekit.recipes.dpo import STAGE, sum_over_cp
 from erniekit.recipes.reference import Reference
 from erniekit.train.step import TrainStep
@@ -97,9 +97,9 @@ def spread(axes: dict[str, Any], family: str, lora: bool, words: tuple[str, ...]
             piece[box.local_slices] = whole[box.global_slices]
 
     cfg = load(["stage=DPO", *words])
-    ledger = Ledger(STAGE.tells(cfg), device.handle)
+    ledger = Ledger(STAGE.metric_names(cfg), device.handle)
     loss = STAGE.loss(cfg, world, ledger)
-    engine = parallelise(model, sharding, world, device, torch.float32, loss, fill, one_document, Options())
+    engine = parallelise(model, sharding, world, device, torch.float32, loss, fill, one_document, SpreadOptions())
     engine.ledger = ledger
     return engine, sharding
 

@@ -25,7 +25,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train.step import TrainStep
@@ -109,7 +109,7 @@ def train(
             piece[box.local_slices] = whole[box.global_slices]
 
     engine = parallelise(
-        model, sharding, world, device, torch.float32, causal_loss, fill, one_document, Options(**options)
+        model, sharding, world, device, torch.float32, causal_loss, fill, one_document, SpreadOptions(**options)
     )
     named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters() if p.requires_grad]
     optimizer = AdamW(make_groups(named, shape["num_layers"], 0.1), (0.9, 0.95), 1e-6)

@@ -18,8 +18,8 @@ from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names, pair_log_probs
 from erniekit.parallel.engine import Engine
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
+from erniekit.parallel.step_metrics import Ledger
 from support.recorded import recorded_run, train_from_rows
 from support.recorded_training import pair_batch, recorded_step, with_adapter
 

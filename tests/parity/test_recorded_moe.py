@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE, Batch
 from erniekit.losses.causal import causal_loss
-from erniekit.losses.moe_balance import Balance, Weights
+from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.layers.padding import EvenPadding
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
@@ -29,16 +29,16 @@ TERM = 1e-5
 NAME = "sft_full_moe"
 
 
-def weights_of(lambdas: dict[str, Any]) -> Weights:
-    return Weights(*(lambdas[f"moe_{term}_loss_lambda"] for term in ("aux", "z", "orthogonal")))
+def weights_of(lambdas: dict[str, Any]) -> RouterLossWeights:
+    return RouterLossWeights(*(lambdas[f"moe_{term}_loss_lambda"] for term in ("aux", "z", "orthogonal")))
 
 
-def erniekits(model: Any, weights: Weights, even_padding: bool = True) -> Any:
+def erniekits(model: Any, weights: RouterLossWeights, even_padding: bool = True) -> Any:
     """Router losses as recorded: a mean over all positions of a micro-batch, each micro-batch counted whole."""
     share = torch.ones(())
     for layer in model.layers:
         if layer.sparse:
-            layer.mlp.balance = Balance(weights, share, whole_batch=True)
+            layer.mlp.balance = RouterLosses(weights, share, whole_batch=True)
         if even_padding:
             layer.attn.inner = EvenPadding(layer.attn.inner)
     model.records = []

@@ -17,11 +17,11 @@ from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import Options, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import Layout, World
-from erniekit.recipes import experts
+from erniekit.parallel.step_metrics import Ledger
+from erniekit.recipes import expert_layers, expert_settings
 from erniekit.train.step import TrainStep
 from parity.test_layouts import LENGTH, packs, whole_value
 from support.ranks import Ranks
@@ -47,7 +47,7 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
     world, spec, device, cfg = World(layout, rank), MODELS.get("ernie4_5_moe"), pick("cpu"), load(words)
     with torch.device("meta"):
         model = spec.build(CONFIG)
-    experts.set_further(cfg, model)
+    expert_layers.set_mtp(cfg, model)
     sharding = sharding_of(model, spec.plan, layout)
 
     def fill(name: str, piece: torch.Tensor) -> None:
@@ -55,14 +55,16 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
         for box in sharding.boxes(name, rank):
             piece[box.local_slices] = whole[box.global_slices]
 
-    engine = parallelise(model, sharding, world, device, torch.float32, causal_loss, fill, one_document, Options())
-    engine.ledger = Ledger(experts.tells(cfg, CONFIG), device.handle)
-    experts.put_in(cfg, engine)
+    engine = parallelise(
+        model, sharding, world, device, torch.float32, causal_loss, fill, one_document, SpreadOptions()
+    )
+    engine.ledger = Ledger(expert_settings.metric_names(cfg, CONFIG), device.handle)
+    expert_layers.install(cfg, engine)
     named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters()]
     built: Any = SimpleNamespace(
         folder=SimpleNamespace(config=CONFIG), world=world, engine=engine, sharding=sharding, parameters=lambda: named
     )
-    balance = experts.balance_hook(cfg, built)
+    balance = expert_layers.balance_hook(cfg, built)
     assert balance is not None
     trained = [(n, p) for n, p in named if p.requires_grad]
     step = TrainStep(engine, AdamW(make_groups(trained, 3, 0.1), (0.9, 0.95), 1e-6), Schedule("constant", 1e-3, 99))

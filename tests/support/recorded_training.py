@@ -109,7 +109,7 @@ def recorded_step(
         hyper["max_steps"],
         hyper["warmup_steps"],
         hyper["min_lr"],
-        compat=compat,
+        one_step_late=compat,
     )
     return TrainStep(engine or on_one_rank(model), optimizer, schedule, hyper["max_grad_norm"], compat, prepare=prepare)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from erniekit.bench.peers import NEEDS
 from erniekit.bench.report import differences, remarks, table
-from erniekit.bench.workloads import WORKLOADS, Options, Workload, chosen
+from erniekit.bench.workloads import WORKLOADS, BenchOptions, Workload, chosen
 from erniekit.errors import ConfigError
 from erniekit.files import OwnedFiles
 from erniekit.log import say
@@ -48,7 +48,7 @@ def bench_command(args: list[str]) -> int:
 
 
 def run_all(
-    work: Sequence[Workload], options: Options, out: Path, seconds: float | None
+    work: Sequence[Workload], options: BenchOptions, out: Path, seconds: float | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Results in order, and the names of workloads that gave none; both are in bench.json after every workload."""
     began = time.monotonic()
@@ -113,7 +113,7 @@ class Worker:
             [sys.executable, "-m", "erniekit.bench.worker"], stdin=subprocess.PIPE, text=True, env=dict(os.environ)
         )
 
-    def run(self, work: Sequence[Workload], options: Options, out: Path, seconds: float | None) -> None:
+    def run(self, work: Sequence[Workload], options: BenchOptions, out: Path, seconds: float | None) -> None:
         """What it finds out is in out/NAME.json; when `seconds` are over, what it has found out by then."""
         orders = []
         for each in work:
@@ -135,7 +135,7 @@ class Worker:
             self._process.wait()
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _options(given: argparse.Namespace) -> BenchOptions:
     peers = None if given.peers is None else tuple(p for p in _words(given.peers) if p != "none")
     for name in peers or ():
         if name not in NEEDS:
@@ -154,7 +154,7 @@ def _options(given: argparse.Namespace) -> Options:
     for number, flag, least in ((given.steps, "--steps", 1), (given.warmup, "--warmup", 1)):
         if number < least:
             raise ConfigError(f"{flag} is {number}", where="erniekit bench", fix=f"use {least} or more")
-    return Options(peers, given.steps, given.warmup, given.tiny, given.profile, keys, given.seed)
+    return BenchOptions(peers, given.steps, given.warmup, given.tiny, given.profile, keys, given.seed)
 
 
 def _words(text: str) -> list[str]:

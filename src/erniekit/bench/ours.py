@@ -15,12 +15,14 @@ from erniekit.config import RunConfig, load, refuse_later
 from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.parallel.world import open_world
-from erniekit.recipes import pace, stage_of
-from erniekit.recipes.build import DTYPES, Built, build, make_optimizer
-from erniekit.recipes.experts import balance_hook
-from erniekit.recipes.fit import step_for
+from erniekit.recipes import stage_of
+from erniekit.recipes.build import build, make_optimizer
+from erniekit.recipes.built import Built
+from erniekit.recipes.expert_layers import balance_hook
 from erniekit.recipes.model_config import changes_of
-from erniekit.recipes.stage import Prepare, Stage
+from erniekit.recipes.run_plan import decide
+from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.training import step_for
 from erniekit.train.step import Launched
 
 if TYPE_CHECKING:
@@ -61,10 +63,11 @@ class Ours(Runner):
         device = pick(cfg.train.device, cfg.train.no_cuda)
         world = open_world(cfg.parallel, device, cfg.moe.moe_group)
         folder = ModelFolder(self.task.folder, weights=False, changes=changes_of(cfg, self.task.folder))
-        cfg = self.cfg = pace.for_device(cfg, device, world, folder.config)
+        plan = decide(cfg, device, world, folder)
+        cfg = self.cfg = plan.config
         self.note = "; ".join(note.reason for note in cfg.notes if note.key == "no_recompute_layers")
         stage = stage_of(cfg)
-        built = self.built = build(cfg, folder, device, DTYPES[cfg.precision.compute_type], world, stage)
+        built = self.built = build(plan, stage)
         if self.task.workload.skew:
             _skew(built)
         prepare = self._prepare(stage)
@@ -76,7 +79,7 @@ class Ours(Runner):
         self.trainer = cast("Trainer", None)  # hooks are handed one; this one's does not look at it
         self.before: Launched | None = None
 
-    def _prepare(self, stage: Stage) -> Prepare | None:
+    def _prepare(self, stage: TrainingStage) -> Prepare | None:
         """What a stage does before each step. Batches whose reference was computed beforehand go to `kept`."""
         self.kept: dict[int, Batch] = {}
         cached = self.cfg.dpo.reference_logps == "cached" and self.cfg.train.stage == "DPO"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from erniekit.bench.data import StepData
-from erniekit.bench.workloads import Options, Workload
+from erniekit.bench.workloads import BenchOptions, Workload
 from erniekit.devices.base import Device
 
 LEARNING_RATE = 1e-5
@@ -23,7 +23,7 @@ class Task:
     """What a runner is given."""
 
     workload: Workload
-    options: Options
+    options: BenchOptions
     folder: Path  # holds config.json alone
     hardware: Device
     dtype: torch.dtype

@@ -18,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from erniekit.bench.workloads import WORKLOADS, Options, Workload, tiny
+from erniekit.bench.workloads import WORKLOADS, BenchOptions, Workload, tiny
 from erniekit.log import say
 
 
-def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def measure(work: Workload, options: BenchOptions, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """write: is given what is known so far, in case the rest is never reached."""
     import torch
 
@@ -55,7 +55,7 @@ def measure(work: Workload, options: Options, write: Callable[[dict[str, Any]], 
 
 
 def _result(
-    work: Workload, options: Options, turns: Any, config: Any, gemm: Any, machine: Any, seconds: float
+    work: Workload, options: BenchOptions, turns: Any, config: Any, gemm: Any, machine: Any, seconds: float
 ) -> dict[str, Any]:
     import torch
 
@@ -117,7 +117,7 @@ def main() -> int:
     for line in sys.stdin:
         order = json.loads(line)
         peers = order["options"].pop("peers")
-        options = Options(**order["options"], peers=None if peers is None else tuple(peers))
+        options = BenchOptions(**order["options"], peers=None if peers is None else tuple(peers))
         work = WORKLOADS[order["workload"]]
         file = Path(order["file"])
         say(f"{work.name}: {work.about}")

@@ -222,7 +222,7 @@ def tiny(workload: Workload) -> Workload:
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """How a workload is measured; travels to its process as JSON."""
 
     peers: tuple[str, ...] | None = None  # None: the workload's own

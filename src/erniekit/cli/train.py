@@ -15,7 +15,7 @@ from erniekit.launch.start import start
 
 def train_command(args: list[str]) -> int:
     from erniekit.recipes import run
-    from erniekit.recipes.output import take_output
+    from erniekit.recipes.output_folder import take_output
 
     cfg = load(args, "train")
     if not inside():

@@ -5,6 +5,8 @@ Kept here because `config` knows no torch: tests compare it with what train/eval
 
 from __future__ import annotations
 
+from erniekit.loss_table import PREFERENCE_LOSSES, metric_name
+
 PREFIX = "eval_"
 
 
@@ -12,10 +14,9 @@ def metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
     """Name without `eval_` -> whether more of it is better."""
     if stage != "DPO":
         return {"loss": False, "ppl": False}
-    either = "or" if loss_type == "orpo" else loss_type
     told = {
         "loss": False,
-        f"{either}_loss": False,
+        metric_name(loss_type): False,
         "sft_loss": False,
         "rewards/chosen": True,
         "rewards/rejected": False,
@@ -24,4 +25,4 @@ def metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         "logps/chosen": True,
         "logps/rejected": False,
     }
-    return {**told, "log_odds_ratio": True, "log_odds_chosen": True} if either == "or" else told
+    return {**told, "log_odds_ratio": True, "log_odds_chosen": True} if PREFERENCE_LOSSES[loss_type].log_odds else told

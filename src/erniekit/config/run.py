@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from erniekit.config.compat import COMPAT, Compat
 from erniekit.config.convert import convert
 from erniekit.config.flat import DEFAULTS, KEYS, build, canonical, suggest
 from erniekit.config.ignored_keys import IGNORED_KEYS
@@ -86,6 +87,11 @@ class RunConfig:
     def __getitem__(self, name: str) -> Any:
         """The value of a flat key."""
         return getattr(getattr(self, KEYS[name].section), name)
+
+    @property
+    def compat(self) -> Compat:
+        """Which of the old toolkit's behaviours this run repeats."""
+        return COMPAT[self.train.compat]
 
     def origin(self, name: str) -> str:
         """`recipe.yaml:12`, `flag --x`, `key=value`, `argument`, `derived` or `default`."""

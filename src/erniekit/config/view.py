@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from erniekit.config.compat import COMPAT, Compat
 from erniekit.config.note import Note
 from erniekit.config.sources import Sources
 
@@ -17,6 +18,10 @@ class View:
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
+
+    @property
+    def compat(self) -> Compat:
+        return COMPAT[self["compat"]]
 
     def given(self, name: str) -> bool:
         return name in self.sources.given

@@ -22,7 +22,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Entry:
+class DeviceEntry:
     """module: has make() -> Device, present() and count(); empty for a word whose device a later version brings."""
 
     module: str = ""
@@ -49,7 +49,7 @@ class Entry:
         return count
 
 
-def others(text: str) -> dict[str, Entry]:
+def others(text: str) -> dict[str, DeviceEntry]:
     """`word=module` or `word=module:VARIABLE`, with commas between. Read when config is imported: what is wrong with it
     is said when the device is used."""
     found = {}
@@ -57,19 +57,19 @@ def others(text: str) -> dict[str, Entry]:
         word, _, rest = item.strip().partition("=")
         module, _, visible = rest.partition(":")
         if word:
-            found[word] = Entry(module or word, visible)
+            found[word] = DeviceEntry(module or word, visible)
     return found
 
 
 # In the order in which `auto` looks for them; the CPU is taken when none is there.
-DEVICES: dict[str, Entry] = {
+DEVICES: dict[str, DeviceEntry] = {
     **others(os.environ.get(OTHERS, "")),
-    "gpu": Entry("erniekit.devices.cuda", "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
-    "cpu": Entry("erniekit.devices.cpu"),
-    "xpu": Entry(visible="XPU_VISIBLE_DEVICES"),
-    "npu": Entry(visible="ASCEND_RT_VISIBLE_DEVICES"),
-    "iluvatar_gpu": Entry(visible="CUDA_VISIBLE_DEVICES"),
-    "metax_gpu": Entry(visible="CUDA_VISIBLE_DEVICES"),
+    "gpu": DeviceEntry("erniekit.devices.cuda", "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
+    "cpu": DeviceEntry("erniekit.devices.cpu"),
+    "xpu": DeviceEntry(visible="XPU_VISIBLE_DEVICES"),
+    "npu": DeviceEntry(visible="ASCEND_RT_VISIBLE_DEVICES"),
+    "iluvatar_gpu": DeviceEntry(visible="CUDA_VISIBLE_DEVICES"),
+    "metax_gpu": DeviceEntry(visible="CUDA_VISIBLE_DEVICES"),
 }
 
 
@@ -77,12 +77,12 @@ def later() -> tuple[str, ...]:
     return tuple(word for word, entry in DEVICES.items() if not entry.module)
 
 
-def accelerators() -> Iterator[tuple[str, Entry]]:
+def accelerators() -> Iterator[tuple[str, DeviceEntry]]:
     """What `auto` may take before the CPU, in its order."""
     return ((word, entry) for word, entry in DEVICES.items() if entry.module and word != "cpu")
 
 
-def entry_of(word: str, env: Mapping[str, str]) -> Entry:
+def entry_of(word: str, env: Mapping[str, str]) -> DeviceEntry:
     """Of a `device` value. Of `auto`: the first that is visible, else the first that has a variable to be chosen by."""
     if word != AUTO:
         return DEVICES[word]

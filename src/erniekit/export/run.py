@@ -28,7 +28,7 @@ from erniekit.log import paint, say, typed, warn
 from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
-from erniekit.lora.merge import RowUpdate, merged_in_fp32, row_updates
+from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.result import RunResult
 
 
@@ -158,7 +158,7 @@ class _Watched(ModelFolder):
 class _Merge:
     """Our tensor names -> the tensors to write, one at a time; keeps count of what rounding costs the update."""
 
-    def __init__(self, source: ModelFolder, updates: dict[str, list[RowUpdate]]) -> None:
+    def __init__(self, source: ModelFolder, updates: dict[str, list[WeightUpdate]]) -> None:
         self.source, self.updates = source, updates
         self.entries = {entry.ours: entry for entry in source.entries() if not entry.copy_of}
         self._rounded = self._added = 0.0  # sums of squares

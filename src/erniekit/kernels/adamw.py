@@ -1,7 +1,7 @@
 """One AdamW update of many tensors, and the norm of many gradients, as a few launches. Called by optim/adamw.py.
 
-`reference` is the definition. `Fused` is for NVIDIA cards: it reads 16-bit or fp32 gradients as they are, writes fp32
-weights, moments and 16-bit weights in one sweep, and the device itself decides whether anything is written.
+`reference` is the definition. `FusedAdamW` is for NVIDIA cards: it reads 16-bit or fp32 gradients as they are, writes
+fp32 weights, moments and 16-bit weights in one sweep, and the device itself decides whether anything is written.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def fits(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether Fused can work on these: all on NVIDIA cards, and Triton is there."""
+    """Whether FusedAdamW can work on these: all on NVIDIA cards, and Triton is there."""
     places = {t.device.type for t in tensors}
     return places == {"cuda"} and torch.version.hip is None and has_triton()
 
 
-class Fused:
+class FusedAdamW:
     """Launches over tensors given by address. What it sends to the device (addresses, and which program works on what)
     is kept under a `key` of the caller's, and sent again only when it changed."""
 

@@ -1,5 +1,5 @@
 """Whether Triton kernels can be built here, and which optional libraries of kernels load. Asked by every file that has
-or calls one, and by recipes/pace.py."""
+or calls one, and by recipes/speed_decisions.py."""
 
 from __future__ import annotations
 

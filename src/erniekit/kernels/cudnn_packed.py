@@ -25,7 +25,7 @@ def library() -> Any:
         return None
 
 
-class Shape(NamedTuple):
+class PackShape(NamedTuple):
     """What a plan is made for. Widths are those of the rows the heads lie in, in elements."""
 
     documents: int
@@ -48,7 +48,7 @@ def bucket(size: int, least: int, most: int) -> int:
     return min(-(-size // step) * step, most)
 
 
-def offsets_fit(shape: Shape) -> bool:
+def offsets_fit(shape: PackShape) -> bool:
     """Whether every offset is a number in int32: of heads 64 x 128 wide up to 262,143 tokens."""
     queries = max(shape.q_width, shape.heads * shape.head_dim)
     return max(shape.tokens * queries, shape.keys * shape.kv_width) < 2**31
@@ -65,7 +65,7 @@ class Offsets(NamedTuple):
     stats: torch.Tensor
 
 
-def offsets(bounds: torch.Tensor, key_bounds: torch.Tensor | None, shape: Shape) -> Offsets:
+def offsets(bounds: torch.Tensor, key_bounds: torch.Tensor | None, shape: PackShape) -> Offsets:
     """bounds, key_bounds int32 [at least documents + 1], in tokens. key_bounds None: every document's own."""
     bounds = bounds[: shape.documents + 1]
     key_bounds = bounds if key_bounds is None else key_bounds[: shape.documents + 1]
@@ -117,7 +117,7 @@ Q, K, V, OUT, STATS, D_OUT, D_Q, D_K, D_V, Q_LEN, KV_LEN, Q_AT, KV_AT, OUT_AT, S
 class _Graph:
     """A graph's tensors, described once for both directions."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: PackShape, device: torch.device) -> None:
         self.cudnn, self.shape = library(), shape
         kinds = self.cudnn.data_type
         self.io = kinds.BFLOAT16 if shape.dtype == torch.bfloat16 else kinds.HALF
@@ -170,7 +170,7 @@ class _Graph:
 
 
 @functools.cache
-def forward_plan(shape: Shape, device: torch.device) -> Plan:
+def forward_plan(shape: PackShape, device: torch.device) -> Plan:
     g = _Graph(shape, device)
     s = shape
     q_at, kv_at, out_at, stats_at = (g.offsets(uid) for uid in (Q_AT, KV_AT, OUT_AT, STATS_AT))
@@ -188,7 +188,7 @@ def forward_plan(shape: Shape, device: torch.device) -> Plan:
 
 
 @functools.cache
-def backward_plan(shape: Shape, device: torch.device) -> Plan:
+def backward_plan(shape: PackShape, device: torch.device) -> Plan:
     g = _Graph(shape, device)
     s = shape
     q_at, kv_at, out_at, stats_at = (g.offsets(uid) for uid in (Q_AT, KV_AT, OUT_AT, STATS_AT))
@@ -214,7 +214,7 @@ def backward_plan(shape: Shape, device: torch.device) -> Plan:
 
 
 @functools.cache
-def supported(shape: Shape, device: torch.device) -> bool:
+def supported(shape: PackShape, device: torch.device) -> bool:
     """Whether cuDNN has plans for both directions; asked in each, so that both go the same way."""
     if not offsets_fit(shape):
         warn_once("packed attention: too many tokens for offsets in int32, FlashAttention is used instead of cuDNN")
@@ -233,7 +233,13 @@ def _given(where: Offsets) -> dict[int, int]:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, where: Offsets, s: Shape
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor,
+    where: Offsets,
+    s: PackShape,
 ) -> None:
     """q [T, N, D], k, v [keys, Nkv, D] as views of their rows -> out [T, N * D], stats fp32 [T, N]."""
     memory = {Q: q.data_ptr(), K: k.data_ptr(), V: v.data_ptr(), OUT: out.data_ptr(), STATS: stats.data_ptr()}
@@ -242,7 +248,7 @@ def forward(
 
 def backward(
     given: tuple[torch.Tensor, ...], out: torch.Tensor, stats: torch.Tensor, grad_out: torch.Tensor,
-    grads: tuple[torch.Tensor, ...], where: Offsets, s: Shape,
+    grads: tuple[torch.Tensor, ...], where: Offsets, s: PackShape,
 ) -> None:  # fmt: skip
     """given: q, k, v as in `forward`; grads: memory for theirs, laid out as they are."""
     memory = {OUT: out.data_ptr(), STATS: stats.data_ptr(), D_OUT: grad_out.data_ptr()}

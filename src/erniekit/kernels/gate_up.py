@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import hopper_products
+from erniekit.kernels import quack_gemm
 from erniekit.kernels.swiglu import pairs, swiglu_gradient
 from erniekit.kernels.swiglu import reference as swiglu
 
@@ -22,7 +22,7 @@ HIDDEN = 2048  # at most
 def serves(weight: torch.Tensor, device: torch.device) -> bool:
     """Whether weights of this shape [2 W, H] are faster so on this device."""
     both, hidden = weight.shape
-    return hidden <= HIDDEN and hidden % 64 == 0 and both % 128 == 0 and hopper_products.gates(device)
+    return hidden <= HIDDEN and hidden % 64 == 0 and both % 128 == 0 and quack_gemm.gates(device)
 
 
 def gate_up_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def _on_cpu(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _on_card(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return hopper_products.gated(x.contiguous(), weight)
+    return quack_gemm.gated(x.contiguous(), weight)
 
 
 _LIBRARY.impl("gate_up_swiglu", _on_cpu, "CPU")

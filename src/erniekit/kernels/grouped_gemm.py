@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import hopper_products
+from erniekit.kernels import quack_gemm
 
 ALIGNED = 8  # widths in 16 bit that the kernel's tiles can load are multiples of this; others are padded with zeros
 
@@ -32,7 +32,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     more, wider = -weight.shape[1] % ALIGNED, -width % ALIGNED
     if more or wider:
         rows, weight = F.pad(rows, (0, more)), F.pad(weight, (0, wider, 0, more))
-    out = hopper_products.grouped(rows.contiguous(), weight, ends)
+    out = quack_gemm.grouped(rows.contiguous(), weight, ends)
     return out[:, :width] if wider else out
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels import hopper_products
+from erniekit.kernels import quack_gemm
 from erniekit.kernels.softmax import in_place, softmax_gradient
 
 CHUNK = 2048  # rows of fp32 logits alive at once; 2048 x 103,424 = 0.8 GiB
@@ -73,7 +73,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """[R, V] that may be overwritten."""
     columns = weight.shape[0]
     if not in_place(x.device) or columns % ALIGNED == 0:
-        return F.linear(x, weight, bias) if bias is not None else hopper_products.logits(x, weight)
+        return F.linear(x, weight, bias) if bias is not None else quack_gemm.logits(x, weight)
     room = x.new_empty(x.shape[0], -(-columns // ALIGNED) * ALIGNED)[:, :columns]
     if bias is None:
         return torch.mm(x, weight.t(), out=room)

@@ -130,12 +130,12 @@ def _plan(
     sizes: torch.Tensor,
     bounds: torch.Tensor,
     key_bounds: torch.Tensor | None,
-) -> cudnn_packed.Shape | None:
+) -> cudnn_packed.PackShape | None:
     """What cuDNN is to do; None: FlashAttention does it."""
     if backend != "cudnn":
         return None
     documents, most, most_keys = sizes.tolist()
-    shape = cudnn_packed.Shape(
+    shape = cudnn_packed.PackShape(
         documents=cudnn_packed.bucket(documents, 8, bounds.numel() - 1),
         longest=cudnn_packed.bucket(most, 512, q.shape[0]),
         longest_keys=cudnn_packed.bucket(most_keys, 512, k.shape[0]),

@@ -35,9 +35,9 @@ def parts_of(value: torch.Tensor, count: int) -> list[torch.Tensor]:
 def side_by_side(value: torch.Tensor, which: tuple[int, int, int], dim: int) -> torch.Tensor:
     """The parts `which` of an fp32 matrix (0 the largest), one after the other along `dim`."""
     if value.is_cuda and _HAS_TRITON:
-        from erniekit.kernels.triton import parts
+        from erniekit.kernels.triton import bf16_split
 
-        return parts.side_by_side(value, which, dim)
+        return bf16_split.side_by_side(value, which, dim)
     each = parts_of(value, max(which) + 1)
     return torch.cat([each[k] for k in which], dim)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from erniekit.errors import CheckpointError
-from erniekit.lora.inject import Shape, lora_linears, lora_state, wrap
+from erniekit.lora.inject import PairShape, lora_linears, lora_state, wrap
 from erniekit.lora.layers import Pair
 from erniekit.lora.projections import Projection, projections, short_names
 from erniekit.lora.settings import LoRASettings
@@ -92,7 +92,7 @@ def attach(model: nn.Module, adapter: Adapter, shared_a: bool = False) -> list[P
     """
     present = places(model, adapter)
     _check_experts(model, present, adapter)
-    wrap(model, {p: Shape(u.rank, u.scale) for p, u in present.items()}, shared_a)
+    wrap(model, {p: PairShape(u.rank, u.scale) for p, u in present.items()}, shared_a)
     if not next(model.parameters()).is_meta:
         load_adapter(model, adapter)
     for _, module in lora_linears(model):

@@ -18,7 +18,7 @@ from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 from erniekit.log import warn
 from erniekit.lora import paddle_files, peft_files
-from erniekit.lora.stored import config_fields
+from erniekit.lora.adapter_config import config_fields
 
 MAX_NAME = 4096  # characters of a path
 OTHERWISE = "override_base: True uses this base all the same"

@@ -16,7 +16,7 @@ from erniekit.lora.projections import Projection, select
 from erniekit.lora.settings import LoRASettings
 
 
-class Shape(NamedTuple):
+class PairShape(NamedTuple):
     rank: int
     scale: float
 
@@ -24,12 +24,12 @@ class Shape(NamedTuple):
 def inject(model: nn.Module, settings: LoRASettings, seed: int) -> list[Projection]:
     """Adapters on every projection the settings name; all other weights frozen. Returns what was adapted."""
     chosen = select(model, settings.targets)
-    wrap(model, {p: Shape(settings.rank, settings.scaling) for p in chosen}, settings.shared_a)
+    wrap(model, {p: PairShape(settings.rank, settings.scaling) for p in chosen}, settings.shared_a)
     reset_lora(model, seed)
     return chosen
 
 
-def wrap(model: nn.Module, shapes: dict[Projection, Shape], shared_a: bool) -> None:
+def wrap(model: nn.Module, shapes: dict[Projection, PairShape], shared_a: bool) -> None:
     """Swap each layer that holds a named projection for its LoRALayer; B is zero, so the model answers as before.
 
     All experts of a layer go together: of one projection either each of them is in `shapes`, alike, or none.

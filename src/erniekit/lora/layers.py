@@ -78,7 +78,7 @@ class LoRALayer(nn.Module):
         self.base: Any = base
         self.parts = parts  # attention and mlp split their fused output by this
         self.lora = nn.ModuleDict(pairs)
-        self.active = True  # False: the frozen layer alone (switch.py)
+        self.active = True  # False: the frozen layer alone (adapters_off.py)
 
     @property
     def weight(self) -> torch.Tensor:

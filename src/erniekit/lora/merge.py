@@ -16,7 +16,7 @@ from erniekit.lora.inject import lora_linears
 from erniekit.lora.projections import projections
 
 
-class RowUpdate(NamedTuple):
+class WeightUpdate(NamedTuple):
     """A low-rank update of rows [start, stop) of one of our (fused) weights."""
 
     start: int
@@ -24,23 +24,23 @@ class RowUpdate(NamedTuple):
     low_rank: LowRank
 
 
-def row_updates(model: nn.Module, *adapters: Adapter) -> dict[str, list[RowUpdate]]:
+def row_updates(model: nn.Module, *adapters: Adapter) -> dict[str, list[WeightUpdate]]:
     """Our weight names -> what the adapters add to them. `model` may be on the meta device: only names are read."""
-    out: dict[str, list[RowUpdate]] = {}
+    out: dict[str, list[WeightUpdate]] = {}
     for adapter in adapters:
         for place, update in places(model, adapter).items():
-            out.setdefault(place.weight, []).append(RowUpdate(place.start, place.stop, update))
+            out.setdefault(place.weight, []).append(WeightUpdate(place.start, place.stop, update))
     return out
 
 
-def merged_in_fp32(weight: torch.Tensor, updates: Sequence[RowUpdate]) -> torch.Tensor:
+def merged_in_fp32(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> torch.Tensor:
     out = weight.to(torch.float32, copy=True)
     for start, stop, update in updates:
         out[start:stop].addmm_(update.B.to(out), update.A.to(out), alpha=update.scale)
     return out
 
 
-def merged_tensor(weight: torch.Tensor, updates: Sequence[RowUpdate]) -> torch.Tensor:
+def merged_tensor(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> torch.Tensor:
     return merged_in_fp32(weight, updates).to(weight.dtype)
 
 
@@ -53,7 +53,7 @@ def fold(model: nn.Module) -> nn.Module:
         for pair in module.pairs().values():
             for expert, part, A, B in pair.updates(pair.A, pair.B):
                 rows = by_place[name, part, expert]
-                updates.append(RowUpdate(rows.start, rows.stop, LowRank(A, B, pair.scale)))
+                updates.append(WeightUpdate(rows.start, rows.stop, LowRank(A, B, pair.scale)))
         module.base.weight.copy_(merged_tensor(module.base.weight, updates))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.base)

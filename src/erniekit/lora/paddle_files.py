@@ -17,9 +17,10 @@ from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 from erniekit.lora.adapter import Adapter, LowRank, places
+from erniekit.lora.adapter_config import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
 from erniekit.lora.projections import Projection, config_of, projections, short_names
 from erniekit.lora.settings import LoRASettings
-from erniekit.lora.stored import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
+from erniekit.lora_scale import alpha_of
 from erniekit.models import MODELS
 from erniekit.models.names import Entry
 
@@ -31,7 +32,7 @@ _VARIANTS = ("pissa", "loraga", "lorapro", "use_mora", "lora_use_mixer", "traina
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedRows:
     """One linear of Paddle's with the projections of ours inside it, all of them, in our row order."""
 
     entry: Entry
@@ -46,18 +47,18 @@ class Fused:
         return self.entry.read([B])
 
 
-def fused_linears(model: nn.Module) -> dict[str, Fused]:
+def fused_linears(model: nn.Module) -> dict[str, FusedRows]:
     """Paddle's linear name -> its projections; a linear that Paddle keeps apart has one."""
     config = config_of(model)
     entries = {e.ours: e for e in MODELS.get(config.family).names(config, "paddle") if not e.copy_of}
-    out: dict[str, Fused] = {}
+    out: dict[str, FusedRows] = {}
     for p in projections(model):
         entry = entries[p.weight]
         if len(entry.theirs) > 1:  # the weight is several of Paddle's: an expert each, or a projection each
             entry = Entry(p.weight, (p.paddle,), lambda ts: ts[0].t(), lambda t: [t.t()])
         before = out.get(p.paddle)
         parts = [*before.parts, p] if before else [p]
-        out[p.paddle] = Fused(entry, parts, sum(each.rows for each in parts))
+        out[p.paddle] = FusedRows(entry, parts, sum(each.rows for each in parts))
     return out
 
 
@@ -120,11 +121,11 @@ def write_paddle(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]
 
 
 def _config(
-    adapter: Adapter, model: nn.Module, linears: dict[str, Fused], rank: int, dtype: torch.dtype
+    adapter: Adapter, model: nn.Module, linears: dict[str, FusedRows], rank: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """A higher, stacked rank needs an alpha that keeps the scale; `rslora` is spelt out in it then."""
     same = rank == adapter.rank
-    alpha = adapter.alpha if same else adapter.scale * rank
+    alpha = adapter.alpha if same else alpha_of(adapter.scale, rank, rslora=False)
     words = {name.rpartition(".")[2] for name in linears}
     everywhere = {n for n in fused_linears(model) if n.rpartition(".")[2] in words} == set(linears)
     # A router's name is part of other names.
@@ -164,7 +165,7 @@ def _shares_a(updates: list[LowRank | None]) -> bool:
 
 
 def _stack(
-    updates: list[LowRank | None], fused: Fused, rank: int, scale: float, shared: bool
+    updates: list[LowRank | None], fused: FusedRows, rank: int, scale: float, shared: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A [rank, in] and B [rows, rank] of one Paddle linear; what the parts do not fill stays zero."""
     like = next(u for u in updates if u is not None)

@@ -16,9 +16,7 @@ from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.errors import CheckpointError
 from erniekit.lora import peft_experts
 from erniekit.lora.adapter import Adapter, LowRank
-from erniekit.lora.projections import projections, short_names
-from erniekit.lora.settings import LoRASettings
-from erniekit.lora.stored import (
+from erniekit.lora.adapter_config import (
     ONE_FILE,
     config_fields,
     paired,
@@ -27,6 +25,9 @@ from erniekit.lora.stored import (
     rank_and_alpha,
     read_tensors,
 )
+from erniekit.lora.projections import projections, short_names
+from erniekit.lora.settings import LoRASettings
+from erniekit.lora_scale import alpha_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
@@ -54,7 +55,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         who = peft_experts.Named(short_names(list(updates), model), [], ranks, scales)
     odd_rank = {n: rank for n, rank in who.ranks.items() if rank != adapter.rank}
     odd_alpha = {
-        n: plain_number(scale * (who.ranks[n] ** 0.5 if adapter.rslora else who.ranks[n]))
+        n: plain_number(alpha_of(scale, who.ranks[n], adapter.rslora))
         for n, scale in who.scales.items()
         if n in odd_rank or scale != adapter.scale
     }

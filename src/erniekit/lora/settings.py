@@ -5,11 +5,11 @@ Made by recipes/build.py from the lora section, and from an adapter's own config
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from erniekit.errors import ConfigError
+from erniekit.lora_scale import DERIVED_ALPHA, RSLORA_ALPHA, RSLORA_PLUS_SCALE, default_alpha, scale_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class LoRASettings:
 
     @property
     def scaling(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.alpha, self.rank, self.rslora)
 
     @classmethod
     def resolve(
         cls,
         rank: int = 8,
-        alpha: float = -1,
+        alpha: float = DERIVED_ALPHA,
         *,
         rslora: bool = False,
         rslora_plus: bool = False,
@@ -45,9 +45,9 @@ class LoRASettings:
         targets: Sequence[str] | None = None,
         shared_a: bool = False,
     ) -> LoRASettings:
-        """From the keys as typed: alpha -1 is 2 x rank, or 4 with rslora; rslora_plus sets three of them."""
+        """From the keys as typed, by the rules of lora_scale.py."""
         if rslora_plus:
-            rslora, lora_plus_scale, alpha = True, 4.0, 4
-        if alpha == -1:
-            alpha = 4 if rslora else 2 * rank
+            rslora, lora_plus_scale, alpha = True, RSLORA_PLUS_SCALE, RSLORA_ALPHA
+        if alpha == DERIVED_ALPHA:
+            alpha, _ = default_alpha(rank, rslora)
         return cls(rank, alpha, rslora, lora_plus_scale, tuple(targets) if targets else None, shared_a)

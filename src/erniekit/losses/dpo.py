@@ -16,10 +16,8 @@ from torch import nn
 
 from erniekit.data.types import IGNORE, Batch
 from erniekit.kernels.cross_entropy import CHUNK
+from erniekit.loss_table import PREFERENCE_LOSSES, PreferenceLoss, metric_name
 
-LOSS_TYPES = ("sigmoid", "hinge", "simpo", "ipo", "dpop", "kto_pair", "sppo_hard", "nca_pair", "or", "orpo")
-AVERAGED = ("ipo", "or", "orpo", "simpo")  # per-token means instead of sums
-WITHOUT_REFERENCE = ("or", "orpo", "simpo")
 SURE = -1e-7  # the highest mean log-probability whose odds are still a number
 
 
@@ -39,17 +37,21 @@ class DpoSettings:
     batch_means: bool = False
 
     @property
+    def loss(self) -> PreferenceLoss:
+        return PREFERENCE_LOSSES[self.loss_type]
+
+    @property
     def needs_reference(self) -> bool:
-        return not self.reference_free and self.loss_type not in WITHOUT_REFERENCE
+        return self.loss.needs_reference and not self.reference_free
 
     @property
     def sft_ratio(self) -> float:
-        return 1.0 if self.loss_type == "orpo" else self.sft_loss_ratio
+        return self.sft_loss_ratio if self.loss.sft_ratio is None else self.loss.sft_ratio
 
     @property
     def loss_name(self) -> str:
-        """What the loss is logged as: orpo is `or` with the SFT term."""
-        return "or_loss" if self.loss_type == "orpo" else f"{self.loss_type}_loss"
+        """What the loss is logged as."""
+        return metric_name(self.loss_type)
 
 
 class Answers(NamedTuple):
@@ -66,13 +68,13 @@ class MetricsSink(Protocol):
 def metric_names(settings: DpoSettings) -> tuple[str, ...]:
     """What `dpo_loss` tells, as ERNIEKit calls it."""
     rewards = tuple(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))
-    odds = ("log_odds_ratio", "log_odds_chosen") if settings.loss_name == "or_loss" else ()
+    odds = ("log_odds_ratio", "log_odds_chosen") if settings.loss.log_odds else ()
     return (*rewards, "logps/chosen", "logps/rejected", settings.loss_name, "sft_loss", *odds)
 
 
 def even_lengths(sums: Answers, lengths: Answers, settings: DpoSettings) -> Answers:
     """Log-probabilities as the loss takes them: means, or sums as if both answers had the pair's mean length."""
-    if settings.loss_type in AVERAGED:
+    if settings.loss.per_token:
         return Answers(sums.chosen / lengths.chosen.clamp(min=1), sums.rejected / lengths.rejected.clamp(min=1))
     if not settings.normalize_logps:
         return sums
@@ -89,39 +91,83 @@ def log_odds(logps: Answers) -> torch.Tensor:
 def preference_losses(
     policy: Answers, reference: Answers | None, settings: DpoSettings, score_delta: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[pairs], before pref_loss_ratio; log-probabilities with even lengths. reference None is zero.
-
-    kto_pair measures each side against the mean of the other side over these pairs: the only type whose pairs meet.
-    """
-    kind, beta = settings.loss_type, settings.beta
+    """[pairs], before pref_loss_ratio; log-probabilities with even lengths. reference None is zero."""
     if reference is None:
         reference = Answers(*(torch.zeros_like(x) for x in policy))
-    chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
-    margin = chosen - rejected
-    if kind == "sigmoid":
-        if settings.offset_alpha > 0 and score_delta is not None:
-            margin = margin - settings.offset_alpha / beta * (score_delta + 1e-6).log()
-        return _smoothed(beta * margin, settings.label_smoothing)
-    if kind == "simpo":
-        return _smoothed(beta * margin - settings.simpo_gamma, settings.label_smoothing)
-    if kind == "hinge":
-        return (1 - beta * margin).relu()
-    if kind == "ipo":
-        return (margin - 0.5 / beta) ** 2
-    if kind == "dpop":
-        # As ERNIEKit: the penalty stands beside the log-sigmoid, not inside it as in arXiv 2402.13228.
-        return -F.logsigmoid(beta * margin) + settings.dpop_lambda * (-chosen).relu()
-    if kind == "kto_pair":
-        against_rejected, against_chosen = rejected.mean().relu(), chosen.mean().relu()
-        better = 1 - (beta * (chosen - against_rejected)).sigmoid()
-        return (better + 1 - (beta * (against_chosen - rejected)).sigmoid()) / 2
-    if kind == "sppo_hard":
-        return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
-    if kind == "nca_pair":
-        one, other = beta * chosen, beta * rejected
-        return -F.logsigmoid(one) - 0.5 * F.logsigmoid(-one) - 0.5 * F.logsigmoid(-other)
-    assert kind in ("or", "orpo"), f"no loss type {kind}"
-    return -F.logsigmoid(log_odds(policy))
+    gained = Answers(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
+    return IMPLEMENTATIONS[settings.loss_type](PairScores(policy, gained, score_delta), settings)
+
+
+class PairScores(NamedTuple):
+    """What a loss type sees of the pairs, with even lengths."""
+
+    policy: Answers
+    gained: Answers  # policy less reference
+    score_delta: torch.Tensor | None  # [pairs], where the data has scores
+
+    @property
+    def margin(self) -> torch.Tensor:
+        return self.gained.chosen - self.gained.rejected
+
+
+def _sigmoid(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    margin, beta = pairs.margin, settings.beta
+    if settings.offset_alpha > 0 and pairs.score_delta is not None:
+        margin = margin - settings.offset_alpha / beta * (pairs.score_delta + 1e-6).log()
+    return _smoothed(beta * margin, settings.label_smoothing)
+
+
+def _simpo(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    return _smoothed(settings.beta * pairs.margin - settings.simpo_gamma, settings.label_smoothing)
+
+
+def _hinge(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    return (1 - settings.beta * pairs.margin).relu()
+
+
+def _ipo(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    return (pairs.margin - 0.5 / settings.beta) ** 2
+
+
+def _dpop(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    # As ERNIEKit: the penalty stands beside the log-sigmoid, not inside it as in arXiv 2402.13228.
+    penalty = (-pairs.gained.chosen).relu()
+    return -F.logsigmoid(settings.beta * pairs.margin) + settings.dpop_lambda * penalty
+
+
+def _kto_pair(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    """Each side against the mean of the other side over these pairs: the only type whose pairs meet."""
+    (chosen, rejected), beta = pairs.gained, settings.beta
+    against_rejected, against_chosen = rejected.mean().relu(), chosen.mean().relu()
+    better = 1 - (beta * (chosen - against_rejected)).sigmoid()
+    return (better + 1 - (beta * (against_chosen - rejected)).sigmoid()) / 2
+
+
+def _sppo_hard(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    return (pairs.gained.chosen - 0.5 / settings.beta) ** 2 + (pairs.gained.rejected + 0.5 / settings.beta) ** 2
+
+
+def _nca_pair(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    one, other = settings.beta * pairs.gained.chosen, settings.beta * pairs.gained.rejected
+    return -F.logsigmoid(one) - 0.5 * F.logsigmoid(-one) - 0.5 * F.logsigmoid(-other)
+
+
+def _odds_ratio(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
+    return -F.logsigmoid(log_odds(pairs.policy))
+
+
+IMPLEMENTATIONS: dict[str, Callable[[PairScores, DpoSettings], torch.Tensor]] = {  # names: loss_table.py
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "simpo": _simpo,
+    "ipo": _ipo,
+    "dpop": _dpop,
+    "kto_pair": _kto_pair,
+    "sppo_hard": _sppo_hard,
+    "nca_pair": _nca_pair,
+    "or": _odds_ratio,
+    "orpo": _odds_ratio,
+}
 
 
 def _smoothed(x: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -257,7 +303,7 @@ def _metrics(
         settings.loss_name: preferred,
         "sft_loss": supervised,
     }
-    if settings.loss_name == "or_loss":
+    if settings.loss.log_odds:
         told["log_odds_ratio"] = log_odds(policy)
         told["log_odds_chosen"] = F.logsigmoid(told["log_odds_ratio"])  # the name ERNIEKit gives it
     return told

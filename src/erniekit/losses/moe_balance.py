@@ -1,6 +1,6 @@
-"""Router losses: what keeps experts evenly used, fed into the gradient and never part of the loss that is told.
+"""Router losses: what keeps experts evenly used, fed into the gradient and never part of the reported loss.
 
-Put into each MoE block by recipes/experts.py. B rows, L length, H hidden, T = B * L tokens, E experts.
+Put into each MoE block by recipes/expert_layers.py. B rows, L length, H hidden, T = B * L tokens, E experts.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import nn
 
 from erniekit.kernels.moe_permute import count
 
-TELLS = {"aux": "router_aux", "z": "router_z", "orthogonal": "router_ortho"}  # their names in the metrics
+METRICS = {"aux": "router_aux", "z": "router_z", "orthogonal": "router_ortho"}  # their names in the metrics
 
 
 @dataclass(frozen=True)
-class Weights:
+class RouterLossWeights:
     """moe_aux_loss_lambda, moe_z_loss_lambda, moe_orthogonal_loss_lambda; one that is 0 costs nothing."""
 
     aux: float = 0.0
     z: float = 0.0
     orthogonal: float = 0.0
 
-    def tells(self) -> tuple[str, ...]:
-        return tuple(told for term, told in TELLS.items() if getattr(self, term))
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(told for term, told in METRICS.items() if getattr(self, term))
 
 
 class _Attach(torch.autograd.Function):
-    """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the one that is told."""
+    """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the reported one."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class _Attach(torch.autograd.Function):
         return grad, share, None
 
 
-class Balance(nn.Module):
+class RouterLosses(nn.Module):
     """The collaborator of one MoE block. Terms are means over a row's real tokens, so that the gradient does not depend
     on how rows are spread over micro-batches and ranks.
 
@@ -56,7 +56,7 @@ class Balance(nn.Module):
 
     def __init__(
         self,
-        weights: Weights,
+        weights: RouterLossWeights,
         share: torch.Tensor,
         sum_over: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         parts: int = 1,
@@ -68,7 +68,7 @@ class Balance(nn.Module):
         self.sum_over, self.parts, self.piece, self.whole_batch = sum_over, parts, piece, whole_batch
 
     def forward(self, y_BLH: torch.Tensor, routing: Any, router: Any, ctx: Any) -> torch.Tensor:
-        if ctx.record is None:  # evaluation, or nobody trains
+        if ctx.record is None:  # evaluation
             return y_BLH
         real = self._real(ctx.real, y_BLH.shape[1])
         with torch.no_grad():
@@ -77,7 +77,7 @@ class Balance(nn.Module):
         terms = self._terms(routing, router, y_BLH.shape[0], real)
         loss = torch.zeros((), device=y_BLH.device)
         for term, (value, rows) in terms.items():
-            ctx.record[TELLS[term]] = (value.detach(), rows)
+            ctx.record[METRICS[term]] = (value.detach(), rows)
             shared = self.parts if term == "orthogonal" else 1  # every rank of a row has all of it
             loss = loss + value * (getattr(self.weights, term) / shared)
         return _Attach.apply(y_BLH, loss, self.share) if loss.requires_grad else y_BLH

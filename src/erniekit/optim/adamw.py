@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from erniekit.kernels.adamw import Fused, Rates, Slot, fits, keep_moments, norm_reference
+from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fits, keep_moments, norm_reference
 from erniekit.optim.groups import Group
 from erniekit.optim.offload import OnDevice
 
@@ -35,12 +35,13 @@ class AdamW:
         low_precision: bool = False,
         home: OnDevice | None = None,
         moments: torch.dtype = torch.float32,
-        fair: bool = True,
+        stochastic_rounding: bool = True,
     ) -> None:
         """low_precision: the model computes in 16 bit from fp32 parameters, so what is saved has masters as well.
-        moments: fp32 or bf16, between updates. fair: how these are rounded, see kernels/adamw.py."""
+        moments: fp32 or bf16, between updates. stochastic_rounding: of bf16 moments,
+        else to the nearest; see kernels/adamw.py."""
         self.groups, self.betas, self.eps = groups, betas, eps
-        self.moments, self.fair = moments, fair
+        self.moments, self.stochastic_rounding = moments, stochastic_rounding
         self.low_precision, self.home = low_precision, home or OnDevice()
         self.masters: dict[str, torch.Tensor] = {}  # fp32; the parameter itself when it is fp32 already
         self.params: dict[str, nn.Parameter] = {}
@@ -53,7 +54,7 @@ class AdamW:
                     self.masters[name] = self._summed[name] = param
                 else:
                     self._add_master(name, param)
-        self.fused = Fused() if fits(_own(param.detach()) for param in self.params.values()) else None
+        self.fused = FusedAdamW() if fits(_own(param.detach()) for param in self.params.values()) else None
         self._clip: torch.Tensor | None = None  # what the next fused update multiplies gradients by
 
     def _add_master(self, name: str, param: nn.Parameter) -> None:
@@ -120,7 +121,7 @@ class AdamW:
         grads = self.gradients() if self.fused is None else self._gathered()
         for group in self.groups:
             names = [n for n in group.names if n in grads]
-            rates = Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.fair)
+            rates = Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.stochastic_rounding)
             for part in [[n] for n in names] if self.home.one_by_one else [names]:
                 self._update(part, [_own(grads[n]) for n in part], rates, good)
         self._clip = None
@@ -148,7 +149,7 @@ class AdamW:
                 beta1=self.betas[0], beta2=self.betas[1], weight_decay=rates.weight_decay, eps=self.eps, maximize=False,
             )  # fmt: skip
             for kept, made, step in zip(zip(averages, squares), zip(m, v), steps):
-                keep_moments(kept, made, step, self.fair)
+                keep_moments(kept, made, step, self.stochastic_rounding)
         for name, state, master, weight, *moments in zip(names, states, masters, weights, averages, squares):
             if weight is not None:
                 if self.fused is None:

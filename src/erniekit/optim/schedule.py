@@ -25,11 +25,11 @@ class Schedule:
     decay_steps: int | None = None  # where the decay ends; the run's end when not given
     steady_steps: int | None = None  # wsd: the step at which the decay begins; nine tenths of the run when not given
     decay_function: str = "half_life"  # wsd: or "1-sqrt"
-    compat: bool = False  # ERNIEKit's off-by-one: the first update runs at scheduler step 0, i.e. lr 0 with warm-up
+    one_step_late: bool = False  # as ERNIEKit: the first update runs at scheduler step 0, i.e. lr 0 with warm-up
 
     def for_update(self, step: int) -> float:
         """Rate of update number `step` (1-based). Warm-up starts above zero and ends at update `warmup_steps`."""
-        if self.compat or self.kind == "constant" or step > self.warmup_steps:
+        if self.one_step_late or self.kind == "constant" or step > self.warmup_steps:
             return self.at(step - 1)
         return self.peak * step / self.warmup_steps
 

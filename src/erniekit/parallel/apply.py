@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 from erniekit.devices.base import Device
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import ContextAttention
+from erniekit.parallel.cuda_graphs import GraphedLayers
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
 from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
-from erniekit.parallel.graphed import GraphedLayers
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
@@ -31,7 +31,7 @@ from erniekit.parallel.tensor import apply_tensor_parallel, blocks
 
 
 @dataclass(frozen=True)
-class Options:
+class SpreadOptions:
     recompute: str | None = None  # granularity
     no_recompute_layers: tuple[int, ...] = ()
     compile: bool = False
@@ -77,7 +77,7 @@ def parallelise(
     loss: Loss,
     fill: Callable[[str, torch.Tensor], None],
     one_document: Callable[[torch.Tensor, int], Any],
-    options: Options,
+    options: SpreadOptions,
 ) -> Engine:
     """`fill(plain name, local tensor)` writes a weight's values once it has memory, one tensor at a time."""
     for layer in blocks(model):

@@ -17,8 +17,8 @@ from erniekit.parallel import context
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
+from erniekit.parallel.step_metrics import Ledger
 
 if TYPE_CHECKING:
     from erniekit.parallel.pipeline import Pipeline
@@ -52,7 +52,7 @@ class Engine:
         self.loss_group = world.joined("pp", "dp", "fsdp", "cp")
         self.count_group = world.joined("dp", "fsdp")
         # Sequences are cut in cp x 2 chunks and those in tp slices.
-        self.length_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sequence_parallel else 1)
+        self.length_multiple = layout.length_multiple
         self._copies: Any = None  # a stream beside the one that computes
 
     @property

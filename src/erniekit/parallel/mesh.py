@@ -56,6 +56,11 @@ class Layout:
         """Ranks that read different packs."""
         return self.dp * self.fsdp
 
+    @property
+    def length_multiple(self) -> int:
+        """What a row's length must divide by: context parallelism cuts it into two pieces a rank, in mirrored order."""
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+
     def coords(self, rank: int) -> dict[str, int]:
         out = {}
         for axis in reversed(AXES):

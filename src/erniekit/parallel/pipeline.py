@@ -30,7 +30,7 @@ HiddenShape = Callable[[Any], tuple[tuple[int, ...], torch.dtype]]  # of what tr
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
-class Stage(PipelineStage):
+class LayerStage(PipelineStage):
     """torch's stage, for what it does not know: a model that fully_shard has spread, and fp32 sums of gradients."""
 
     def backward_one_chunk(
@@ -109,7 +109,7 @@ class Pipeline:
             hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             losses = torch.empty(1, device="meta", requires_grad=True)
             stages = [
-                Stage(
+                LayerStage(
                     module,
                     number,
                     self.count,

@@ -8,7 +8,7 @@ from erniekit.registry import Registry
 
 if TYPE_CHECKING:
     from erniekit.config import RunConfig
-    from erniekit.recipes.stage import Stage
+    from erniekit.recipes.stage import TrainingStage
 
 STAGES = Registry(
     "stage",
@@ -20,5 +20,5 @@ STAGES = Registry(
 )
 
 
-def stage_of(cfg: RunConfig) -> Stage:
+def stage_of(cfg: RunConfig) -> TrainingStage:
     return STAGES.get(cfg.train.stage)

@@ -1,6 +1,6 @@
 """What `lora_path` decides: adapters that training starts from have a rank, a scale and targets of their own.
 
-Called by fit.py and doctor.py before the plan is shown (`settle`), and by build.py (`settings_from`).
+Called by run_plan.py (`decide`) and by build.py (`starting_adapter`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,30 @@ from erniekit.lora.base import check_files
 from erniekit.lora.settings import LoRASettings
 
 
-def settle(cfg: RunConfig, folder: ModelFolder) -> RunConfig:
-    """The run with what its adapters decide in the place of defaults; what was given and contradicts it is refused."""
-    if not (cfg.lora.lora and cfg.lora.lora_path):
-        return cfg
+def decide(cfg: RunConfig, folder: ModelFolder) -> tuple[LoRASettings | None, list[Note]]:
+    """Rank, scale and targets of a run's adapters, None where it trains none; and what an adapter it starts from puts
+    in the place of defaults. What was given and contradicts that adapter is refused."""
+    if not cfg.lora.lora:
+        return None, []
+    if not cfg.lora.lora_path:
+        return settings_of(cfg), []
     model = folder.meta()
     start = starting_adapter(cfg, folder, model)
     assert start is not None
-    return cfg.derive(*_notes(cfg, settings_from(start, cfg, model)))
+    settings = settings_from(start, cfg, model)
+    return settings, list(_notes(cfg, settings))
+
+
+def settings_of(cfg: RunConfig) -> LoRASettings:
+    return LoRASettings.resolve(
+        cfg.lora.lora_rank,
+        cfg.lora.lora_alpha,
+        rslora=cfg.lora.rslora,
+        rslora_plus=cfg.lora.rslora_plus,
+        lora_plus_scale=cfg.lora.lora_plus_scale,
+        targets=cfg.lora.lora_target_modules or None,
+        shared_a=cfg.compat.shared_lora_a,
+    )
 
 
 def starting_adapter(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> Adapter | None:
@@ -43,7 +59,7 @@ def starting_adapter(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> A
 
 def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASettings:
     """The adapter's own rank, scale and targets. How fast B learns is the run's: no weight depends on it."""
-    own = start.settings(model, cfg.train.compat == "erniekit")
+    own = start.settings(model, cfg.compat.shared_lora_a)
     by_plus = cfg.given("rslora_plus") and cfg.lora.rslora_plus
     asked: dict[str, tuple[Any, Any]] = {
         "lora_rank": (cfg.lora.lora_rank, own.rank),

@@ -17,15 +17,18 @@ from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.token_cache import PairSource, TokenSource, open_sources
+from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
+from erniekit.recipes.run_plan import RunPlan
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainData:
+    """What a run trains on, and what follows from counting it: steps, packs, how often it logs, saves, evaluates."""
+
     sources: list[TokenSource]
     stream: PackStream
     evaluation: list[TokenSource]
@@ -38,10 +41,13 @@ class TrainData:
     pad_id: int
     world: World
     accumulation: int  # micro-batches a step
-    length_multiple: int = 1  # what a row's length must divide by, in this layout
     collate: Callable[..., Batch] = collate  # packs -> Batch; stage DPO has its own
-    ahead: int = 0  # further tokens the model learns to predict
-    evaluations: int = 0  # so far; ERNIEKit goes through pairs in another order each time
+    mtp_tokens: int = 0  # further tokens the model learns to predict
+
+    @property
+    def length_multiple(self) -> int:
+        """What a row's length must divide by, in this layout."""
+        return self.world.layout.length_multiple
 
     def fingerprints(self) -> list[str]:
         """Of what is trained: content, and all that turns it into samples."""
@@ -49,6 +55,13 @@ class TrainData:
 
     def eval_fingerprints(self) -> list[str]:
         return [source.folder.name for source in self.evaluation]
+
+    def compared(self) -> dict[str, Any]:
+        """What must be the same on all ranks, beside what is trained (same_run.py)."""
+        return {
+            "evaluation data": self.eval_fingerprints(),
+            "steps between logs, saves and evaluations": [self.log_every, self.save_every, self.eval_every],
+        }
 
     def written(self) -> dict[str, int]:
         """When files were last written of which a fingerprint covers only samples: none of these."""
@@ -67,17 +80,17 @@ class TrainData:
         read their padding."""
         multiple = math.lcm(8, self.length_multiple)
         whole = -(-cfg.data.max_seq_len // self.length_multiple) * self.length_multiple
-        fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.train.compat == "erniekit"
+        fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.compat.rows_of_one_length
         return {"pad_id": self.pad_id, "pad_multiple": multiple, "pad_to": whole if fixed else None}
 
-    def eval_batches(self, cfg: RunConfig) -> Iterator[Batch]:
-        self.evaluations += 1
-        return eval_batches(cfg, self.evaluation, self.world, self.padding(cfg), self.collate, self.evaluations - 1)
+    def eval_batches(self, cfg: RunConfig, number: int = 0) -> Iterator[Batch]:
+        """number: of evaluations before; ERNIEKit goes through pairs in another order each time."""
+        return eval_batches(cfg, self.evaluation, self.world, self.padding(cfg), self.collate, number)
 
     def _collate(self, cfg: RunConfig) -> Callable[..., Batch]:
         if self.collate is not collate:
             return self.collate
-        return partial(collate, ahead=self.ahead, one_count=cfg.train.compat == "erniekit")
+        return partial(collate, ahead=self.mtp_tokens, one_count=cfg.compat.positions_span_rows)
 
     def loader(self, cfg: RunConfig, start_pack: int) -> BatchLoader:
         return BatchLoader(
@@ -95,21 +108,19 @@ class TrainData:
         )
 
 
-def open_data(
-    cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World, pairs: PairRules | None = None
-) -> TrainData:
+def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRules | None = None) -> TrainData:
     """pairs: the rows are preferences."""
+    cfg, world = plan.config, plan.world
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
-    compat = t.compat == "erniekit"
-    # One rank tells of bad rows; all read the same cache, made by whoever comes first.
+    # One rank reports bad rows; all read the same cache, made by the first that comes.
     bad = output / "bad_rows.jsonl" if world.is_main else None
     sources = sources_for(cfg, "train", tokenizer, bad, pairs)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
     probs = list(d.train_dataset_prob) or [1.0] * len(sources)
-    if compat:
+    if cfg.compat.erniekit_order:
         order = CompatOrder(
             [source.forms() for source in sources],
             probs,
@@ -152,6 +163,7 @@ def open_data(
         world,
         accumulation,
         collate=collate if pairs is None else collate_pairs,
+        mtp_tokens=plan.mtp_tokens,
     )
 
 
@@ -193,11 +205,10 @@ def sources_for(
         overlong=d.overlong,
         thinking=d.train_thinking,
         pairs=pairs,
-        compat=cfg.train.compat == "erniekit",
+        compat=cfg.compat.erniekit_rows,
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
-        # ERNIEKit never stops for bad rows.
-        max_bad_fraction=1.0 if cfg.train.compat == "erniekit" else d.max_bad_fraction,
+        max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
         bad_rows_path=bad_rows,
     )
 
@@ -215,7 +226,7 @@ def eval_batches(
     number: of evaluations before, by which ERNIEKit shuffles the preferences it evaluates on."""
     d, lengths = cfg.data, [source.lengths for source in sources]
     stream: PackStream
-    if cfg.train.compat == "erniekit" and collate is collate_pairs:
+    if cfg.compat.shuffled_eval_pairs and collate is collate_pairs:
         shuffled = CompatEvalOrder([source.forms() for source in sources], number, d.random_shuffle)
         options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
         stream = CompatPairStream(shuffled, lengths, d.max_seq_len, epochs=1, **options)
@@ -233,13 +244,3 @@ def eval_batches(
     )
     for micro in loader:
         yield from micro
-
-
-def eval_stream(cfg: RunConfig, sources: list[TokenSource], number: int) -> PackStream:
-    d, lengths = cfg.data, [source.lengths for source in sources]
-    if cfg.train.compat == "erniekit" and any(isinstance(source, PairSource) for source in sources):
-        drawn = CompatEvalOrder([source.forms() for source in sources], number, d.random_shuffle)
-        options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
-        return CompatPairStream(drawn, lengths, d.max_seq_len, **options, epochs=1)
-    order = SampleOrder([len(source) for source in sources], seed=cfg.train.seed, shuffle=False, strategy="concat")
-    return PackStream(order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1)

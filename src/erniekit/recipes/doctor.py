@@ -29,12 +29,13 @@ from erniekit.lora.inject import is_lora
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import World
-from erniekit.recipes import adapters, opening, pace, stage_of
-from erniekit.recipes.build import Built, build, make_optimizer, open_model, settle
+from erniekit.recipes import run_summary, stage_of
+from erniekit.recipes.build import build, make_optimizer
+from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
-from erniekit.recipes.output import take_output
-from erniekit.recipes.stage import Prepare, Stage
+from erniekit.recipes.output_folder import take_output
+from erniekit.recipes.run_plan import open_tokenizer, plan_run
+from erniekit.recipes.stage import Prepare, TrainingStage
 
 LEAK_TOKENS = 24  # of each document in the leak probe
 GRADIENT_TOKENS = 512
@@ -55,7 +56,7 @@ class DoctorError(ErnieKitError):
 
 
 def before_training(
-    stage: Stage,
+    stage: TrainingStage,
     cfg: RunConfig,
     built: Built,
     optimizer: AdamW,
@@ -69,7 +70,7 @@ def before_training(
     checks: list[Callable[[], Check]] = [lambda: labels(data)]
     if stage.chats:
         checks += [lambda: end_is_trained(data, tokenizer), lambda: template(cfg, data, tokenizer)]
-    if stage.apart(cfg):
+    if stage.separates_documents(cfg):
         checks.append(lambda: no_leak(built))
     checks += [
         lambda: gradients(built, optimizer, first, prepare),
@@ -180,7 +181,7 @@ def two_documents(ids: torch.Tensor, first: int) -> Batch:
 def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | None = None) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
     batch = first if first.pairs is not None else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
-    batch = with_future(batch, built.further) if built.further else batch
+    batch = with_future(batch, built.mtp_tokens) if built.mtp_tokens else batch
     batch = batch if prepare is None else prepare([batch])[0]
     copies = built.engine.fewest_micro_batches
     built.engine.forward_backward([batch] * copies, [copies * max(1, batch.weight)] * copies)
@@ -265,7 +266,7 @@ def _prompts(cfg: RunConfig, row: Conversation, tokenizer: Tokenizer) -> tuple[l
 
 def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
     for source in data.sources:
-        for _, row in read(source.path, source.report.format, compat=cfg.train.compat == "erniekit"):
+        for _, row in read(source.path, source.report.format, compat=cfg.compat.erniekit_rows):
             if isinstance(row, Conversation) and any(m.role == "assistant" for m in row.messages):
                 yield row
 
@@ -312,18 +313,15 @@ def doctor_command(args: list[str]) -> int:
     cfg = load(args, "train")
     refuse_later(cfg)
     output = take_output(cfg, create=False)
-    cfg, device, dtype = settle(cfg)
-    folder, tokenizer = open_model(cfg)
-    check_vocabulary(folder, tokenizer)
-    world = World(device_type=device.type)
-    cfg = pace.for_device(adapters.settle(cfg, folder), device, world, folder.config)
-    opening.show_plan(cfg, folder, device, world)
+    plan = plan_run(cfg, alone=True)
+    cfg, tokenizer = plan.config, open_tokenizer(plan)
+    check_vocabulary(plan.folder, tokenizer)
+    run_summary.show_plan(plan)
     stage = stage_of(cfg)
-    data = stage.open_data(cfg, tokenizer, output, world)
-    opening.show_data(data)
-    built = build(cfg, folder, device, dtype, world, stage)
-    opening.show_coverage(built)
-    data.length_multiple = built.engine.length_multiple
+    data = stage.open_data(plan, tokenizer, output)
+    run_summary.show_data(data)
+    built = build(plan, stage)
+    run_summary.show_coverage(built)
     prepare = stage.before_step(cfg, built, data)
     before_training(stage, cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch(), prepare)
     say(f"next     {typed('train', *args)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,35 +19,33 @@ from erniekit.data.types import Batch
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.engine import Engine, Loss
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
-from erniekit.recipes.build import Built
+from erniekit.parallel.step_metrics import Ledger
+from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
-from erniekit.recipes.stage import Prepare, Stage
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
-from erniekit.train.tokens_a_second import TokensASecond
-
-if TYPE_CHECKING:
-    pass
+from erniekit.train.throughput import Throughput
 
 
-class DPO(Stage):
+class DPO(TrainingStage):
     chats = False  # the doctor's checks of end tokens and templates read conversations
     perplexity = False
 
     def needs_base(self, cfg: RunConfig) -> bool:
         return super().needs_base(cfg) or settings_of(cfg).needs_reference
 
-    def tells(self, cfg: RunConfig) -> tuple[str, ...]:
+    def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
         return metric_names(settings_of(cfg))
 
-    def open_data(self, cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
-        data = open_data(cfg, tokenizer, output, world, pair_rules(cfg))
-        if world.is_main:
-            write_json(output / "dpo_train_args.json", train_args(cfg, data))
+    def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        data = open_data(plan, tokenizer, output, pair_rules(plan.config))
+        if plan.world.is_main:
+            write_json(output / "dpo_train_args.json", train_args(plan.config, data))
         return data
 
     def held_out(
@@ -78,7 +76,7 @@ class DPO(Stage):
         out: list[Hook] = []
         if every > 0 and isinstance(prepare, Reference) and prepare.own is not None:
             out.append(RefreshReference(prepare.own, built, every, Path(cfg.train.output_dir or "output").expanduser()))
-        return [*out, TokensASecond(built.world)] if cfg.dpo.dpo_benchmark else out
+        return [*out, Throughput(built.world)] if cfg.dpo.dpo_benchmark else out
 
     def evaluate(
         self,
@@ -88,8 +86,8 @@ class DPO(Stage):
         prepare: Prepare | None = None,
         go_on: GoOn | None = None,
     ) -> dict[str, float]:
-        most, compat = cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit"
-        return evaluate_pairs(engine, batches, prepare, most, compat, go_on)
+        most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
+        return evaluate_pairs(engine, batches, prepare, most, batch_means, go_on)
 
 
 def pair_rules(cfg: RunConfig) -> PairRules:
@@ -131,7 +129,7 @@ def settings_of(cfg: RunConfig) -> DpoSettings:
         d.dpop_lambda,
         d.normalize_logps,
         d.reference_free,
-        batch_means=cfg.train.compat == "erniekit",
+        batch_means=cfg.compat.dpo_batch_means,
     )
 
 

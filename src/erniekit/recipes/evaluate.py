@@ -13,22 +13,23 @@ from erniekit.config import RunConfig, need
 from erniekit.data.report import total_lines
 from erniekit.devices.base import Device
 from erniekit.log import paint, say, typed
-from erniekit.lora.switch import adapters_off
+from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
+from erniekit.parallel.step_metrics import Ledger
 from erniekit.recipes import stage_of
-from erniekit.recipes.build import settle
 from erniekit.recipes.dpo import settings_of
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
-from erniekit.recipes.experts import ignore_bias
+from erniekit.recipes.expert_layers import ignore_bias
 from erniekit.recipes.reference import Reference
-from erniekit.recipes.stage import Stage
+from erniekit.recipes.run_plan import open_device
+from erniekit.recipes.stage import TrainingStage
 from erniekit.result import RunResult
 
 
 def evaluate_run(cfg: RunConfig) -> RunResult:
-    cfg, device, dtype = settle(cfg)
+    opened = open_device(cfg)
+    cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
@@ -44,16 +45,18 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
             prepare = reference_for(cfg, stage, found, engine, device, dtype)
         metrics = stage.evaluate(cfg, engine, batches, prepare)
         written = write_evaluation(output, source, metrics)
-    say(f"{paint('done', 'green', 'bold')}     {in_words(metrics)} in {metrics['eval_runtime']:.1f} s")
+    say(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
     say(f"result   {written}")
     say(f"next     {typed('chat', source)}")
     return RunResult(output, metrics)
 
 
-def engine_for(cfg: RunConfig, stage: Stage, found: Found, world: World, device: Device, dtype: torch.dtype) -> Engine:
+def engine_for(
+    cfg: RunConfig, stage: TrainingStage, found: Found, world: World, device: Device, dtype: torch.dtype
+) -> Engine:
     model: nn.Module = found.build(dtype, device.handle)
     ignore_bias(cfg, model)
-    names = stage.tells(cfg)
+    names = stage.metric_names(cfg)
     ledger = Ledger(names, device.handle) if names else None
     engine = Engine([(0, model)], world, device, stage.loss(cfg, world, ledger), dtype=dtype)
     engine.ledger = ledger
@@ -61,7 +64,7 @@ def engine_for(cfg: RunConfig, stage: Stage, found: Found, world: World, device:
 
 
 def reference_for(
-    cfg: RunConfig, stage: Stage, found: Found, engine: Engine, device: Device, dtype: torch.dtype
+    cfg: RunConfig, stage: TrainingStage, found: Found, engine: Engine, device: Device, dtype: torch.dtype
 ) -> Reference:
     """To whom the model is compared: itself without its adapters, or model_name_or_path."""
     chunk = cfg.memory.loss_subbatch_seqlen
@@ -76,7 +79,7 @@ def reference_for(
     return Reference(other, None, chunk)
 
 
-def in_words(metrics: dict[str, float]) -> str:
+def summary_of(metrics: dict[str, float]) -> str:
     loss = f"eval_loss {metrics['eval_loss']:.4f}"
     if "eval_pairs" in metrics:
         right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
 from erniekit.log import say
-from erniekit.recipes.build import make_schedule
+from erniekit.recipes.schedule import make_schedule
 
 
 def same_so_far(cfg: RunConfig, then: int, now: int, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The end of a run: final model in output_dir, result files, the report, and what to type next. For recipes/fit.py."""
+"""The end of a run: final model in output_dir, result files, the report, and what to type next. For training.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
 from erniekit.log import paint, say, typed, warn
 from erniekit.parallel.mesh import World
-from erniekit.recipes.build import Built
+from erniekit.recipes.built import Built
 from erniekit.recipes.final_choice import choose, verify_model
 from erniekit.result import RunResult
 from erniekit.track import Trackers
@@ -35,7 +35,7 @@ def close_run(
 ) -> RunResult:
     state = trainer.state
     evaluation = next((hook.last for hook in trainer.hooks if isinstance(hook, EvalHook)), {})
-    told = next((hook.told for hook in trainer.hooks if isinstance(hook, LogHook)), {})
+    told = next((hook.extras for hook in trainer.hooks if isinstance(hook, LogHook)), {})
     seconds = time.perf_counter() - started
     metrics = {
         "train_loss": state.loss_sum / max(1, state.updates),
@@ -93,7 +93,7 @@ def next_commands(output: Path, built: Built) -> list[str]:
     return [typed("chat", output), typed("split", f"output_dir={output}", "max_shard_size=5")]
 
 
-def say_goodbye(output: Path, result: RunResult, trainer: Trainer) -> None:
+def print_result(output: Path, result: RunResult, trainer: Trainer) -> None:
     if not result.next_commands:
         return  # another rank does
     report = write_report(output)

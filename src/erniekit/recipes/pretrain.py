@@ -19,16 +19,18 @@ from erniekit.data.types import Batch, Sample
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData, every
-from erniekit.recipes.stage import Stage
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.stage import TrainingStage
 
 
-class Pretraining(Stage):
+class Pretraining(TrainingStage):
     chats = False
 
-    def apart(self, cfg: RunConfig) -> bool:
+    def separates_documents(self, cfg: RunConfig) -> bool:
         return not cfg.model.use_global_causal_attn
 
-    def open_data(self, cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
+    def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        cfg, world = plan.config, plan.world
         bad = output if world.is_main else None
         trained = open_rows(cfg, "train", tokenizer, bad)
         wants_eval = cfg.train.do_eval or cfg.train.evaluation_strategy != "no"
@@ -56,6 +58,7 @@ class Pretraining(Stage):
             pad_id=tokenizer.pad_id or 0,
             world=world,
             accumulation=accumulation,
+            mtp_tokens=plan.mtp_tokens,
             rows=trained.rows,
             held_out=held_out.rows if held_out is not None else None,
         )
@@ -68,7 +71,7 @@ class Pretraining(Stage):
         return [source.report for source in part.sources], batches
 
 
-@dataclass
+@dataclass(frozen=True)
 class TextData(TrainData):
     rows: PretrainData | None = None
     held_out: PretrainData | None = None
@@ -84,7 +87,7 @@ class TextData(TrainData):
     def eval_fingerprints(self) -> list[str]:
         return self.held_out.fingerprints() if self.held_out is not None else []
 
-    def eval_batches(self, cfg: RunConfig) -> Iterator[Batch]:
+    def eval_batches(self, cfg: RunConfig, number: int = 0) -> Iterator[Batch]:
         assert self.held_out is not None
         return eval_batches(cfg, self.held_out, self.world, self.padding(cfg))
 
@@ -109,12 +112,12 @@ class TextReport(DataReport):
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentSplit:
     rows: PretrainData
     sources: list[Documents]
 
 
-def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | None) -> Part:
+def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | None) -> DocumentSplit:
     """Training's or evaluation's rows. A file of its own for evaluation leaves all documents to training.
 
     output: where bad rows are listed."""
@@ -150,7 +153,7 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
     )
     by_prefix = {files.prefix: report for files, report in zip(corpora, reports)}
     told = zip(rows.sources, rows.lines())
-    return Part(rows, [Documents(source, _report(source, line, by_prefix)) for source, line in told])
+    return DocumentSplit(rows, [Documents(source, _report(source, line, by_prefix)) for source, line in told])
 
 
 def _index(

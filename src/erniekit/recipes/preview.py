@@ -114,7 +114,7 @@ def _reader(
     found = detect(file) if format is None else None
     pairs = PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token) if cfg.train.stage == "DPO" else None
     name = format or (found.format if found else "")
-    compat = cfg.train.compat == "erniekit" and pairs is None
+    compat = cfg.compat.erniekit_rows and pairs is None
     d = cfg.data
     rules: Any = (d.max_seq_len, d.overlong, compat, pairs, d.train_thinking)
     job = TokeniseJob(str(file), name, tokenizer, *rules)  # type: ignore[arg-type]  # without a tokenizer it only reads

@@ -28,17 +28,18 @@ from erniekit.data.token_cache import PairSource, default_cache_dir
 from erniekit.data.types import Batch
 from erniekit.errors import DataError
 from erniekit.log import say, warn
-from erniekit.lora.switch import adapters_off
+from erniekit.lora.adapters_off import adapters_off
 from erniekit.losses.dpo import pair_log_probs
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
-from erniekit.recipes.build import Built, build
+from erniekit.recipes.build import build
+from erniekit.recipes.built import Built
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
 if TYPE_CHECKING:
     from erniekit.recipes.datasets import TrainData
-    from erniekit.recipes.stage import Stage
+    from erniekit.recipes.stage import TrainingStage
     from erniekit.train.trainer import Trainer
 
 LOG_PROBS = "log_probs.npy"
@@ -85,7 +86,7 @@ class Reference:
 
 
 def make_reference(
-    cfg: RunConfig, built: Built, data: TrainData, stage: Stage, sum_over_cp: SumOverRanks | None
+    cfg: RunConfig, built: Built, data: TrainData, stage: TrainingStage, sum_over_cp: SumOverRanks | None
 ) -> Reference:
     chunk = cfg.memory.loss_subbatch_seqlen
     policy = Reference(built.engine, sum_over_cp, chunk, partial(adapters_off, built.engine.parts))
@@ -96,7 +97,7 @@ def make_reference(
     if built.lora:
         say("reference the model without its adapters")
         return policy
-    other = build(cfg, built.folder, built.device, built.dtype, built.world, stage)
+    other = build(built.plan, stage)
     for _, param in other.parameters():
         param.requires_grad_(False)
     say("reference a second copy of the model, frozen")

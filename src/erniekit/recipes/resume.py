@@ -1,6 +1,6 @@
 """Going on where a run stopped: which checkpoint, whether it may be continued, and the proof that it came back whole.
 
-Called by recipes/fit.py.
+Called by recipes/training.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from erniekit.log import say, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import extend
 from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.same_run import BASE
 from erniekit.train.save import Saver
 
-BASE = "base model"
 DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 

@@ -17,8 +17,8 @@ def eval_command(args: list[str]) -> int:
 
 
 def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
-    """launch: see recipes/fit.py."""
-    from erniekit.recipes.fit import train
+    """launch: see recipes/training.py."""
+    from erniekit.recipes.training import train
 
     refuse_later(cfg)
     return train(stage_of(cfg), cfg, command or sys.argv, launch)

@@ -1,7 +1,8 @@
 """Every rank must be of one and the same run: settings are compared when the ranks have met, then data, base and steps
 before anything is built. What may differ from node to node (paths, logs) is compared by content or not at all.
 
-Called by recipes/fit.py. Without it, nodes with another learning rate train on, and other steps wait for ever.
+Called by run_plan.py and training.py. Without it, nodes with another learning rate train on, and ranks with other
+numbers of steps wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from erniekit.data import sealed
 from erniekit.errors import ConfigError
 from erniekit.log import warn
 from erniekit.parallel.mesh import World
-from erniekit.recipes import resume
-from erniekit.recipes.datasets import TrainData
 from erniekit.version import __version__
 
 # A node's own: where it keeps its files (their contents are compared later), what it logs, how long it waits.
@@ -36,6 +35,7 @@ OWN_KEYS = (
     "hang_soft_s", "hang_hard_s", "preempt_grace_s", "verify", "save_total_limit", "keep_every", "logging_dir",
     "report_to", "run_name", "disable_tqdm", "wandb_api_key", "wandb_http_proxy",
 )  # fmt: skip
+BASE = "base model"  # its name among the promises of a checkpoint
 SHOWN = 4  # keys that differ; a longer list helps nobody
 _WIDE = 60  # characters of a value
 
@@ -57,17 +57,11 @@ def check_settings(cfg: RunConfig, world: World) -> None:
         warn(f"the nodes have different versions of torch ({named}): their kernels may round differently")
 
 
-def check_content(cfg: RunConfig, promise: Mapping[str, Any], data: TrainData, base: str, world: World) -> None:
+def check_content(cfg: RunConfig, promise: Mapping[str, Any], more: Mapping[str, Any], base: str, world: World) -> None:
     """What the keys came to: data, base, steps. Before the model is built and before the first step."""
     if world.size == 1:
         return
-    more = {
-        resume.BASE: base,
-        "adapter in lora_path": _adapters(cfg.lora.lora_path),
-        "evaluation data": data.eval_fingerprints(),
-        "steps between logs, saves and evaluations": [data.log_every, data.save_every, data.eval_every],
-    }
-    _compare({**promise, **more}, world)
+    _compare({**promise, BASE: base, "adapter in lora_path": _adapters(cfg.lora.lora_path), **more}, world)
 
 
 def _adapters(folders: Sequence[str]) -> list[str]:

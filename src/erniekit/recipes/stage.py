@@ -1,6 +1,6 @@
-"""Stage: what differs between SFT, DPO and pre-training; the base class is SFT's answer to every question.
+"""TrainingStage: what differs between SFT, DPO and pre-training; the base class is SFT's answer to every question.
 
-fit.py, build.py and doctor.py ask; sft.py, dpo.py and pretrain.py answer. One subclass and one line in
+training.py, build.py and doctor.py ask; sft.py, dpo.py and pretrain.py answer. One subclass and one line in
 recipes/__init__.py add a stage.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,24 +18,23 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
 from erniekit.parallel.engine import Engine, Loss
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
+from erniekit.parallel.step_metrics import Ledger
+from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.run_plan import RunPlan
 from erniekit.train.evaluate import GoOn, evaluate
 from erniekit.train.hooks import Hook
-from erniekit.train.tokens_a_second import TokensASecond
-
-if TYPE_CHECKING:
-    from erniekit.recipes.build import Built
+from erniekit.train.throughput import Throughput
 
 Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
 
 
-class Stage:
+class TrainingStage:
     chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
     perplexity = True  # the loss is a mean over tokens
 
-    def apart(self, cfg: RunConfig) -> bool:
+    def separates_documents(self, cfg: RunConfig) -> bool:
         """Whether documents that share a row must not see each other."""
         return True
 
@@ -44,12 +42,12 @@ class Stage:
         """Whether a step's numbers depend on the model the run began with, and not only on what a checkpoint holds."""
         return bool(cfg.lora.lora)
 
-    def tells(self, cfg: RunConfig) -> tuple[str, ...]:
+    def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
         """What its loss adds to the ledger."""
         return ()
 
-    def open_data(self, cfg: RunConfig, tokenizer: Tokenizer, output: Path, world: World) -> TrainData:
-        return open_data(cfg, tokenizer, output, world)
+    def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        return open_data(plan, tokenizer, output)
 
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
@@ -75,7 +73,7 @@ class Stage:
         return None
 
     def hooks(self, cfg: RunConfig, built: Built, prepare: Prepare | None) -> list[Hook]:
-        return [TokensASecond(built.world)] if cfg.train.sft_benchmark else []
+        return [Throughput(built.world)] if cfg.train.sft_benchmark else []
 
     def evaluate(
         self,
@@ -86,4 +84,5 @@ class Stage:
         go_on: GoOn | None = None,
     ) -> dict[str, float]:
         """prepare: what `before_step` gave. go_on: asked before each batch (train/evaluate.py)."""
-        return evaluate(engine, batches, cfg.train.max_evaluate_steps, cfg.train.compat == "erniekit", go_on)
+        most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
+        return evaluate(engine, batches, most, batch_means, go_on)

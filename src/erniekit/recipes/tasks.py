@@ -20,9 +20,9 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import paint, say
-from erniekit.recipes.build import settle
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
-from erniekit.recipes.experts import ignore_bias
+from erniekit.recipes.expert_layers import ignore_bias
+from erniekit.recipes.run_plan import open_device
 from erniekit.registry import nearest
 from erniekit.result import RunResult
 
@@ -127,7 +127,7 @@ class Scorer:
             rows = [((pairs[k][0] + pairs[k][1])[-(self.max_length + 1) :], len(pairs[k][1])) for k in chosen]
             longest = max(len(ids) for ids, _ in rows) - 1
             tokens = torch.tensor([ids[:-1] + [0] * (longest + 1 - len(ids)) for ids, _ in rows], device=device)
-            logits = self.model(tokens)  # padding comes after, so nobody sees it
+            logits = self.model(tokens)  # padding comes after, so no token attends to it
             for k, row, (ids, count) in zip(chosen, logits, rows):
                 count = min(count, len(ids) - 1)
                 told = row[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(-1)
@@ -142,7 +142,8 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     harness = import_harness()
     manager = harness.tasks.TaskManager()
     names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
-    cfg, device, dtype = settle(cfg)
+    opened = open_device(cfg)
+    cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer = found.tokenizer(cfg.model.tokenizer_name)

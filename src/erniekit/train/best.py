@@ -1,6 +1,6 @@
 """The best checkpoint so far: saved when it is found, spared by rotation, and forgotten when its save failed.
 
-Hooked in by recipes/fit.py where load_best_model_at_end is set; EvalHook calls `keep`.
+Hooked in by recipes/training.py where load_best_model_at_end is set; EvalHook calls `keep`.
 """
 
 from __future__ import annotations

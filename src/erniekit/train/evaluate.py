@@ -25,9 +25,13 @@ class Abandoned(Exception):
 
 
 def evaluate(
-    engine: Engine, batches: Iterable[Batch], max_batches: int = -1, compat: bool = False, go_on: GoOn | None = None
+    engine: Engine,
+    batches: Iterable[Batch],
+    max_batches: int = -1,
+    batch_means: bool = False,
+    go_on: GoOn | None = None,
 ) -> dict[str, float]:
-    """Metrics with ERNIEKit's names, over all ranks. compat: the mean over batches of their means."""
+    """Metrics with ERNIEKit's names, over all ranks. batch_means: the mean over batches of their means."""
     start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     tokens = rows = calls = 0
@@ -42,7 +46,7 @@ def evaluate(
                 calls += 1
     total, means = engine.sum_losses(total), engine.sum_losses(means)
     tokens, calls, rows = engine.totals(tokens, calls, rows)
-    mean = float(means) / max(1, calls) if compat else float(total) / max(1, tokens)
+    mean = float(means) / max(1, calls) if batch_means else float(total) / max(1, tokens)
     seconds = time.perf_counter() - start
     return {
         "eval_loss": mean,
@@ -59,11 +63,11 @@ def evaluate_pairs(
     batches: Iterable[Batch],
     prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
     max_batches: int = -1,
-    compat: bool = False,
+    batch_means: bool = False,
     go_on: GoOn | None = None,
 ) -> dict[str, float]:
-    """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; compat: as above,
-    and the ledger is told so by the loss."""
+    """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; batch_means: as
+    above, and the ledger is told so by the loss."""
     start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     pairs = calls = 0
@@ -81,7 +85,7 @@ def evaluate_pairs(
     names = engine.ledger.names if engine.ledger is not None else ()
     told = dict(zip(names, engine.told().tolist()))
     seconds = time.perf_counter() - start
-    mean = float(means) / max(1, calls) if compat else float(total) / max(1, pairs)
+    mean = float(means) / max(1, calls) if batch_means else float(total) / max(1, pairs)
     # Of a model that still answers in numbers, NaN is what nothing was added to: router losses.
     kept = {f"eval_{name}": value for name, value in told.items() if value == value or not math.isfinite(mean)}
     return {

@@ -1,6 +1,6 @@
 """How evenly a step used its experts, and the bias that evens it out without a loss (aux-free balancing).
 
-The first hook of a run whose model has experts: recipes/experts.py makes it, and saves come after it.
+The first hook of a run whose model has experts: recipes/expert_layers.py makes it, and saves come after it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExpertBalance(Hook):
         self.engine, self.layers, self.group = engine, list(layers), group
         self.step, self.biases = step, dict(biases or {})
         self._none = torch.zeros(len(self.layers), experts, dtype=torch.int64, device=engine.device)
-        self.told: torch.Tensor | None = None  # loads since the last record
+        self._since_record: torch.Tensor | None = None  # loads since the last record
 
     def phase(self, name: str) -> None:
         if name == "restore":  # the step that led here does not count
@@ -58,7 +58,7 @@ class ExpertBalance(Hook):
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         loads = result.brought["loads"]
-        self.told = loads if self.told is None else self.told + loads
+        self._since_record = loads if self._since_record is None else self._since_record + loads
 
     def _loads(self) -> torch.Tensor:
         """int64 [layers, experts]: how often each was chosen in this step, by all ranks."""
@@ -85,7 +85,7 @@ class ExpertBalance(Hook):
     def metrics(self) -> dict[str, float]:
         """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
         `moe_dead_experts`, how many were never chosen."""
-        loads, self.told = (self._none if self.told is None else self.told).double(), None
+        loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
         worst = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max()
         worst_value, dead = torch.stack((worst, (loads == 0).sum().double())).tolist()
         return {"moe_load": worst_value, "moe_dead_experts": dead}

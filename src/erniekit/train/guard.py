@@ -15,16 +15,16 @@ from erniekit.errors import ErnieKitError, Preempted
 from erniekit.log import warn
 from erniekit.train.step import StepResult
 
-_listening: list[Signals] = []
+_active: list[Signals] = []
 
 
-def _be_deaf() -> None:
+def _close_wakeup_in_child() -> None:
     """In a forked child, which inherits the pipe: Ctrl-C reaches parent and child, and must not count twice."""
-    if _listening:
+    if _active:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_be_deaf)
+os.register_at_fork(after_in_child=_close_wakeup_in_child)
 
 
 class Signals:
@@ -49,7 +49,7 @@ class Signals:
         self._thread = threading.Thread(target=self._listen, name="erniekit-signals", daemon=True)
         self._thread.start()
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        _listening.append(self)
+        _active.append(self)
         for number in self.WATCHED:
             self._before[number] = signal.signal(number, self._on)
         return self
@@ -58,7 +58,7 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
-        _listening.remove(self)
+        _active.remove(self)
         os.write(self._writer, b"\0")  # no signal has this number: the end
         self._thread.join()
         os.close(self._reader)

@@ -51,7 +51,7 @@ class LogHook(Hook):
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
         self.trained_as = (frozen_base, adapters, further, live_reference)
-        self.told: dict[str, float] = {}  # what the latest record tells beside loss and rates
+        self.extras: dict[str, float] = {}  # what the latest record tells beside loss and rates
         self._reset(time.perf_counter())
 
     def _reset(self, since: float) -> None:
@@ -92,13 +92,13 @@ class LogHook(Hook):
         seconds = max(1e-9, result.finished_at - self._since)
         loss = sum(self._losses) / len(self._losses)
         flops = step_flops(self.config, Seen(self._tokens, self._trained, self._squares), *self.trained_as)
-        self.told = {name: sum(values) / len(values) for name, values in self._extras.items()}
+        self.extras = {name: sum(values) / len(values) for name, values in self._extras.items()}
         return {
             "loss": loss,
             **({"ppl": math.exp(min(loss, 700.0))} if self.perplexity else {}),
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
-            **self.told,
+            **self.extras,
             **(self.also() if self.also is not None else {}),
             "tokens_per_second": self._tokens / seconds,
             "trained_tokens_per_second": self._trained / seconds,

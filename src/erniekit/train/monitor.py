@@ -31,12 +31,12 @@ class Beat(NamedTuple):
     phase: str = ""
 
 
-class Heart:
+class SharedHeartbeat:
     """Memory shared by the training thread, which writes its beat, and the two that watch it."""
 
     _BEAT = struct.Struct("=dddq32s")  # at 0: the training thread's, and behind it what tells that it is whole
     _CHECK = struct.Struct("=I")
-    _TOLD = struct.Struct("=dq")  # at 128: the watchdog thread's: the beat it reported, its kernel thread id
+    _REPORTED = struct.Struct("=dq")  # at 128: the watchdog thread's: the beat it reported, its kernel thread id
     _READY = struct.Struct("=q")  # at 256: the monitor's process id, once it watches
 
     def __init__(self, fd: int) -> None:
@@ -62,11 +62,11 @@ class Heart:
         """As it is: pack_into would write zeros first, for others to see."""
         self._map[at : at + len(raw)] = raw
 
-    def tell(self, at: float, thread: int) -> None:
-        self._put(128, self._TOLD.pack(at, thread))
+    def set_reported(self, at: float, thread: int) -> None:
+        self._put(128, self._REPORTED.pack(at, thread))
 
-    def told(self) -> tuple[float, int]:
-        at, thread = self._TOLD.unpack_from(self._map, 128)
+    def reported(self) -> tuple[float, int]:
+        at, thread = self._REPORTED.unpack_from(self._map, 128)
         return at, thread
 
     @property
@@ -81,27 +81,32 @@ class Heart:
         self._map.close()
 
 
-class Lookout:
+class HangDetector:
     """When silence has lasted too long. Time in which the watcher itself stood still (Ctrl-Z, a suspended job or
     virtual machine) is not silence: the watched process stood still as well."""
 
-    def __init__(self, heart: Heart, every: float, late_soft: float = 0.0, late_hard: float = 0.0) -> None:
-        self.heart, self.every, self._late_soft, self._late_hard = heart, every, late_soft, late_hard
-        self._looked, self._at, self._excused, self._told = time.monotonic(), 0.0, 0.0, False
+    def __init__(self, beats: SharedHeartbeat, every: float, late_soft: float = 0.0, late_hard: float = 0.0) -> None:
+        self.beats, self.every, self._late_soft, self._late_hard = (
+            beats,
+            every,
+            late_soft,
+            late_hard,
+        )
+        self._looked, self._at, self._excused, self._reported = time.monotonic(), 0.0, 0.0, False
 
-    def look(self) -> tuple[str, Beat, float]:
+    def check(self) -> tuple[str, Beat, float]:
         """("soft" once a silence | "hard" | "back" after a soft one | "", the beat, seconds of silence)."""
-        now, beat, back = time.monotonic(), self.heart.read(), False
+        now, beat, back = time.monotonic(), self.beats.read(), False
         stood_still, self._looked = now - self._looked - self.every, now
         if beat.at != self._at:
-            back, self._told, self._excused, self._at = self._told, False, 0.0, beat.at
+            back, self._reported, self._excused, self._at = self._reported, False, 0.0, beat.at
         if stood_still > 1.0:
             self._excused += min(stood_still, now - beat.at)
         silence = now - beat.at - self._excused
         if silence > beat.hard + self._late_hard:
             return "hard", beat, silence
-        if silence > beat.soft + self._late_soft and not self._told:
-            self._told = True
+        if silence > beat.soft + self._late_soft and not self._reported:
+            self._reported = True
             return "soft", beat, silence
         return "back" if back else "", beat, silence
 
@@ -158,14 +163,16 @@ def _stacks(process: int, thread: int, number: int, fd: int) -> bytes:
     return os.pread(fd, size - start, start)
 
 
-def _watch(process: int, rank: int, folder: str, every: float, number: int, heart: Heart, stacks_fd: int) -> None:
+def _watch(
+    process: int, rank: int, folder: str, every: float, number: int, beats: SharedHeartbeat, stacks_fd: int
+) -> None:
     wait = _until_gone(process)
-    lookout = Lookout(heart, every, LATE_SOFT_S, LATE_HARD_S)
-    heart.monitor = os.getpid()
+    detector = HangDetector(beats, every, LATE_SOFT_S, LATE_HARD_S)
+    beats.monitor = os.getpid()
     killed = False
     while not wait(every):
-        word, beat, silence = lookout.look()
-        told, thread = heart.told()
+        word, beat, silence = detector.check()
+        told, thread = beats.reported()
         head = f"{headline(rank, beat, silence)}; its threads do not answer"
         if word == "soft" and told != beat.at:
             path = os.path.join(folder, report_name(rank, beat.step))
@@ -198,7 +205,9 @@ def main(args: list[str]) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(ignored, signal.SIG_IGN)  # meant for the training process; it is watched while it saves
     if os.getppid() == int(process):
-        _watch(int(process), int(rank), folder, float(every), int(number), Heart(int(heart_fd)), int(stacks_fd))
+        _watch(
+            int(process), int(rank), folder, float(every), int(number), SharedHeartbeat(int(heart_fd)), int(stacks_fd)
+        )
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Saver:
         frozen = TrainState(**vars(state))
 
         def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
-            self.write_weights(folder, _Sound(whole["weights"], frozen.step))
+            self.write_weights(folder, _FiniteWeights(whole["weights"], frozen.step))
             if len(whole.get("optimizer", ())):
                 write_shards(folder, "optimizer", compressed(whole["optimizer"].items(), self.compress))
             if len(whole.get("master_weights", ())):
@@ -152,7 +152,7 @@ class Saver:
             )
 
 
-class _Sound(Tensors):
+class _FiniteWeights(Tensors):
     """Weights on their way to disk. Those that are not numbers are refused: a run that goes back must find sound ones,
     and one that ends must not leave them as its result."""
 

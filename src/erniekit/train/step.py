@@ -107,16 +107,16 @@ class TrainStep:
         optimizer: AdamW,
         schedule: Schedule,
         max_grad_norm: float = 1.0,
-        compat: bool = False,
+        mean_of_means: bool = False,
         prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
     ) -> None:
         """prepare: what must be known of a step's micro-batches before their forward pass, e.g. a reference's view."""
         self.engine, self.optimizer, self.schedule = engine, optimizer, schedule
         self.max_grad_norm = max_grad_norm
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
-        self.mean_of_means = compat
+        self.mean_of_means = mean_of_means
         self.prepare = prepare
-        self.phase: Callable[[str], None] = lambda name: None  # the trainer listens
+        self.phase: Callable[[str], None] = lambda name: None  # set by the trainer
         self._clock = DeviceClock(engine.hardware)
 
     @property
@@ -132,7 +132,7 @@ class TrainStep:
         clock = self._clock if self.late and engine.hardware.asynchronous else None
         if clock is not None:
             clock.start()
-        # Waiting for other ranks is never booked as this rank's own work: that is how a slow one is told from the rest.
+        # Waiting for other ranks does not count as this rank's own work: that is how a slow rank is found.
         self.phase("collective")
         batches = engine.send(batches)
         counted = [(b.weight, b.num_label_tokens, b.num_tokens, b.sum_squares) for b in batches]

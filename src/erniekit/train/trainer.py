@@ -1,6 +1,6 @@
 """The loop: next micro-batches, one step, then the hooks. Built by recipes/, which decides what is hooked in.
 
-On one card a step is booked after the next one's launch, so that the card never waits for the host; where a hook needs
+On one card a step is counted after the next one's launch, so that the card never waits for the host; where a hook needs
 it (an evaluation, a save), and at the end, at once.
 """
 
@@ -35,24 +35,24 @@ class Trainer:
         self.stop_reason = ""
         self.began_at = (state.step, state.packs)  # this process's own share is what rates are made of
         self._batches_from, self._packs_per_step, self._roll_back = batches_from, packs_per_step, roll_back
-        self._under_way: deque[tuple[Launched, tuple[int, ...]]] = deque()  # steps and their packs, not booked yet
+        self._in_flight: deque[tuple[Launched, tuple[int, ...]]] = deque()  # steps and their packs, not counted yet
 
     @property
     def ahead(self) -> bool:
-        """Whether a step was launched behind the one that is being booked: the weights are no longer this one's."""
-        return bool(self._under_way)
+        """Whether a step was launched behind the one that is being counted: the weights are no longer this one's."""
+        return bool(self._in_flight)
 
     def fit(self) -> None:
         self.step.phase = self.phase
         for hook in self.hooks:
             hook.on_start(self)
         batches = self._batches_from(self.state.packs)
-        while (step := self.state.step + len(self._under_way) + 1) <= self.max_steps and not self.stop_reason:
+        while (step := self.state.step + len(self._in_flight) + 1) <= self.max_steps and not self.stop_reason:
             self.phase("data")
             self._launch(next(batches), step)
-            if self._settle(leave=1) or (self._must_wait(step) and self._settle()):
+            if self._complete(leave=1) or (self._must_wait(step) and self._complete()):
                 batches = self._batches_from(self.state.packs)
-        self._settle()
+        self._complete()
         for hook in self.hooks:
             self.phase("end")
             hook.on_end(self)
@@ -63,22 +63,22 @@ class Trainer:
         for hook in self.hooks:
             hook.launched(self, launched)
         launched.send()
-        self._under_way.append((launched, tuple(p for batch in micro for p in batch.pack_indices)))
+        self._in_flight.append((launched, tuple(p for batch in micro for p in batch.pack_indices)))
 
     def _must_wait(self, step: int) -> bool:
         return not self.step.late or step == self.max_steps or any(hook.waits_for(self, step) for hook in self.hooks)
 
-    def _settle(self, leave: int = 0) -> bool:
-        """Books steps until so many are left under way. True when the last checkpoint was restored instead: what was
-        launched since is dropped, and its data is to be read again."""
-        while len(self._under_way) > leave:
+    def _complete(self, leave: int = 0) -> bool:
+        """Completes steps until so many are left in flight. True when the last checkpoint was restored instead: what
+        was launched since is dropped, and its data is to be read again."""
+        while len(self._in_flight) > leave:
             if self.step.late:
                 self.phase("device")
-            launched, packs = self._under_way.popleft()
+            launched, packs = self._in_flight.popleft()
             result = launched.result()
-            if self._book(result, packs):
-                self._under_way.clear()
-                self._go_back()
+            if self._count(result, packs):
+                self._in_flight.clear()
+                self._restore()
                 return True
             for hook in self.hooks:
                 hook.after_step(self, result)
@@ -88,7 +88,7 @@ class Trainer:
         for hook in self.hooks:
             hook.phase(name)
 
-    def _book(self, result: StepResult, packs: tuple[int, ...]) -> bool:
+    def _count(self, result: StepResult, packs: tuple[int, ...]) -> bool:
         """Counters move only here. True when the guard wants the last checkpoint back."""
         state = self.state
         state.step = result.step
@@ -100,7 +100,7 @@ class Trainer:
             state.loss_sum += result.loss
         return self.guard.after(result, state, packs)
 
-    def _go_back(self) -> None:
+    def _restore(self) -> None:
         """Weights and optimiser from the last checkpoint; the data goes on behind the bad stretch, once."""
         packs, skipped = self.state.packs, self.state.skipped_steps
         self.phase("restore")

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING
 from erniekit import heartbeat
 from erniekit.train import monitor
 from erniekit.train.hooks import Hook
-from erniekit.train.monitor import Beat, Heart, Lookout, headline, report_name, say, write_report
+from erniekit.train.monitor import Beat, HangDetector, SharedHeartbeat, headline, report_name, say, write_report
 
 if TYPE_CHECKING:
     from erniekit.train.step import StepResult
@@ -43,7 +43,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.S
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Seconds of silence. 0: soft is ten median steps and at least a minute, hard is three times soft; -1: never.
 
     Progress is every finished step, every change of phase and every beat (heartbeat.py) of the training thread: one
@@ -76,13 +76,13 @@ class Watchdog(Hook):
         details: Callable[[], str] | None = None,
     ) -> None:
         """`details` may add text to a report, after the stacks are safe; by default the last collectives."""
-        self.folder, self.rank, self.limits = output_dir / "hangs", rank, Limits(soft_s, hard_s)
+        self.folder, self.rank, self.limits = output_dir / "hangs", rank, HangLimits(soft_s, hard_s)
         self.details = details or flight_recorder
         shortest = min(self.limits.of("", 0.0, WARM_STEPS))
         self._every = min(1.0, max(0.05, shortest / 20))
         self._heart_file, self._stacks_file = _shared_file("beats"), _shared_file("stacks")
         self._heart_file.truncate(monitor.SIZE)
-        self._heart = Heart(self._heart_file.fileno())
+        self._beats = SharedHeartbeat(self._heart_file.fileno())
         self._step, self._phase, self._since, self._busy = 1, "start", time.monotonic(), 0.0
         self._seconds: deque[float] = deque(maxlen=64)  # of the last steps, without their LONG phases
         self._median, self._steps = 0.0, 0
@@ -102,7 +102,7 @@ class Watchdog(Hook):
             self._busy += now - self._since
         self._phase, self._since = name, now
         soft, hard = self.limits.of(name, self._median, self._steps)
-        self._heart.beat(now, soft, hard, self._step, name)
+        self._beats.beat(now, soft, hard, self._step, name)
 
     def progress(self) -> None:
         """One piece further within a phase: an evaluation batch, a file, a tensor."""
@@ -165,7 +165,7 @@ class Watchdog(Hook):
         self._thread.join(5)
         faulthandler.unregister(STACKS_SIGNAL)
         if not self._thread.is_alive():
-            self._heart.close()
+            self._beats.close()
             self._heart_file.close()
             self._stacks_file.close()
 
@@ -173,16 +173,16 @@ class Watchdog(Hook):
 
     def _watch(self) -> None:
         thread = threading.get_native_id()
-        self._heart.tell(0.0, thread)
+        self._beats.set_reported(0.0, thread)
         self._ready.set()
-        lookout = Lookout(self._heart, self._every)
+        detector = HangDetector(self._beats, self._every)
         alone = False
         while not self._stop.wait(self._every):
-            word, beat, silence = lookout.look()
+            word, beat, silence = detector.check()
             if word == "soft":
                 self._report(beat, silence, thread)
             elif word == "hard":
-                if self._heart.told()[0] != beat.at:  # hard below soft
+                if self._beats.reported()[0] != beat.at:  # hard below soft
                     self._report(beat, silence, thread)
                 say(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
                 os._exit(EXIT_CODE)
@@ -200,12 +200,12 @@ class Watchdog(Hook):
             write_report(str(path), head, os.getpid(), f"{names}\n".encode())
             with path.open("ab") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            self._heart.tell(beat.at, thread)
+            self._beats.set_reported(beat.at, thread)
             say(f"{head}; stacks in {path}")
         except Exception as error:  # whatever happens in here, the hard time-out must still come
             say(f"{head}; its stacks could not be written to {path}: {error}")
             faulthandler.dump_traceback(2, all_threads=True)
-            self._heart.tell(beat.at, thread)
+            self._beats.set_reported(beat.at, thread)
         with suppress(Exception), path.open("ab") as file:
             file.write(f"\n{self.details()}\n".encode())
 

@@ -12,14 +12,14 @@ import pytest
 from erniekit.bench import worker
 from erniekit.bench.command import Worker
 from erniekit.bench.report import remarks, table
-from erniekit.bench.workloads import WORKLOADS, Options
+from erniekit.bench.workloads import WORKLOADS, BenchOptions
 from erniekit.cli.main import main
 
 
 def test_packed_sft_and_expert_lora_give_their_peers_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker's process does, without waiting for one to start."""
     files = {"A2-half": "hf", "C1-85": "peft-attention"}
-    options = asdict(Options(peers=tuple(files.values()), steps=2, warmup=1, tiny=True, profile=True))
+    options = asdict(BenchOptions(peers=tuple(files.values()), steps=2, warmup=1, tiny=True, profile=True))
     orders = [{"workload": name, "options": options, "file": str(tmp_path / f"{name}.json")} for name in files]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(order) + "\n" for order in orders)))
     assert worker.main() == 0
@@ -82,7 +82,7 @@ def test_no_time_left_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_worker_is_stopped_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = Worker()
-    slow.run([WORKLOADS["A1"]], Options(tiny=True), tmp_path, seconds=0.2)  # its imports alone take longer
+    slow.run([WORKLOADS["A1"]], BenchOptions(tiny=True), tmp_path, seconds=0.2)  # its imports alone take longer
     assert "stopped by the time limit" in capsys.readouterr().out
     assert not (tmp_path / "A1.json").exists()
 

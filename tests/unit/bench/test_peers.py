@@ -13,7 +13,7 @@ import torch
 from erniekit.bench.data import make_steps
 from erniekit.bench.peers import NEEDS, Needs, absent, peer_class
 from erniekit.bench.runner import Task
-from erniekit.bench.workloads import WORKLOADS, Options, tiny
+from erniekit.bench.workloads import WORKLOADS, BenchOptions, tiny
 from erniekit.devices import pick
 
 WITH_ADAPTERS = [
@@ -26,7 +26,7 @@ def runner_of(name: str, peer: str, folder: Path, **changes: object) -> Any:
     work = replace(tiny(WORKLOADS[name]), **changes)  # type: ignore[arg-type]
     (folder / "config.json").write_text(json.dumps(dict(work.model)))
     steps = make_steps(work.rows, int(work.model["vocab_size"]), 2, seed=0)
-    return peer_class(peer)(Task(work, Options(tiny=True), folder, pick("cpu"), torch.float32, steps))
+    return peer_class(peer)(Task(work, BenchOptions(tiny=True), folder, pick("cpu"), torch.float32, steps))
 
 
 def move_adapters(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from erniekit.bench.parity import compare
 from erniekit.bench.peers.hf import Transformers
 from erniekit.bench.runner import Patch, Task, Told
 from erniekit.bench.turns import Lane, Turns
-from erniekit.bench.workloads import WORKLOADS, Options, tiny
+from erniekit.bench.workloads import WORKLOADS, BenchOptions, tiny
 from erniekit.devices import pick
 from support.clock import until
 
@@ -31,7 +31,7 @@ def make(tmp_path: Path) -> Make:
     def task(name: str, **options: object) -> Task:
         work = tiny(WORKLOADS[name])
         (tmp_path / "config.json").write_text(json.dumps(dict(work.model)))
-        settings = Options(**{"steps": 2, "warmup": 1, "tiny": True, **options})  # type: ignore[arg-type]
+        settings = BenchOptions(**{"steps": 2, "warmup": 1, "tiny": True, **options})  # type: ignore[arg-type]
         data = make_steps(work.rows, int(work.model["vocab_size"]), 2, settings.seed)
         return Task(work, settings, tmp_path, pick("cpu"), FLOAT, data)
 
@@ -40,7 +40,7 @@ def make(tmp_path: Path) -> Make:
 
 def test_a_peer_with_other_weights_is_found_out(make: Make) -> None:
     ours = Turns(make("A1"), (), None)
-    other = Turns(replace(make("A1"), options=Options(steps=1, warmup=1, seed=1)), (), None)
+    other = Turns(replace(make("A1"), options=BenchOptions(steps=1, warmup=1, seed=1)), (), None)
     ours.run()
     other.run()
     found = compare(ours.task.workload, ours.lanes[0], other.lanes[0], FLOAT)

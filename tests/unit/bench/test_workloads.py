@@ -11,7 +11,7 @@ import torch
 from erniekit.bench.ours import run_config
 from erniekit.bench.peers import NEEDS, PEERS, absent
 from erniekit.bench.runner import Task
-from erniekit.bench.workloads import WORKLOADS, Options, chosen, tiny
+from erniekit.bench.workloads import WORKLOADS, BenchOptions, chosen, tiny
 from erniekit.devices import pick
 from erniekit.errors import ConfigError
 
@@ -19,7 +19,7 @@ from erniekit.errors import ConfigError
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_is_a_recipe_the_product_accepts(name: str, tmp_path: Path) -> None:
     work = WORKLOADS[name]
-    cfg = run_config(Task(work, Options(), tmp_path, pick("cpu"), torch.float32, []))
+    cfg = run_config(Task(work, BenchOptions(), tmp_path, pick("cpu"), torch.float32, []))
     assert cfg.train.stage == work.stage
     assert cfg.lora.lora == work.lora
     assert cfg.data.max_seq_len == work.rows.length
@@ -27,7 +27,7 @@ def test_a_workload_is_a_recipe_the_product_accepts(name: str, tmp_path: Path) -
 
 
 def test_keys_of_the_command_line_come_after_the_workloads_own(tmp_path: Path) -> None:
-    options = Options(keys={"recompute": "True", "compile": "True"})
+    options = BenchOptions(keys={"recompute": "True", "compile": "True"})
     cfg = run_config(Task(WORKLOADS["A1"], options, tmp_path, pick("cpu"), torch.float32, []))
     assert cfg.memory.recompute
     assert cfg.model.compile

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import toy_device
 from erniekit import devices
 from erniekit.bench.measure import Gauge
 from erniekit.demo import tiny
-from erniekit.devices import DEVICES, Entry, entry_of, others, pick
+from erniekit.devices import DEVICES, DeviceEntry, entry_of, others, pick
 from erniekit.errors import DeviceError, LaterError
 from erniekit.train.step import DeviceClock, Launched, StepResult
+from support import toy_device
 
 TESTS = Path(toy_device.__file__).parent
 TOY = {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "ERNIEKIT_DEVICES": "toy=toy_device"}
@@ -25,7 +25,7 @@ TOY = {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(devices, "DEVICES", {"toy": Entry(toy_device.__name__, "TOY_VISIBLE"), **DEVICES})
+    monkeypatch.setattr(devices, "DEVICES", {"toy": DeviceEntry(toy_device.__name__, "TOY_VISIBLE"), **DEVICES})
     return "toy"
 
 
@@ -108,7 +108,7 @@ def test_a_device_that_is_absent_or_of_a_later_version_is_refused_with_a_way_out
 def test_the_variable_names_modules_and_what_is_wrong_with_it_is_said_on_use() -> None:
     assert others("") == {}
     found = others("toy=my.toy:TOY_VISIBLE, other=some.where,")
-    assert found == {"toy": Entry("my.toy", "TOY_VISIBLE"), "other": Entry("some.where")}
+    assert found == {"toy": DeviceEntry("my.toy", "TOY_VISIBLE"), "other": DeviceEntry("some.where")}
     with pytest.raises(DeviceError, match="no device can be read from 'nowhere'"):
         others("nowhere")["nowhere"].load()
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from erniekit.kernels.adamw import Fused, Rates, Slot, fair16, norm_reference, reference
+from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fair16, norm_reference, reference
 
 RATES = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1)
 LENGTHS = (1, 7, 16, 63, 64, 65, 300, 0, 257)  # around a block of 64 and a chunk of 128; the fastest sizes are larger
@@ -125,7 +125,7 @@ def test_the_kernels_do_what_the_definition_says() -> None:
 
 
 def updates_equal_the_definition() -> None:
-    fused = Fused(block=64, blocks=2, warps=1)
+    fused = FusedAdamW(block=64, blocks=2, warps=1)
     for grad, moment, weight, shift, fair in (
         (torch.float32, torch.float32, None, 0, True),
         (torch.bfloat16, torch.float32, torch.bfloat16, 0, True),
@@ -155,7 +155,7 @@ def updates_equal_the_definition() -> None:
 def plain_calls_scale_nothing_and_always_write() -> None:
     got = slots(torch.float32, None)
     want = copies(got)
-    Fused(64, 2, 1).update("", got, RATES)
+    FusedAdamW(64, 2, 1).update("", got, RATES)
     reference(want, RATES)
     far(want, got, 1e-6, 0.0)
 
@@ -164,7 +164,7 @@ def a_bad_step_changes_no_bit() -> None:
     got = slots(torch.bfloat16, torch.bfloat16)
     got[0].grad.fill_(float("nan"))
     want = copies(got)
-    Fused(64, 2, 1).update("", got, RATES, torch.tensor(float("nan")), torch.zeros(()))
+    FusedAdamW(64, 2, 1).update("", got, RATES, torch.tensor(float("nan")), torch.zeros(()))
     assert all(a is None or torch.equal(a, b) for x, y in zip(want, got) for a, b in zip(x[1:], y[1:]))
 
 
@@ -172,13 +172,13 @@ def tensors_in_pieces_are_updated_where_they_are() -> None:
     master, weight = torch.randn(8, 6)[:, :4], torch.randn(8, 6).bfloat16()[:, 1:5]
     got = [Slot(torch.randn(4, 8).t(), master, torch.randn(8, 4), torch.rand(8, 4), torch.ones(()), weight)]
     want = copies(got)
-    Fused(64, 2, 1).update("", got, RATES)
+    FusedAdamW(64, 2, 1).update("", got, RATES)
     reference(want, RATES)
     far(want, got, 1e-6, 1e-2)
 
 
 def norms_equal_the_definition() -> None:
-    fused = Fused(64, 2, 1)
+    fused = FusedAdamW(64, 2, 1)
     for seed in range(2):
         grads = [slot.grad for grad in (torch.bfloat16, torch.float32) for slot in slots(grad, None, seed, seed)]
         got, want = fused.norm("all", grads), torch.cat([g.double() for g in grads]).norm()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from erniekit.kernels import cudnn_packed
-from erniekit.kernels.cudnn_packed import Shape, bucket, offsets, offsets_fit, supported
+from erniekit.kernels.cudnn_packed import PackShape, bucket, offsets, offsets_fit, supported
 from erniekit.kernels.packed_attention import ROOM, faster_attention, for_kernel, packs_of, places_of
 
 
@@ -69,9 +69,9 @@ def test_only_a_hopper_card_without_flash4_and_a_newer_one_without_cudnn_are_tol
         assert faster_attention(*card) is None
 
 
-def long_pack(tokens: int, q_width: int = 64 * 128, kv_width: int = 1024, keys: int = 0) -> Shape:
+def long_pack(tokens: int, q_width: int = 64 * 128, kv_width: int = 1024, keys: int = 0) -> PackShape:
     """64 heads of 128 channels."""
-    return Shape(8, tokens, tokens, tokens, keys or tokens, 64, 8, 128, q_width, kv_width, torch.bfloat16, False)
+    return PackShape(8, tokens, tokens, tokens, keys or tokens, 64, 8, 128, q_width, kv_width, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.lora.adapter import LowRank, adapter_of
 from erniekit.lora.inject import base_state
-from erniekit.lora.merge import RowUpdate, fold, merged_tensor, row_updates
+from erniekit.lora.merge import WeightUpdate, fold, merged_tensor, row_updates
 from erniekit.lora.settings import LoRASettings
 
 IDS = torch.arange(20).view(2, 10)
@@ -21,7 +21,7 @@ def test_merging_is_exact_in_fp32_and_rounds_once() -> None:
     A, B = torch.randn(2, 6).to(torch.bfloat16), torch.randn(4, 2).to(torch.bfloat16)
     exact = weight.double()
     exact[3:7] += 0.7 * B.double() @ A.double()
-    merged = merged_tensor(weight, [RowUpdate(3, 7, LowRank(A, B, 0.7))])
+    merged = merged_tensor(weight, [WeightUpdate(3, 7, LowRank(A, B, 0.7))])
     # a product of two bf16 is exact in fp32: one rounding of the exact value, not one for each step
     assert torch.equal(merged, exact.to(torch.bfloat16))
     assert torch.equal(merged[:3], weight[:3])
@@ -30,7 +30,7 @@ def test_merging_is_exact_in_fp32_and_rounds_once() -> None:
 
 def test_merging_leaves_the_base_tensor_alone() -> None:
     weight = torch.zeros(4, 4)
-    merged_tensor(weight, [RowUpdate(0, 4, LowRank(torch.ones(1, 4), torch.ones(4, 1), 1.0))])
+    merged_tensor(weight, [WeightUpdate(0, 4, LowRank(torch.ones(1, 4), torch.ones(4, 1), 1.0))])
     assert not weight.any()
 
 

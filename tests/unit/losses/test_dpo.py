@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from erniekit.config.flat import KEYS
 from erniekit.data.types import IGNORE, Batch, Pairs, SharedKeys
+from erniekit.loss_table import PREFERENCE_LOSSES
 from erniekit.losses.dpo import (
-    LOSS_TYPES,
+    IMPLEMENTATIONS,
     Answers,
     DpoSettings,
     dpo_loss,
@@ -26,7 +28,7 @@ from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.context import ContextAttention, split
-from erniekit.parallel.ledger import Ledger
+from erniekit.parallel.step_metrics import Ledger
 from support.ranks import Ranks
 
 CONFIG = DecoderConfig(
@@ -81,8 +83,13 @@ def test_a_pair_worked_by_hand(name):
     assert loss_of(policy, reference, delta, loss_type=kind, **keys) == pytest.approx(expected, abs=1e-12)
 
 
+def test_config_and_losses_know_the_same_loss_types():
+    assert tuple(IMPLEMENTATIONS) == tuple(PREFERENCE_LOSSES) == KEYS["loss_type"].choices
+    assert all(loss.what for loss in PREFERENCE_LOSSES.values())
+
+
 def test_every_loss_type_has_a_pair_worked_by_hand():
-    assert {name.split(",")[0].split(" ")[0] for name in BY_HAND} == set(LOSS_TYPES)
+    assert {name.split(",")[0].split(" ")[0] for name in BY_HAND} == set(PREFERENCE_LOSSES)
 
 
 def test_kto_measures_each_side_against_the_other_sides_mean_gain():
@@ -95,7 +102,7 @@ def test_kto_measures_each_side_against_the_other_sides_mean_gain():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind", PREFERENCE_LOSSES)
 def test_gradients_equal_finite_differences(kind, normalize):
     generator = torch.Generator().manual_seed(3)
     lengths = Answers(torch.tensor([3.0, 5.0, 1.0]), torch.tensor([4.0, 2.0, 7.0]))

@@ -11,26 +11,26 @@ from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
-from erniekit.losses.moe_balance import Balance, Weights, orthogonal
+from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights, orthogonal
 from erniekit.models.config import MoEShape
 from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.engine import Engine
-from erniekit.parallel.ledger import Ledger
 from erniekit.parallel.mesh import World
+from erniekit.parallel.step_metrics import Ledger
 from support.tiny_config import with_experts
 
 MOE = MoEShape(experts=6, choices=2, width=16, shared_width=16, start=1, end=2)
 CONFIG = with_experts(MOE, vocab_size=61, max_positions=128)
-ALL = Weights(aux=0.02, z=0.003, orthogonal=0.05)
-TELLS = ("router_aux", "router_z", "router_ortho")
+ALL = RouterLossWeights(aux=0.02, z=0.003, orthogonal=0.05)
+METRICS = ("router_aux", "router_z", "router_ortho")
 
 
-def model(weights: Weights = ALL, compat: bool = False) -> tuple[Decoder, Engine]:
+def model(weights: RouterLossWeights = ALL, compat: bool = False) -> tuple[Decoder, Engine]:
     built = Decoder(CONFIG)
     init_weights(built, seed=3, std=0.3)
     engine = Engine([(0, built)], World(), pick("cpu"), causal_loss)
-    engine.ledger = Ledger(TELLS, engine.device)
+    engine.ledger = Ledger(METRICS, engine.device)
     share = engine.router_share
     if compat:
         share = torch.ones(())
@@ -38,7 +38,7 @@ def model(weights: Weights = ALL, compat: bool = False) -> tuple[Decoder, Engine
     with torch.no_grad():
         for layer in built.layers[1:]:
             layer.mlp.router.bias.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
-            layer.mlp.balance = Balance(weights, share, whole_batch=compat)
+            layer.mlp.balance = RouterLosses(weights, share, whole_batch=compat)
     return built, engine
 
 
@@ -55,7 +55,7 @@ def packs(count: int = 4) -> list[Pack]:
 
 
 def gradients(
-    batches: list[Batch], weights: Weights = ALL, compat: bool = False
+    batches: list[Batch], weights: RouterLossWeights = ALL, compat: bool = False
 ) -> tuple[dict[str, torch.Tensor], float]:
     built, engine = model(weights, compat)
     total = sum(b.num_label_tokens for b in batches)
@@ -94,7 +94,7 @@ def plain_terms(batch: Batch, built: Decoder) -> torch.Tensor:
 def test_gradients_are_those_of_the_losses_written_out_and_the_loss_told_is_the_bare_one() -> None:
     batch = collate(packs())
     ours, loss = gradients([batch])
-    built, _ = model(Weights())
+    built, _ = model(RouterLossWeights())
     built.records = None
     bare = causal_loss(built, batch) / batch.num_label_tokens
     (bare + plain_terms(batch, built)).backward()
@@ -117,13 +117,13 @@ def test_micro_batches_and_padding_change_no_gradient(at_once: int) -> None:
 def test_in_erniekits_way_every_micro_batch_counts_whole_and_padding_counts_too() -> None:
     rows = packs()
     router = "layers.1.mlp.router.weight"
-    only = Weights(orthogonal=1.0)
-    bare, _ = gradients([collate(rows)], Weights())
+    only = RouterLossWeights(orthogonal=1.0)
+    bare, _ = gradients([collate(rows)], RouterLossWeights())
     once, _ = gradients([collate(rows)], only, compat=True)
     twice, _ = gradients([collate(rows[:2]), collate(rows[2:])], only, compat=True)
     assert torch.allclose(2 * (once[router] - bare[router]), twice[router] - bare[router], atol=1e-5)
-    short, _ = gradients([collate(rows)], Weights(aux=1.0), compat=True)
-    long, _ = gradients([collate(rows, pad_to=64)], Weights(aux=1.0), compat=True)
+    short, _ = gradients([collate(rows)], RouterLossWeights(aux=1.0), compat=True)
+    long, _ = gradients([collate(rows, pad_to=64)], RouterLossWeights(aux=1.0), compat=True)
     assert not torch.allclose(short[router], long[router], atol=1e-3)
 
 
@@ -146,7 +146,7 @@ def test_evaluation_adds_nothing() -> None:
 
 def test_usage_counts_the_choices_of_real_tokens_only() -> None:
     batch = collate(packs(), pad_to=40)
-    _, engine = model(Weights())
+    _, engine = model(RouterLossWeights())
     engine.forward_backward([batch], [1.0])
     assert set(engine.usage) == {1, 2}
     assert all(int(u.sum()) == batch.num_tokens * MOE.choices for u in engine.usage.values())
@@ -175,7 +175,7 @@ def test_a_frozen_router_has_no_orthogonal_loss_but_its_balance_still_reaches_th
     engine.forward_backward([batch], [batch.num_label_tokens])
     with_losses = built.layers[0].mlp.down.weight.grad.clone()
     assert torch.isnan(engine.told()[2])
-    bare, engine = model(Weights())
+    bare, engine = model(RouterLossWeights())
     engine.forward_backward([batch], [batch.num_label_tokens])
     assert not torch.allclose(with_losses, bare.layers[0].mlp.down.weight.grad, atol=1e-6)
 

@@ -32,7 +32,7 @@ def test_the_first_update_has_a_learning_rate_and_warmup_ends_at_the_peak() -> N
 
 
 def test_compat_runs_the_first_update_at_zero_as_erniekit_does() -> None:
-    schedule = Schedule("linear", 1e-3, 100, 4, compat=True)
+    schedule = Schedule("linear", 1e-3, 100, 4, one_step_late=True)
     assert [schedule.for_update(k) for k in (1, 2, 5)] == pytest.approx([0.0, 2.5e-4, 1e-3])
 
 

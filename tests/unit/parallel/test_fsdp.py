@@ -12,7 +12,7 @@ from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
 from erniekit.models.config import MoEShape
-from erniekit.parallel.apply import Options, parallelise, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise, sharding_of
 from erniekit.parallel.mesh import Layout, World
 from support.ranks import Ranks
 from support.tiny_config import with_experts
@@ -33,7 +33,7 @@ def computed_in(axes: dict[str, Any]) -> tuple[dict[str, str], dict[str, tuple[i
     sharding = sharding_of(model, spec.plan, layout)
     engine = parallelise(
         model, sharding, World(layout, rank), pick("cpu"), torch.bfloat16, causal_loss,
-        lambda name, piece: piece.normal_(0, 0.1), one_document, Options(),
+        lambda name, piece: piece.normal_(0, 0.1), one_document, SpreadOptions(),
     )  # fmt: skip
     seen: dict[str, str] = {}
     mlp = model.layers[0].mlp

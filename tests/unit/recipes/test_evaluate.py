@@ -19,7 +19,7 @@ from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.losses.causal import causal_loss
-from erniekit.recipes.evaluate import in_words
+from erniekit.recipes.evaluate import summary_of
 from erniekit.track.results import write_results
 from support.jsonl import write_jsonl
 from support.recorded import tiny_folder
@@ -65,8 +65,8 @@ def test_pairs_are_compared_with_a_model_that_must_be_named(model: Path, tmp_pat
 
 def test_the_last_line_says_what_the_stage_is_about() -> None:
     pairs = {"eval_loss": 0.5, "eval_pairs": 40.0, "eval_rewards/accuracies": 0.75, "eval_rewards/margins": 0.25}
-    assert in_words(pairs) == "eval_loss 0.5000, 75.0% of 40 pairs preferred right, reward margin 0.25"
-    assert in_words({"eval_loss": 0.5, "eval_ppl": 1.65, "eval_tokens": 1200.0}).endswith(
+    assert summary_of(pairs) == "eval_loss 0.5000, 75.0% of 40 pairs preferred right, reward margin 0.25"
+    assert summary_of({"eval_loss": 0.5, "eval_ppl": 1.65, "eval_tokens": 1200.0}).endswith(
         "eval_ppl 1.65 on 1,200 tokens"
     )
 

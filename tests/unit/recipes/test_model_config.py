@@ -10,8 +10,8 @@ import pytest
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
-from erniekit.recipes.build import open_model
 from erniekit.recipes.model_config import changes_of
+from erniekit.recipes.run_plan import open_model
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, *words: str):
-    return open_model(load([f"model_name_or_path={folder}", "continue_training=False", *words]))[0]
+    return open_model(load([f"model_name_or_path={folder}", "continue_training=False", *words]))
 
 
 def test_values_take_the_place_of_those_in_config_json(moe):

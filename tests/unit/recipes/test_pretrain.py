@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from erniekit.config import for_world, load
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig, for_world, load
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.demo.tiny import make_tokenizer
+from erniekit.devices import cpu
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
 from erniekit.recipes import stage_of
 from erniekit.recipes.pretrain import open_rows
+from erniekit.recipes.run_plan import RunPlan
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,11 @@ def text(root: Path) -> Path:
 
 def run(tmp_path: Path, *words: str):
     return load(["stage=PT", "max_seq_len=64", f"cache_dir={tmp_path}", "dataset_num_proc=1", *words])
+
+
+def alone(cfg: RunConfig) -> RunPlan:
+    """On this process, of no model: opening data does not look at it."""
+    return RunPlan(cfg, cpu.make(), World(), cast(ModelFolder, None), lora=None, mtp_tokens=0)
 
 
 def count(part) -> int:
@@ -61,7 +70,7 @@ def test_masks_are_on_unless_they_are_turned_off(tmp_path, text, tokenizer):
     words = [f"train_dataset_path={text / 'pretrain.jsonl'}"]
     longest = {}
     for name, more in (("ours", []), ("theirs", ["compat=erniekit"]), ("asked", ["use_global_causal_attn=1"])):
-        data = stage_of(cfg := run(tmp_path, *words, *more)).open_data(cfg, tokenizer, tmp_path, World())
+        data = stage_of(cfg := run(tmp_path, *words, *more)).open_data(alone(cfg), tokenizer, tmp_path)
         longest[name] = max(len(data.pack(k).samples) for k in range(20))
     assert longest["ours"] > 1
     assert (longest["theirs"], longest["asked"]) == (1, 1)
@@ -70,7 +79,7 @@ def test_masks_are_on_unless_they_are_turned_off(tmp_path, text, tokenizer):
 def test_steps_are_counted_from_epochs_and_from_the_global_batch(tmp_path, text, tokenizer):
     cfg = run(tmp_path, f"train_dataset_path={text / 'pretrain.jsonl'}", "global_batch_size=8", "num_train_epochs=0.5")
     cfg = for_world(cfg, 1)
-    data = stage_of(cfg).open_data(cfg, tokenizer, tmp_path, World())
+    data = stage_of(cfg).open_data(alone(cfg), tokenizer, tmp_path)
     assert data.packs_per_step == 8
     assert data.max_steps == math.ceil(math.ceil(data.packs_per_epoch / 2) / 8)
 

@@ -54,7 +54,7 @@ def on_one_rank(built: Decoder, loss: Loss = causal_loss) -> Engine:
 def run(batches: list[Batch], steps: int = 3, compat: bool = False) -> tuple[Decoder, list[float]]:
     built = model()
     optimizer = AdamW(make_groups(built.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
-    step = TrainStep(on_one_rank(built), optimizer, Schedule("constant", 1e-3, 99), compat=compat)
+    step = TrainStep(on_one_rank(built), optimizer, Schedule("constant", 1e-3, 99), mean_of_means=compat)
     losses = [step(batches, k).loss for k in range(1, steps + 1)]
     return built, losses
 

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 from erniekit.train import monitor, watchdog
-from erniekit.train.monitor import Heart, Lookout
-from erniekit.train.watchdog import STACKS_SIGNAL, Limits, Watchdog
+from erniekit.train.monitor import HangDetector, SharedHeartbeat
+from erniekit.train.watchdog import STACKS_SIGNAL, HangLimits, Watchdog
 from support.clock import PATIENCE_S, Clock, until
 
 NEVER = (math.inf, math.inf)
 
 
 @pytest.fixture
-def heart() -> Iterator[Heart]:
+def beats() -> Iterator[SharedHeartbeat]:
     fd = os.memfd_create("beats")
     os.ftruncate(fd, 4096)
-    made = Heart(fd)
+    made = SharedHeartbeat(fd)
     yield made
     made.close()
     os.close(fd)
@@ -43,26 +43,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.parametrize(
     ("limits", "phase", "median", "steps", "expected"),
     [
-        (Limits(), "data", 0.5, 9, (60, 180)),
-        (Limits(), "data", 20.0, 9, (200, 600)),
-        (Limits(), "data", 0.0, 0, (600, 1800)),  # the first steps
-        (Limits(), "save", 20.0, 9, (2000, 6000)),
-        (Limits(), "prepare", 0.0, 0, (1200, 3600)),
-        (Limits(7), "forward/backward", 20.0, 9, (7, 21)),
-        (Limits(7, 9), "eval", 20.0, 9, (70, 90)),
-        (Limits(-1), "data", 20.0, 9, NEVER),
-        (Limits(-1, 9), "data", 20.0, 9, (math.inf, 9)),
-        (Limits(7, -1), "data", 20.0, 9, (7, math.inf)),
+        (HangLimits(), "data", 0.5, 9, (60, 180)),
+        (HangLimits(), "data", 20.0, 9, (200, 600)),
+        (HangLimits(), "data", 0.0, 0, (600, 1800)),  # the first steps
+        (HangLimits(), "save", 20.0, 9, (2000, 6000)),
+        (HangLimits(), "prepare", 0.0, 0, (1200, 3600)),
+        (HangLimits(7), "forward/backward", 20.0, 9, (7, 21)),
+        (HangLimits(7, 9), "eval", 20.0, 9, (70, 90)),
+        (HangLimits(-1), "data", 20.0, 9, NEVER),
+        (HangLimits(-1, 9), "data", 20.0, 9, (math.inf, 9)),
+        (HangLimits(7, -1), "data", 20.0, 9, (7, math.inf)),
     ],
 )
 def test_limits_follow_the_step_time_and_the_phase(
-    limits: Limits, phase: str, median: float, steps: int, expected: tuple[float, float]
+    limits: HangLimits, phase: str, median: float, steps: int, expected: tuple[float, float]
 ) -> None:
     assert limits.of(phase, median, steps) == expected
 
 
-def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(clock: Clock, heart: Heart) -> None:
-    lookout = Lookout(heart, every=1.0)
+def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(clock: Clock, heart: SharedHeartbeat) -> None:
+    lookout = HangDetector(heart, every=1.0)
     now = clock.now
     heart.beat(now - 10, 20, 40, 3, "data")
     assert lookout.look()[0] == ""
@@ -78,16 +78,16 @@ def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(clock: Clock
     assert lookout.look()[0] == "hard"
 
 
-def test_the_one_outside_is_later_than_the_thread(clock: Clock, heart: Heart) -> None:
-    inside, outside = Lookout(heart, 1.0), Lookout(heart, 1.0, late_soft=0.5, late_hard=2.0)
+def test_the_one_outside_is_later_than_the_thread(clock: Clock, heart: SharedHeartbeat) -> None:
+    inside, outside = HangDetector(heart, 1.0), HangDetector(heart, 1.0, late_soft=0.5, late_hard=2.0)
     heart.beat(clock.now - 20.2, 20, 40, 3, "data")
     assert [who.look()[0] for who in (inside, outside)] == ["soft", ""]
     heart.beat(clock.now - 41, 20, 40, 3, "data")
     assert [who.look()[0] for who in (inside, outside)] == ["hard", "soft"]
 
 
-def test_time_in_which_the_watcher_stood_still_is_excused(clock: Clock, heart: Heart) -> None:
-    lookout = Lookout(heart, every=0.05)
+def test_time_in_which_the_watcher_stood_still_is_excused(clock: Clock, heart: SharedHeartbeat) -> None:
+    lookout = HangDetector(heart, every=0.05)
     heart.beat(clock.now, 0.5, 1.0, 3, "data")
     clock.sleep(1.3)
     word, _, silence = lookout.look()
@@ -179,8 +179,10 @@ def _cpu(pid: int) -> float:
 
 
 @pytest.mark.parametrize("written", [0, 8, 60])
-def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(clock: Clock, heart: Heart, written: int) -> None:
-    lookout = Lookout(heart, 0.1)
+def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(
+    clock: Clock, heart: SharedHeartbeat, written: int
+) -> None:
+    lookout = HangDetector(heart, 0.1)
     assert lookout.look()[0] == "", "nobody has begun yet"
     now = clock.now
     heart.beat(now, 5.0, 9.0, 3, "data")

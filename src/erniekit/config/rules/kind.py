@@ -33,7 +33,7 @@ def scratch_means_no_weights(run: View) -> Iterator[Note]:
 
 
 def erniekit_documents_see_each_other(run: View) -> Iterator[Note]:
-    if run["stage"] == "PT" and run["compat"] == "erniekit" and not run.given("use_global_causal_attn"):
+    if run["stage"] == "PT" and run.compat.no_document_masks and not run.given("use_global_causal_attn"):
         yield from run.set("use_global_causal_attn", True, "compat is erniekit: no masks between documents")
 
 

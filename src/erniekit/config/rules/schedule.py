@@ -22,7 +22,7 @@ def lr_scheduler_is_an_old_name(run: View) -> Iterator[Note]:
         fix = f"one of {', '.join(k for k in kinds if k != 'wsd')}, or wsd:N to hold the rate for N steps"
         raise ConfigError(f"lr_scheduler is {old!r}", where=run.origin("lr_scheduler"), fix=fix)
     if not run.given("lr_scheduler_type"):
-        if run["compat"] == "erniekit" and run["stage"] in ("SFT", "DPO"):
+        if run.compat.lr_scheduler_in_pretraining_only and run["stage"] in ("SFT", "DPO"):
             yield from run.remark("lr_scheduler", "without effect: ERNIEKit reads it in pre-training only")
         else:
             yield from run.set("lr_scheduler_type", kind, f"lr_scheduler is {old}")

@@ -8,19 +8,21 @@ from erniekit.config.flat import KEYS
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
+from erniekit.lora_scale import RSLORA_PLUS, default_alpha
+from erniekit.loss_table import PREFERENCE_LOSSES
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
 
 def rslora_plus_is_three_keys(run: View) -> Iterator[Note]:
     if run["rslora_plus"]:
-        for name, value in (("rslora", True), ("lora_plus_scale", 4.0), ("lora_alpha", 4)):
+        for name, value in RSLORA_PLUS.items():
             yield from run.set(name, value, "rslora_plus is True")
 
 
 def alpha_follows_rank(run: View) -> Iterator[Note]:
     if run["lora_alpha"] < 1:
-        alpha, reason = (4, "rslora is True") if run["rslora"] else (2 * run["lora_rank"], "2 x lora_rank")
+        alpha, reason = default_alpha(run["lora_rank"], run["rslora"])
         yield from run.set("lora_alpha", alpha, reason, quiet=not (run["lora"] and run["do_train"]))
 
 
@@ -69,13 +71,14 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
     if run["stage"] != "DPO":
         return
     kind = run["loss_type"]
-    if kind in ("or", "simpo", "orpo"):
+    loss = PREFERENCE_LOSSES[kind]
+    if not loss.needs_reference:
         yield from run.set("reference_free", True, f"loss_type is {kind}")
-    if kind == "orpo":
-        yield from run.set("sft_loss_ratio", 1.0, "loss_type is orpo")
+    if loss.sft_ratio is not None:
+        yield from run.set("sft_loss_ratio", loss.sft_ratio, f"loss_type is {kind}")
     if run["lora"]:
         yield from run.set("ref_model_update_steps", -1, "the reference is the model without adapters")
-    elif run["reference_free"] or kind in ("or", "simpo", "orpo"):
+    elif run["reference_free"] or not loss.needs_reference:
         yield from run.set("ref_model_update_steps", -1, "there is no reference")
     elif run["ref_model_update_steps"] > 0 and run["reference_logps"] == "cached":
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.loss_table import PREFERENCE_LOSSES
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class DpoSection:
     loss_type: str = key(
         "sigmoid",
         "Preference loss.",
-        choices=("sigmoid", "hinge", "simpo", "ipo", "dpop", "kto_pair", "sppo_hard", "nca_pair", "or", "orpo"),
+        choices=tuple(PREFERENCE_LOSSES),
         fixed=True,
     )
     label_smoothing: float = key(0.0, "Share of pairs taken as swapped.", low=0, high=1, fixed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.lora_scale import DERIVED_ALPHA
 from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS
 
 
@@ -15,7 +16,9 @@ class LoraSection:
     )
     lora: bool = key(False, "fine_tuning: LoRA, in the script form; set from fine_tuning.")
     lora_rank: int = key(8, "Rank of the adapters; 32 in the recipes.", low=1, basic=True, fixed=True)
-    lora_alpha: int = key(-1, "Their scale; -1 is 2 x lora_rank, or 4 with rslora.", low=-1, basic=True, fixed=True)
+    lora_alpha: int = key(
+        DERIVED_ALPHA, "Their scale; -1 is 2 x lora_rank, or 4 with rslora.", low=-1, basic=True, fixed=True
+    )
     lora_target_modules: tuple[str, ...] = key(
         (), "Which linear layers, by name; all of attention and MLP when not given.", fixed=True
     )

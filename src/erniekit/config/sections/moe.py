@@ -1,4 +1,4 @@
-"""Mixture-of-experts models. Read by recipes/experts.py; dense models pass over every key here."""
+"""Mixture-of-experts models. Read by recipes/expert_layers.py; dense models pass over every key here."""
 
 from __future__ import annotations
 

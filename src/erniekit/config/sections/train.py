@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from erniekit.config.compat import COMPAT
 from erniekit.config.field import key
 from erniekit.devices import AUTO, DEVICES
 
@@ -66,7 +67,7 @@ class TrainSection:
         "",
         "erniekit repeats the old toolkit's faults too (end token before the next user turn, means of "
         "micro-batch means, first step at lr 0), so that recorded runs can be matched.",
-        choices=("", "erniekit"),
+        choices=tuple(COMPAT),
         fixed=True,
     )
     doctor: str = key("on", "Check labels, leaks, gradients and disk before the first step.", choices=("on", "off"))

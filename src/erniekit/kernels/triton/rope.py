@@ -1,4 +1,4 @@
-"""Rotary positions on a fused projection, in one sweep each way. Called by kernels/turn.py.
+"""Rotary positions on a fused projection, in one sweep each way. Called by kernels/rope_qkv.py.
 
 T tokens; a token's row holds heads of D channels: queries, keys, values. Values are copied as they are.
 """

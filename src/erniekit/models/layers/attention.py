@@ -14,7 +14,7 @@ from erniekit.kernels.attention import attention
 from erniekit.kernels.flash4 import row_attention
 from erniekit.kernels.packed_attention import Packs, packed_attention
 from erniekit.kernels.rope import ROTATIONS
-from erniekit.kernels.turn import turned
+from erniekit.kernels.rope_qkv import turned
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.linear import FusedLinear, Linear
 

@@ -1,7 +1,7 @@
 """How padding attended in ERNIEKit: fully masked, so evenly to its whole row. For `compat: erniekit`.
 
-It matters where there are router losses: those read padding too. Put around the inner attention by recipes/experts.py.
-B batch, L length, N heads, D head_dim.
+It matters where there are router losses: those read padding too. Put around the inner attention by
+recipes/expert_layers.py. B batch, L length, N heads, D head_dim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The folder a run writes to: refused, or taken. Called by fit.py, doctor.py and, before ranks start, cli/train.py."""
+"""output_dir of a training run: checked before the model is opened, created when nothing refuses the run any more.
+
+Called by training.py and doctor.py.
+"""
 
 from __future__ import annotations
 

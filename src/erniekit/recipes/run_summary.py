@@ -1,4 +1,7 @@
-"""The first lines of a run: what will happen, with which data, on what; the same facts go to run.json. For fit.py."""
+"""The first lines of a run: what will happen, with which data, on what; the same facts go to run.json.
+
+Called by training.py and doctor.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import Any
 
 import torch
 
-from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
 from erniekit.devices.base import Device
@@ -15,9 +17,9 @@ from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.packed_attention import faster_attention
 from erniekit.log import paint, say
 from erniekit.lora.coverage import coverage, coverage_table
-from erniekit.parallel.mesh import World
-from erniekit.recipes.build import Built
+from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
+from erniekit.recipes.run_plan import RunPlan
 from erniekit.track.runfile import RunRecord
 from erniekit.version import __version__
 
@@ -28,9 +30,10 @@ def version() -> str:
     return __version__
 
 
-def show_plan(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:
+def show_plan(plan: RunPlan) -> None:
+    cfg, folder, device, world = plan.config, plan.folder, plan.device, plan.world
     c = folder.config
-    how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if cfg.lora.lora else "all weights"
+    how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if plan.lora else "all weights"
     say(
         f"{paint('erniekit', 'bold')} {version()}  {cfg.train.stage}, {how}, {cfg.precision.compute_type}, "
         f"{device.name}, seed {cfg.train.seed}" + (", compat: erniekit" if cfg.train.compat else "")
@@ -78,7 +81,7 @@ def show_saves(cfg: RunConfig, data: TrainData) -> None:
 
 def show_coverage(built: Built) -> list[Any]:
     if not built.lora:
-        resting = built.folder.config.mtp_layers and not built.further
+        resting = built.folder.config.mtp_layers and not built.mtp_tokens
         but = " but the layers that predict further tokens: num_nextn_predict_layers trains those" if resting else ""
         say(f"train    all {built.trainable():,} weights{but}")
         return [{"group": "all weights", "trainable": built.trainable(), "total": built.total()}]

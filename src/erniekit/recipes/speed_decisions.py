@@ -1,6 +1,6 @@
 """What makes steps fast on the device at hand: whether layers are compiled, and how few of them are computed again.
 
-Called by fit.py and doctor.py once device, ranks and model are known; each answer is a note with its reason.
+Called by training.py and doctor.py once device, ranks and model are known; each answer is a note with its reason.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ import torch
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.kernels.packed_attention import Packs
-from erniekit.losses.moe_balance import Balance, Weights
+from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.config import MoEShape
 from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.moe import MoE
-from erniekit.parallel.graphed import GraphedLayers, _inputs, _Stack
+from erniekit.parallel.cuda_graphs import GraphedLayers, _inputs, _Stack
 from support.tiny_config import with_experts
 
 
@@ -28,7 +28,7 @@ def decoder() -> Decoder:
         torch.nn.init.normal_(param, std=0.2)
     for layer in model.layers:
         if isinstance(layer.mlp, MoE):
-            layer.mlp.balance = Balance(Weights(aux=0.1, z=0.01), torch.ones(()))
+            layer.mlp.balance = RouterLosses(RouterLossWeights(aux=0.1, z=0.01), torch.ones(()))
     return model
 
 

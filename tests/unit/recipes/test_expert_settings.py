@@ -13,10 +13,11 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
-from erniekit.parallel.mesh import World
-from erniekit.recipes import experts
-from erniekit.recipes.build import Built, build, make_optimizer, settle
-from erniekit.recipes.stage import Stage
+from erniekit.recipes import expert_layers, expert_settings
+from erniekit.recipes.build import build, make_optimizer
+from erniekit.recipes.built import Built
+from erniekit.recipes.run_plan import plan_run
+from erniekit.recipes.stage import TrainingStage
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +38,16 @@ def config(*words: str) -> RunConfig:
 
 
 def built_with(folder: Path, *words: str) -> Built:
-    cfg, device, dtype = settle(config(f"model_name_or_path={folder}", *words))
-    return build(cfg, ModelFolder(folder), device, dtype, World(), Stage())
+    return build(plan_run(config(f"model_name_or_path={folder}", *words), alone=True), TrainingStage())
 
 
 def routers(built: Built) -> list[Any]:
-    return [block.router for _, block in experts.blocks(built.engine.parts)]
+    return [block.router for _, block in expert_layers.blocks(built.engine.parts)]
 
 
 def test_layers_that_predict_further_tokens_rest_unless_asked_for(folder: Path) -> None:
     resting, trained = built_with(folder), built_with(folder, "num_nextn_predict_layers=1")
-    assert (resting.further, trained.further) == (0, 1)
+    assert (resting.mtp_tokens, trained.mtp_tokens) == (0, 1)
     assert not any(p.requires_grad for n, p in resting.parameters() if n.startswith("mtp."))
     assert all(p.requires_grad for n, p in trained.parameters() if n.startswith("mtp."))
     assert trained.engine.model.mtp_weight == 0.3
@@ -55,7 +55,7 @@ def test_layers_that_predict_further_tokens_rest_unless_asked_for(folder: Path) 
 
 
 def test_a_weight_of_zero_lets_them_rest(folder: Path) -> None:
-    assert built_with(folder, "num_nextn_predict_layers=1", "multi_token_pred_lambda=0").further == 0
+    assert built_with(folder, "num_nextn_predict_layers=1", "multi_token_pred_lambda=0").mtp_tokens == 0
 
 
 @pytest.mark.parametrize("asked", [2, 3])
@@ -73,15 +73,15 @@ def test_a_dense_model_has_none(tmp_path: Path) -> None:
 
 
 def test_from_nothing_there_are_as_many_as_asked_for(folder: Path) -> None:
-    assert built_with(folder, "continue_training=False", "num_nextn_predict_layers=2").further == 2
-    assert built_with(folder, "continue_training=False").further == 1, "and those of config.json are trained"
+    assert built_with(folder, "continue_training=False", "num_nextn_predict_layers=2").mtp_tokens == 2
+    assert built_with(folder, "continue_training=False").mtp_tokens == 1, "and those of config.json are trained"
     without = built_with(folder, "continue_training=False", "num_nextn_predict_layers=0")
     assert not [n for n in without.saved_names() if n.startswith("mtp.")]
 
 
 def test_preference_training_does_not_train_them(folder: Path) -> None:
     with pytest.raises(ConfigError, match="scores answers"):
-        experts.settle_config(config("stage=DPO", "num_nextn_predict_layers=1"), ModelFolder(folder))
+        expert_settings.as_built(ModelFolder(folder), config("stage=DPO", "num_nextn_predict_layers=1"))
 
 
 def test_aux_free_off_is_said_aloud_and_the_bias_is_kept_but_not_looked_at(
@@ -124,14 +124,15 @@ def test_aux_free_off_under_compat_leaves_no_bias_at_all(folder: Path, tmp_path:
 def test_the_bias_moves_in_pre_training_and_where_asked_to_but_never_under_adapters(
     folder: Path, words: tuple[str, ...], step: float
 ) -> None:
-    assert experts.bias_step(config(*words), ModelFolder(folder).config) == step
+    assert expert_settings.bias_step(config(*words), ModelFolder(folder).config) == step
 
 
 def test_a_bias_that_is_not_looked_at_does_not_move(folder: Path) -> None:
     model = ModelFolder(folder)
     cfg = config("stage=PT", "moe_use_aux_free=False")
-    experts.settle_config(cfg, model)
-    assert experts.bias_step(cfg, model.config) == 0.0
+    changed, _ = expert_settings.as_built(model, cfg)
+    assert expert_settings.bias_step(cfg, changed.config) == 0.0
+    assert expert_settings.bias_step(config("stage=PT"), model.config), "the opened folder is as it was"
 
 
 def test_the_router_learns_at_its_own_rate(folder: Path) -> None:

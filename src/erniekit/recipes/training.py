@@ -1,6 +1,7 @@
 """A training run from config to result, whatever the stage. Called by run.py and bench/ours.py.
 
-`run` reads top to bottom: open, build, check, resume, fit, finish. What differs between stages is in stage.py.
+`run` reads top to bottom: plan, open the data, build, check, resume, train, finish. stage.py has what differs between
+stages.
 """
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ import gc
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import probe_from
-from erniekit.config import RunConfig, for_world
+from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
 from erniekit.data.types import Batch
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
-from erniekit.parallel.world import check_model, check_schedule, leave, open_world
-from erniekit.recipes import adapters, doctor, experts, finish, opening, pace, resume, same_run
-from erniekit.recipes.build import Built, base_identity, build, make_optimizer, make_schedule, open_model, settle
+from erniekit.parallel.world import leave
+from erniekit.recipes import doctor, expert_layers, finish, resume, run_summary, same_run
+from erniekit.recipes.build import base_identity, build, make_optimizer
+from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
-from erniekit.recipes.output import take_output
+from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.reference import Reference
-from erniekit.recipes.stage import Prepare, Stage
+from erniekit.recipes.run_plan import open_tokenizer, plan_run
+from erniekit.recipes.schedule import make_schedule
+from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
@@ -43,31 +48,24 @@ from erniekit.train.trainer import Trainer
 from erniekit.train.watchdog import Watchdog
 
 
-def train(stage: Stage, cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
+def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
     """launch: the name of the launcher's run this process is a rank of, the same for all its restarts."""
     try:
         return run(stage, cfg, command, launch)
     finally:
         leave()
-        gc.collect()  # the loop and its listeners know each other: a notebook's next run needs the memory now
+        gc.collect()  # trainer and hooks refer to each other: a notebook's next run needs the memory now
 
 
-def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
+def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
     started = time.perf_counter()
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
-    cfg, device, dtype = settle(cfg)
-    world = open_world(cfg.parallel, device, cfg.moe.moe_group)
-    cfg = for_world(cfg, world.layout.data_ranks)
-    same_run.check_settings(cfg, world)
-    folder, tokenizer = open_model(cfg)
+    plan = plan_run(cfg)
+    cfg, world, folder, tokenizer = plan.config, plan.world, plan.folder, open_tokenizer(plan)
     if cfg.train.doctor == "on":
         doctor.check_vocabulary(folder, tokenizer)
-    shape = folder.config
-    world.layout = check_model(world.layout, shape.num_layers, shape.moe.experts if shape.moe else 0)
-    check_schedule(cfg.parallel.pp_schedule, world.layout, experts.further(cfg, shape) > 0)
-    cfg = pace.for_device(adapters.settle(cfg, folder), device, world, shape)
-    opening.show_plan(cfg, folder, device, world)
-    record = RunRecord(output, command=list(command), version=opening.version())
+    run_summary.show_plan(plan)
+    record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
@@ -77,28 +75,25 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
         signals.preparing = True
         disks = resume.look_at_disks(output, world)
         point = resume.find(cfg, manager, world, disks, launch)
-        data = stage.open_data(cfg, tokenizer, output, world)
-        opening.show_data(data)
-        opening.show_saves(cfg, data)
+        data = stage.open_data(plan, tokenizer, output)
+        run_summary.show_data(data)
+        run_summary.show_saves(cfg, data)
         base = base_identity(cfg, folder)
         promise = resume.promises(cfg, data, folder, base if stage.needs_base(cfg) else None)
-        same_run.check_content(cfg, promise, data, base, world)
+        same_run.check_content(cfg, promise, data.compared(), base, world)
         resume.check_promises(cfg, point, promise, data)
 
-        built = build(cfg, folder, device, dtype, world, stage)
-        built.base = base
-        data.length_multiple = built.engine.length_multiple
-        data.ahead = built.further
+        built = build(plan, stage, base)
         optimizer = make_optimizer(cfg, built)
         first = data.first_batch()
-        coverage = opening.show_coverage(built)
+        coverage = run_summary.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
         if cfg.train.doctor == "on":
             doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         saver = saver_for(cfg, manager, built, optimizer, first, disks, launch)
         state = resume.restore(cfg, saver, point, data, promise)
-        opening.describe(record, cfg, data, coverage, device)  # nothing is refused from here on
+        run_summary.describe(record, cfg, data, coverage, plan.device)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
@@ -120,7 +115,7 @@ def run(stage: Stage, cfg: RunConfig, command: Sequence[str], launch: str = "") 
             raise
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
-    finish.say_goodbye(output, result, trainer)
+    finish.print_result(output, result, trainer)
     return result
 
 
@@ -151,8 +146,8 @@ def step_for(
     cfg: RunConfig, built: Built, optimizer: AdamW, data: TrainData, prepare: Prepare | None = None
 ) -> TrainStep:
     schedule = make_schedule(cfg, data.max_steps)
-    compat = cfg.train.compat == "erniekit"
-    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, compat, prepare)
+    batch_means = cfg.compat.mean_of_micro_batch_means
+    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, batch_means, prepare)
 
 
 def saver_for(
@@ -176,7 +171,7 @@ def saver_for(
         built.write_weights,
         built.read_weights,
         with_optimizer=not cfg.checkpoint.ignore_save_lr_and_optim,
-        extra={"config": cfg.to_dict(), "version": opening.version()},
+        extra={"config": cfg.to_dict(), "version": run_summary.version()},
         compress="O0" if cfg.checkpoint.disable_ckpt_quant else cfg.checkpoint.ckpt_quant_stage,
         with_masters="remove_master_weight" not in words,
         rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
@@ -187,7 +182,7 @@ def saver_for(
 
 
 def hooks_for(
-    stage: Stage,
+    stage: TrainingStage,
     cfg: RunConfig,
     built: Built,
     data: TrainData,
@@ -197,7 +192,7 @@ def hooks_for(
 ) -> list[Hook]:
     """Log first, so that a step's numbers are out before its checkpoint and its evaluation; only what belongs to the
     update itself comes before. Save before evaluating: a step must be safe before hours may pass."""
-    loads = experts.balance_hook(cfg, built)
+    loads = expert_layers.balance_hook(cfg, built)
     log = LogHook(
         trackers,
         built.device,
@@ -209,7 +204,7 @@ def hooks_for(
         frozen_base=built.lora is not None,
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
-        further=data.ahead,
+        further=data.mtp_tokens,
         also=loads.metrics if loads is not None else None,
         perplexity=stage.perplexity,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
@@ -222,8 +217,10 @@ def hooks_for(
     if not data.evaluation:
         return [*watch, log, save, *sweep]
 
+    evaluations = count()
+
     def run_evaluation(go_on: GoOn) -> dict[str, float]:
-        return stage.evaluate(cfg, built.engine, data.eval_batches(cfg), prepare, go_on)
+        return stage.evaluate(cfg, built.engine, data.eval_batches(cfg, next(evaluations)), prepare, go_on)
 
     best = KeepBest(save) if cfg.checkpoint.load_best_model_at_end else None
     keep = best.keep if best else None

@@ -8,15 +8,16 @@ import torch
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
 
 from erniekit.kernels import router_logits
-from erniekit.kernels.triton import parts
 
 
 @pytest.mark.parametrize("which", [(0, 1, 2), (0, 1, 0), (0, 0, 1)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_lie_as_they_do_when_torch_splits_and_joins_them(which: tuple[int, int, int], dim: int) -> None:
+    from erniekit.kernels.triton import bf16_split
+
     torch.manual_seed(0)
     value = torch.randn(37, 50) * torch.logspace(-6, 6, 50)
-    got, want = parts.side_by_side(value, which, dim), router_logits.side_by_side(value, which, dim)
+    got, want = bf16_split.side_by_side(value, which, dim), router_logits.side_by_side(value, which, dim)
     assert got.shape == want.shape
     # The interpreter cuts where a card rounds, so that a part is off by a bit and the next one makes up for it.
     assert ((got.float() - want.float()).abs() <= torch.cat([value.abs()] * 3, dim) * 2**-7).all()
@@ -26,5 +27,7 @@ def test_parts_lie_as_they_do_when_torch_splits_and_joins_them(which: tuple[int,
 
 
 def test_a_matrix_that_lies_across_is_split_as_it_reads() -> None:
+    from erniekit.kernels.triton import bf16_split
+
     value = torch.arange(12.0).view(3, 4).t()
-    assert torch.equal(parts.side_by_side(value, (0, 0, 0), 0).float(), torch.cat([value] * 3))
+    assert torch.equal(bf16_split.side_by_side(value, (0, 0, 0), 0).float(), torch.cat([value] * 3))

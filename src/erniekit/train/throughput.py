@@ -1,4 +1,4 @@
-"""TokensASecond: what `sft_benchmark` and `dpo_benchmark` print at a run's end. Put in by the stages."""
+"""Throughput: what `sft_benchmark` and `dpo_benchmark` print at a run's end. Put in by the stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
 
 
-class TokensASecond(Hook):
+class Throughput(Hook):
     """Padding apart; the first step warms up."""
 
     def __init__(self, world: World) -> None:

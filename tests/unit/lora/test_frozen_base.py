@@ -14,11 +14,11 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
-from erniekit.lora.frozen import check, store_frozen
+from erniekit.lora.adapters_off import adapters_off
+from erniekit.lora.frozen_base import check, store_frozen
 from erniekit.lora.inject import inject, lora_linears, lora_state
 from erniekit.lora.layers import LoRARouter
 from erniekit.lora.settings import LoRASettings
-from erniekit.lora.switch import adapters_off
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.models.costs import activation_bytes
-from erniekit.recipes.pace import for_device, layers_to_recompute
+from erniekit.recipes.speed_decisions import for_device, layers_to_recompute
 
 GIB = 1024**3
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)

@@ -1,0 +1,49 @@
+"""PREFERENCE_LOSSES: every `loss_type` of preference training and what it needs. No torch: config/ reads it too.
+
+Its keys are the choices of `loss_type`, its facts decide config's rules and what is logged; losses/dpo.py has one
+function under each name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    what: str
+    needs_reference: bool = True  # else a pair is measured by the policy's log-probabilities alone
+    per_token: bool = False  # takes means over an answer's tokens instead of sums
+    sft_ratio: float | None = None  # the weight of the SFT term that belongs to it, whatever sft_loss_ratio is
+    log_odds: bool = False  # log odds of the answers are logged as well
+    logged_as: str = ""  # metric name; empty: <name>_loss
+
+
+PREFERENCE_LOSSES = {
+    "sigmoid": PreferenceLoss("DPO: log-sigmoid of the margin (arXiv 2305.18290)"),
+    "hinge": PreferenceLoss("hinge on the margin (SLiC, arXiv 2305.10425)"),
+    "simpo": PreferenceLoss(
+        "log-sigmoid of the mean log-probabilities' margin less simpo_gamma (arXiv 2405.14734)",
+        needs_reference=False,
+        per_token=True,
+    ),
+    "ipo": PreferenceLoss("square of the margin less 1 / (2 beta) (arXiv 2310.12036)", per_token=True),
+    "dpop": PreferenceLoss("DPO with a penalty where the chosen answer loses probability (arXiv 2402.13228)"),
+    "kto_pair": PreferenceLoss("each answer against the mean of the other side (KTO, arXiv 2402.01306)"),
+    "sppo_hard": PreferenceLoss("squares that pull the answers to +-1 / (2 beta) (arXiv 2405.00675)"),
+    "nca_pair": PreferenceLoss("noise-contrastive alignment of pairs (arXiv 2402.05369)"),
+    "or": PreferenceLoss("log-sigmoid of the log odds ratio", needs_reference=False, per_token=True, log_odds=True),
+    "orpo": PreferenceLoss(
+        "or with the SFT term (arXiv 2403.07691)",
+        needs_reference=False,
+        per_token=True,
+        sft_ratio=1.0,
+        log_odds=True,
+        logged_as="or_loss",
+    ),
+}
+
+
+def metric_name(loss_type: str) -> str:
+    """What a loss is logged as."""
+    return PREFERENCE_LOSSES[loss_type].logged_as or f"{loss_type}_loss"

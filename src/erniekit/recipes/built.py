@@ -1,0 +1,119 @@
+"""Built: a model spread over the ranks, and what belongs to it. Made once by build.py, frozen; savers ask it.
+
+It is what a plan cannot know: the parts of the model that this rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from erniekit.checkpoint.hub import lasting_name
+from erniekit.checkpoint.identity import write_base
+from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, ModelFolder
+from erniekit.checkpoint.model_writer import copy_side_files, write_model
+from erniekit.devices.base import Device
+from erniekit.files.tokenizer_names import TOKENIZER_FILES
+from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter_files import write_adapter
+from erniekit.lora.inject import is_lora
+from erniekit.lora.settings import LoRASettings
+from erniekit.parallel.apply import plain
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import World
+from erniekit.parallel.sharding import Sharding
+from erniekit.recipes import weights
+from erniekit.recipes.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Built:
+    plan: RunPlan
+    whole: nn.Module  # the unspread model on the meta device: names and structure only
+    engine: Engine
+    sharding: Sharding
+    base: str = ""  # identity of the model in `folder`; of one from scratch: of its config and seed
+
+    @property
+    def folder(self) -> ModelFolder:
+        return self.plan.folder
+
+    @property
+    def world(self) -> World:
+        return self.plan.world
+
+    @property
+    def device(self) -> Device:
+        return self.plan.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.plan.dtype
+
+    @property
+    def lora(self) -> LoRASettings | None:
+        return self.plan.lora
+
+    @property
+    def mtp_tokens(self) -> int:
+        """Further tokens that are trained."""
+        return self.plan.mtp_tokens
+
+    @property
+    def base_name(self) -> str:
+        """Stored with adapters: the folder's absolute path, or its hub id."""
+        return lasting_name(str(self.plan.config.model.model_name_or_path), self.folder.path)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of all this rank holds, each once."""
+        seen: set[int] = set()
+        for part in self.engine.parts:
+            for name, param in part.named_parameters():
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield plain(name), param
+
+    def trainable(self) -> int:
+        return sum(p.numel() for p in self.whole.parameters() if p.requires_grad)
+
+    def total(self) -> int:
+        return sum(p.numel() for p in self.whole.parameters())
+
+    # What the saver needs: this rank's pieces of what a checkpoint holds, and both ways of its format.
+
+    def saved_names(self) -> list[str]:
+        return [n for n in self.sharding.names() if is_lora(n)] if self.lora else self.sharding.names()
+
+    def pieces(self) -> dict[str, torch.Tensor]:
+        wanted = set(self.saved_names())
+        held = ((n, local(p.detach())) for n, p in self.parameters() if n in wanted)
+        return {name: tensor.to(self.folder.spec.dtype_of(name, self.dtype)) for name, tensor in held}
+
+    def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors`: whole ones, by our names."""
+        if not self.lora:
+            copy_side_files(self.folder.path, target, SIDE_FILES)
+        tokenizer, layout = self.plan.tokenizer_folder, self.plan.config.checkpoint.save_format
+        copy_side_files(tokenizer, target, TOKENIZER_FILES)
+        if tokenizer != self.folder.path:  # ends of answers are ids of the tokenizer
+            copy_side_files(tokenizer, target, GENERATION_FILES)
+        if self.lora:
+            adapter = adapter_of(self.whole, self.lora, tensors, base=self.base_name)
+            write_adapter(target, adapter, self.whole, layout)
+            if self.base and self.folder.files:  # a base from scratch is in no folder
+                write_base(target, self.base, self.base_name)
+            return
+        write_model(target, self.folder.config, tensors.__getitem__, layout=layout)
+
+    @torch.no_grad()
+    def read_weights(self, source: Path) -> None:
+        seed = self.plan.config.train.seed
+        fill = weights.saved(source, self.whole, self.sharding, self.world.rank, self.lora is not None, seed)
+        for name, param in self.parameters():
+            if not self.lora or is_lora(name):
+                fill(name, local(param))

@@ -1,0 +1,107 @@
+"""What a model with experts, or with layers that predict further tokens (MTP), is given beyond a dense one.
+
+Called by recipes/build.py and training.py, in this order: `set_mtp`, `install`, `balance_hook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.config import RunConfig
+from erniekit.log import say
+from erniekit.losses.moe_balance import RouterLosses
+from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.moe import MoE
+from erniekit.models.layers.padding import EvenPadding
+from erniekit.models.layers.router import Router
+from erniekit.parallel.collectives import sum_from
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import AXES, World
+from erniekit.parallel.recompute import recompute_blocks
+from erniekit.recipes.built import Built
+from erniekit.recipes.expert_settings import IGNORED, bias_step, mtp_tokens, weights_of
+from erniekit.train.expert_balance import ExpertBalance
+
+
+def set_mtp(cfg: RunConfig, model: Any) -> None:
+    """Trained with their weight, or at rest: carried along and saved as they came."""
+    if not model.config.mtp_layers:
+        return
+    trained = mtp_tokens(cfg, model.config) > 0
+    model.mtp_weight = cfg.model.multi_token_pred_lambda if trained else 0.0
+    model.mtp.requires_grad_(trained)
+
+
+def install(cfg: RunConfig, engine: Engine) -> None:
+    """Router losses, counting and recompute into the spread model. All ranks call it: groups are made here."""
+    parts: list[Any] = engine.parts
+    config: DecoderConfig = parts[0].config
+    if config.moe is None and not config.mtp_layers:
+        return
+    layout, compat = engine.world.layout, cfg.compat
+    records: list[Any] = []
+    for part in parts:
+        part.records = records  # the engine reads one list
+    share = engine.router_share
+    if compat.router_losses_per_micro_batch:  # each micro-batch counts whole, however many a step has
+        share = torch.full_like(share, engine.averaged_over / layout.data_ranks)
+    sum_over, rows_over = _sum_over_rows(engine.world)
+    piece = (engine.world.at["tp"], layout.tp) if layout.sequence_parallel else (0, 1)
+    whole = compat.router_losses_per_micro_batch
+    for _, block in blocks(parts):
+        block.balance = RouterLosses(weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=whole)
+    if compat.padding_attends_evenly and weights_of(cfg).metric_names() and layout.cp == 1 and layout.tp == 1:
+        for part in parts:
+            for each in (layer for layer in part.layers if hasattr(layer, "attn")):
+                each.attn.inner = EvenPadding(each.attn.inner)
+    whole_layers = cfg.memory.recompute and cfg.memory.recompute_granularity == "full"
+    if cfg.moe.use_recompute_moe and not whole_layers:
+        recompute_blocks(block for _, block in blocks(parts))
+    if cfg.model.use_recompute_mtp:
+        recompute_blocks(ahead.block for part in parts for ahead in getattr(part, "mtp", ()))
+
+
+def blocks(parts: list[Any]) -> Iterator[tuple[int, MoE]]:
+    """(layer, block) of every MoE block that this rank holds a part of."""
+    for part in parts:
+        for number, layer in enumerate(part.layers):
+            if isinstance(getattr(layer, "mlp", None), MoE):
+                yield number, layer.mlp
+
+
+def _sum_over_rows(world: World) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """The sum over ranks that hold other tokens of the same rows, and how many they are."""
+    layout = world.layout
+    axes = [axis for axis, on in (("cp", layout.cp > 1), ("tp", layout.sequence_parallel)) if on]
+    group = world.joined(*axes) if axes else None
+    return lambda x: sum_from(x, group), group.size() if group is not None else 1
+
+
+def balance_hook(cfg: RunConfig, built: Built) -> ExpertBalance | None:
+    config, world, engine = built.folder.config, built.world, built.engine
+    moe = config.moe
+    if moe is None:
+        return None
+    step = bias_step(cfg, config)
+    biases = {}
+    for name, param in built.parameters():
+        if step and name.endswith("router.bias"):
+            biases[int(name.split(".")[1])] = (local(param.detach()), built.sharding.boxes(name, world.rank))
+    layers = [i for i in range(config.num_layers) if config.sparse(i)]
+    # Without sequence parallelism tensor-parallel ranks route the same tokens.
+    group = world.joined(*AXES) if world.layout.sequence_parallel else engine.loss_group
+    return ExpertBalance(engine, layers, moe.experts, group, step, biases)
+
+
+def ignore_bias(cfg: RunConfig, model: nn.Module) -> None:
+    """For commands that run a finished model: `moe_use_aux_free: False` there too."""
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.bias is not None]
+    if cfg.moe.moe_use_aux_free is False and any(r.biased for r in routers):
+        say(f"note     {IGNORED}")
+        for router in routers:
+            router.biased = False

@@ -1,0 +1,146 @@
+"""RunPlan: what a run has decided before anything is built, taken in one place and then frozen.
+
+`plan_run` is for training and the doctor; `decide` is its second half, for a caller that has opened device, ranks and
+model itself (bench/, tests). build.py and the stages work from the plan. Two things are known later, each a frozen
+object made once: TrainData (steps and packs, counted in the data) and Built (the model spread over the ranks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from erniekit.checkpoint.hub import resolve_model
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig, for_world
+from erniekit.config.note import Note
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.devices import pick
+from erniekit.devices.base import Device
+from erniekit.errors import DeviceError
+from erniekit.log import say
+from erniekit.lora.frozen_base import check as check_frozen_base
+from erniekit.lora.settings import LoRASettings
+from erniekit.parallel.mesh import World
+from erniekit.parallel.world import check_model, check_schedule, open_world
+from erniekit.recipes import adapters, same_run, speed_decisions
+from erniekit.recipes.expert_settings import as_built, mtp_tokens
+from erniekit.recipes.model_config import changes_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What the device at hand decides; all that `erniekit eval` needs."""
+
+    config: RunConfig
+    device: Device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision.compute_type]
+
+
+@dataclass(frozen=True)
+class RunPlan(DevicePlan):
+    """`config` has every derived value with its reason, as run.json and checkpoints keep it."""
+
+    world: World  # with the layout as this model uses it
+    folder: ModelFolder  # with the model's config as this run builds it
+    lora: LoRASettings | None  # None in full fine-tuning
+    mtp_tokens: int  # further tokens that are trained (MTP)
+    model_notes: tuple[str, ...] = ()  # what the user should know of the model that is built
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of weights. fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps fp32."""
+        return torch.float32 if self.world.layout.fsdp > 1 else self.dtype
+
+    @property
+    def graph_shape(self) -> tuple[int, int, int] | None:
+        """Rows, tokens and micro-batches of the CUDA graphs; None: no graphs."""
+        t = self.config.train
+        if not self.config.model.cuda_graph:
+            return None
+        return t.per_device_train_batch_size, self.config.data.max_seq_len, t.gradient_accumulation_steps
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Whose files go beside the weights: what trained is what serves."""
+        name = self.config.model.tokenizer_name
+        return Path(name).expanduser() if name else self.folder.path
+
+
+def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
+    """Opens device, ranks and model and decides. alone: in this process, however many ranks the layout asks for."""
+    opened = open_device(cfg)
+    cfg, device = opened.config, opened.device
+    if alone:
+        world = World(device_type=device.type)
+    else:
+        world = open_world(cfg.parallel, device, cfg.moe.moe_group)
+        cfg = for_world(cfg, world.layout.data_ranks)
+        same_run.check_settings(cfg, world)
+    return decide(cfg, device, world, open_model(cfg))
+
+
+def open_device(cfg: RunConfig) -> DevicePlan:
+    """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
+    device = pick(cfg.train.device, cfg.train.no_cuda)
+    if not device.fast_bf16 and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
+        where = "a CPU" if device.vendor == "cpu" else device.name
+        note = Note("compute_type", "bf16", "fp32", f"bf16 is slow on {where}; write compute_type: bf16 to have it")
+        say(f"note     {note}")
+        flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
+        cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
+    device.reset_peak()
+    if cfg.train.deterministic:
+        device.same_bits()
+    device.seed(cfg.train.seed)
+    return DevicePlan(cfg, device)
+
+
+def open_model(cfg: RunConfig) -> ModelFolder:
+    path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
+    return ModelFolder(path, weights=cfg.model.continue_training, changes=changes_of(cfg, path))
+
+
+def open_tokenizer(plan: RunPlan) -> Tokenizer:
+    folder = plan.folder
+    return load_tokenizer(plan.config.model.tokenizer_name or folder.path, folder.config.vocab_size)
+
+
+def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) -> RunPlan:
+    """The rest of the plan, and the refusals that need it: model, layout, adapters, speed, memory.
+
+    `world` is freshly opened: its layout is replaced here by what a model of this shape uses, and stays.
+    """
+    folder, model_notes = as_built(folder, cfg)
+    model = folder.config
+    further = mtp_tokens(cfg, model)
+    world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
+    check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0)
+    lora, notes = adapters.decide(cfg, folder)
+    cfg = speed_decisions.for_device(cfg.derive(*notes), device, world, model)
+    if cfg.lora.packed_base:
+        check_frozen_base(cfg.lora.frozen_base, device.handle, model.moe is not None, cfg.origin("frozen_base"))
+    if not cfg.model.continue_training:
+        _refuse_oversized(folder, device, world)
+    return RunPlan(cfg, device, world, folder, lora, further, model_notes)
+
+
+def _refuse_oversized(folder: ModelFolder, device: Device, world: World) -> None:
+    """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
+    Counted are its 16-bit weights alone, spread over all ranks: a model above that cannot be trained at all."""
+    count = folder.config.parameters()
+    each = 2 * count / world.size
+    if device.total_memory and each > device.total_memory:
+        raise DeviceError(
+            f"config.json describes a model of {count:,} parameters: {each / 2**30:,.0f} GiB of weights for each of "
+            f"{world.size} ranks, which have {device.total_memory / 2**30:,.0f} GiB",
+            where=str(folder.path / "config.json"),
+            fix="check its sizes (num_hidden_layers, hidden_size, vocab_size, ...), or use more devices",
+        )

@@ -1,0 +1,87 @@
+"""What a run decides before anything is built, and how it is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+from erniekit.config import load
+from erniekit.demo.tiny import make_tiny_model
+from erniekit.devices import cpu
+from erniekit.errors import ConfigError
+from erniekit.lora.settings import LoRASettings
+from erniekit.recipes import run_plan, stage_of
+from erniekit.recipes.build import build
+
+
+@pytest.mark.parametrize("word", ["device=auto", "device=cpu", "bf16=True"])
+def test_a_run_that_finds_itself_on_a_cpu_records_fp32_with_its_reason(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_plan, "pick", lambda *asked: cpu.make())
+    opened = run_plan.open_device(load([word]))
+    cfg, dtype = opened.config, opened.dtype
+    assert dtype == torch.float32
+    assert {key: (cfg[key], cfg.origin(key)) for key in ("compute_type", "bf16")} == {
+        "compute_type": ("fp32", "derived"),
+        "bf16": (False, "derived"),
+    }
+    (note,) = [str(n) for n in cfg.notes if n.key == "compute_type"]
+    assert note == "compute_type: bf16 -> fp32 (bf16 is slow on a CPU; write compute_type: bf16 to have it)"
+
+
+def test_bf16_that_was_asked_for_stays_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_plan, "pick", lambda *asked: cpu.make())
+    opened = run_plan.open_device(load(["compute_type=bf16"]))
+    cfg, dtype = opened.config, opened.dtype
+    assert dtype == torch.bfloat16
+    assert (cfg.origin("compute_type"), cfg.precision.bf16) == ("key=value", True)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("moe"), family="ernie4_5_moe")
+
+
+def planned(folder: Path, *words: str) -> run_plan.RunPlan:
+    words = ("device=cpu", "compute_type=fp32", f"model_name_or_path={folder}", "train_dataset_path=none", *words)
+    return run_plan.plan_run(load(list(words)), alone=True)
+
+
+def test_a_plan_holds_every_decision_and_cannot_be_changed(moe: Path) -> None:
+    plan = planned(moe, "fine_tuning=LoRA", "lora_rank=4", "num_nextn_predict_layers=1", "expert_max_capacity=7")
+    assert (plan.lora, plan.mtp_tokens) == (LoRASettings.resolve(4), 1)
+    assert plan.folder.config.moe is not None
+    assert plan.folder.config.moe.most == 7
+    assert plan.config.model.compile is False, "speed is decided too"
+    assert (plan.dtype, plan.stored_dtype, plan.graph_shape) == (torch.float32, torch.float32, None)
+    for part, name in ((plan, "config"), (plan.config, "model"), (plan.config.model, "compile"), (plan.lora, "rank")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, None)
+
+
+def test_what_a_run_builds_is_its_plan(moe: Path) -> None:
+    plan = planned(moe, "fine_tuning=LoRA", "num_nextn_predict_layers=1")
+    built = build(plan, stage_of(plan.config), "a digest")
+    assert built.plan is plan
+    assert (built.lora, built.folder, built.world, built.base) == (plan.lora, plan.folder, plan.world, "a digest")
+    assert (built.mtp_tokens, built.engine.parts[0].config) == (1, plan.folder.config)
+    with pytest.raises(FrozenInstanceError):
+        built.base = "another"  # type: ignore[misc]
+
+
+def test_nothing_is_refused_after_the_plan_that_the_plan_could_refuse(moe: Path) -> None:
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        planned(moe, "num_nextn_predict_layers=3")
+    with pytest.raises(ConfigError, match="preference training scores answers"):
+        planned(moe, "stage=DPO", "num_nextn_predict_layers=1")
+
+
+def test_only_the_plan_and_those_it_asks_derive_values_of_a_config() -> None:
+    """A config that is rewritten later is another than the one that was printed and stored."""
+    makers = {"run_plan.py", "speed_decisions.py"}
+    found = {file.name for file in Path(run_plan.__file__).parent.glob("*.py") if ".derive(" in file.read_text()}
+    assert found == makers
