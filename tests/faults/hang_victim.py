@@ -17,7 +17,7 @@ HANGS_AT = 5  # the step: behind the first three, which may take ten times as lo
 
 def hung() -> None:
     """Tells when its last sign of life was: a machine that stands still after it changes nothing of that."""
-    print(DOG[0]._heart.read().at, flush=True)
+    print(DOG[0]._beats.read().at, flush=True)
 
 
 def trains(dog: Watchdog, work: Callable[[int], object] = lambda step: None) -> None:
@@ -138,9 +138,9 @@ def main(kind: str, folder: str, rank: str, soft: str, hard: str) -> None:
     with Watchdog(Path(folder), int(rank), float(soft), float(hard)) as dog:
         DOG.append(dog)
         dog.phase("prepare")
-        while not dog._heart.monitor:
+        while not dog._beats.monitor:
             time.sleep(0.01)
-        print("monitor", dog._heart.monitor, flush=True)
+        print("monitor", dog._beats.monitor, flush=True)
         if kind == "data":
             data_thread(dog)
         elif kind == "collective":

@@ -23,7 +23,9 @@ from erniekit.checkpoint.gather import Exchange
 from erniekit.checkpoint.manager import CheckpointManager, step_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.engine import Engine
-from erniekit.recipes import build, finish, stage
+from erniekit.parallel.gradients import local
+from erniekit.recipes import finish, stage
+from erniekit.recipes.built import Built
 from erniekit.train.eval_hook import EvalHook
 from erniekit.train.trainer import Trainer
 
@@ -149,10 +151,10 @@ def _in_the_loop(faulty: Faulty) -> None:
         note("step", step=result.step, loss=result.loss, applied=result.applied, counters=counters)
         return going_back
 
-    def close_run(plain: Callable, cfg: Any, output: Path, built: build.Built, trainer: Trainer, *rest: Any) -> Any:
+    def close_run(plain: Callable, cfg: Any, output: Path, built: Built, trainer: Trainer, *rest: Any) -> Any:
         digest, finite = hashlib.sha256(), True
         for name, param in built.parameters():
-            digest.update(name.encode() + build.local(param.detach()).contiguous().numpy().tobytes())
+            digest.update(name.encode() + local(param.detach()).contiguous().numpy().tobytes())
             finite = finite and bool(param.isfinite().all())
         s = trainer.state
         counters = (s.step, s.updates, s.skipped_steps, s.bad_in_a_row, s.rollbacks, s.packs, s.loss_sum)
@@ -160,7 +162,7 @@ def _in_the_loop(faulty: Faulty) -> None:
         return plain(cfg, output, built, trainer, *rest)
 
     around(Trainer, "phase", phase)
-    around(Trainer, "_book", booked)
+    around(Trainer, "_count", booked)
     around(finish, "close_run", close_run)
 
 
@@ -237,7 +239,7 @@ def _in_numbers(faulty: Faulty) -> None:
 
 
 def damage(param: torch.Tensor, how: str) -> None:
-    held = build.local(param.detach()).view(-1)
+    held = local(param.detach()).view(-1)
     if how == "nan":
         held[0] = float("nan")
     else:  # in the middle of the mantissa: an update does not round it away

@@ -143,7 +143,7 @@ def test_a_server_of_its_own_process_holds_out_against_the_full_size(live: Live,
 
 
 def test_a_client_that_leaves_while_its_prompt_is_prepared_frees_the_place(live: Live, monkeypatch: pytest.MonkeyPatch):
-    prompts = live.gate.app.state.api.prompts
+    prompts = live.application.app.state.api.prompts
     monkeypatch.setattr(prompts, "limits", replace(prompts.limits, render_s=60.0))
     spin = {**talk(90, "hi"), "chat_template_kwargs": {"spin": True}}
     with fault("S7", "clients that leave while a template loops over their long prompt") as row:

@@ -31,4 +31,4 @@ class PlainAdamW:
 
 def results_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "fits", lambda tensors: True)
-    monkeypatch.setattr(adamw, "Fused", PlainAdamW)
+    monkeypatch.setattr(adamw, "FusedAdamW", PlainAdamW)

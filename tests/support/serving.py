@@ -18,8 +18,9 @@ import uvicorn
 
 from erniekit.config import load
 from erniekit.net.connections import ConnectionLimits, limited
+from erniekit.net.listen import bind
 from erniekit.serve.loaded_models import find_models, load_models
-from erniekit.serve.server import bind, make_application
+from erniekit.serve.server import make_application
 from support.recorded import tiny_folder as tiny_folder  # for those that serve it
 
 

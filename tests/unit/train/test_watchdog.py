@@ -61,40 +61,40 @@ def test_limits_follow_the_step_time_and_the_phase(
     assert limits.of(phase, median, steps) == expected
 
 
-def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(clock: Clock, heart: SharedHeartbeat) -> None:
-    lookout = HangDetector(heart, every=1.0)
+def test_silence_is_told_once_softly_then_hard_and_progress_ends_it(clock: Clock, beats: SharedHeartbeat) -> None:
+    detector = HangDetector(beats, every=1.0)
     now = clock.now
-    heart.beat(now - 10, 20, 40, 3, "data")
-    assert lookout.look()[0] == ""
-    heart.beat(now - 30, 20, 40, 3, "data")
-    word, beat, silence = lookout.look()
+    beats.beat(now - 10, 20, 40, 3, "data")
+    assert detector.check()[0] == ""
+    beats.beat(now - 30, 20, 40, 3, "data")
+    word, beat, silence = detector.check()
     assert (word, beat.step, beat.phase) == ("soft", 3, "data")
     assert silence == 30
-    assert lookout.look()[0] == ""
-    heart.beat(now, 20, 40, 4, "data")
-    assert lookout.look()[0] == "back"
-    assert lookout.look()[0] == ""
-    heart.beat(now - 50, 20, 40, 4, "collective")
-    assert lookout.look()[0] == "hard"
+    assert detector.check()[0] == ""
+    beats.beat(now, 20, 40, 4, "data")
+    assert detector.check()[0] == "back"
+    assert detector.check()[0] == ""
+    beats.beat(now - 50, 20, 40, 4, "collective")
+    assert detector.check()[0] == "hard"
 
 
-def test_the_one_outside_is_later_than_the_thread(clock: Clock, heart: SharedHeartbeat) -> None:
-    inside, outside = HangDetector(heart, 1.0), HangDetector(heart, 1.0, late_soft=0.5, late_hard=2.0)
-    heart.beat(clock.now - 20.2, 20, 40, 3, "data")
-    assert [who.look()[0] for who in (inside, outside)] == ["soft", ""]
-    heart.beat(clock.now - 41, 20, 40, 3, "data")
-    assert [who.look()[0] for who in (inside, outside)] == ["hard", "soft"]
+def test_the_one_outside_is_later_than_the_thread(clock: Clock, beats: SharedHeartbeat) -> None:
+    inside, outside = HangDetector(beats, 1.0), HangDetector(beats, 1.0, late_soft=0.5, late_hard=2.0)
+    beats.beat(clock.now - 20.2, 20, 40, 3, "data")
+    assert [who.check()[0] for who in (inside, outside)] == ["soft", ""]
+    beats.beat(clock.now - 41, 20, 40, 3, "data")
+    assert [who.check()[0] for who in (inside, outside)] == ["hard", "soft"]
 
 
-def test_time_in_which_the_watcher_stood_still_is_excused(clock: Clock, heart: SharedHeartbeat) -> None:
-    lookout = HangDetector(heart, every=0.05)
-    heart.beat(clock.now, 0.5, 1.0, 3, "data")
+def test_time_in_which_the_watcher_stood_still_is_excused(clock: Clock, beats: SharedHeartbeat) -> None:
+    detector = HangDetector(beats, every=0.05)
+    beats.beat(clock.now, 0.5, 1.0, 3, "data")
     clock.sleep(1.3)
-    word, _, silence = lookout.look()
+    word, _, silence = detector.check()
     assert word == ""
     assert silence == pytest.approx(0.05)
     clock.sleep(0.4)
-    assert lookout.look()[2] == pytest.approx(0.45), "what follows counts"
+    assert detector.check()[2] == pytest.approx(0.45), "what follows counts"
 
 
 def test_a_silent_step_leaves_the_stacks_of_all_threads_and_goes_on(
@@ -137,8 +137,8 @@ def test_the_median_step_leaves_out_evaluating_and_saving(clock: Clock, tmp_path
 
 def test_the_monitor_is_there_at_once_has_no_torch_and_hardly_costs(tmp_path: Path) -> None:
     with Watchdog(tmp_path) as dog:
-        until(lambda: dog._heart.monitor)
-        pid = dog._heart.monitor
+        until(lambda: dog._beats.monitor)
+        pid = dog._beats.monitor
         assert dog._monitor is not None
         assert pid == dog._monitor.pid
         assert _cpu(pid) < 1, "to start, of its own time; 0.02 measured, and importing torch takes 2"
@@ -160,7 +160,7 @@ def test_the_run_does_not_wait_for_the_monitor(tmp_path: Path, monkeypatch: pyte
     with Watchdog(tmp_path) as dog:
         assert dog._monitor is not None
         assert dog._monitor.poll() is None
-        assert not dog._heart.monitor
+        assert not dog._beats.monitor
     assert dog._monitor.poll() is not None
 
 
@@ -180,17 +180,17 @@ def _cpu(pid: int) -> float:
 
 @pytest.mark.parametrize("written", [0, 8, 60])
 def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(
-    clock: Clock, heart: SharedHeartbeat, written: int
+    clock: Clock, beats: SharedHeartbeat, written: int
 ) -> None:
-    lookout = HangDetector(heart, 0.1)
-    assert lookout.look()[0] == "", "nobody has begun yet"
+    detector = HangDetector(beats, 0.1)
+    assert detector.check()[0] == "", "nobody has begun yet"
     now = clock.now
-    heart.beat(now, 5.0, 9.0, 3, "data")
-    assert lookout.look()[:2] == ("", heart.read())
-    whole = heart._map[:128]
-    heart._map[:128] = whole[:written] + bytes(128 - written)  # as another process may see it, under load
-    word, beat, silence = lookout.look()
+    beats.beat(now, 5.0, 9.0, 3, "data")
+    assert detector.check()[:2] == ("", beats.read())
+    whole = beats._map[:128]
+    beats._map[:128] = whole[:written] + bytes(128 - written)  # as another process may see it, under load
+    word, beat, silence = detector.check()
     assert (word, beat.step, beat.phase, beat.at) == ("", 3, "data", now)
     assert silence == 0
-    heart._map[:128] = whole
-    assert heart.read().step == 3
+    beats._map[:128] = whole
+    assert beats.read().step == 3
