@@ -90,7 +90,8 @@ def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """fp32 [], whatever the gradients are; zero of none."""
     if not grads:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
+    result: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
+    return result
 
 
 def fits(tensors: Iterable[torch.Tensor]) -> bool:

@@ -145,7 +145,8 @@ def _varlen(
     out: Any = varlen_attn(
         q.flatten(0, 1), k, v, bounds, key_bounds, longest, longest_keys, window_size=(-1, 0), **options
     )
-    return out.view_as(q)
+    result: torch.Tensor = out.view_as(q)
+    return result
 
 
 def _varlen_knows_gqa() -> bool:

@@ -51,7 +51,8 @@ def linear_cross_entropy(
         # Zero, of all that others on other ranks have labels for: what has no gradient here would not be reduced here.
         given = [t[:0].float().sum() for t in (hidden, weight, bias) if t is not None]
         return torch.stack(given).sum()
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, places, chunk, scale, shard)
+    result: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, places, chunk, scale, shard)
+    return result
 
 
 def reference(

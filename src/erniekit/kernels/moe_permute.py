@@ -73,8 +73,10 @@ class Combine(torch.autograd.Function):
 
 
 def gather(x: torch.Tensor, order: Order, k: int) -> torch.Tensor:
-    return Gather.apply(x, order.row_of, order.place_of, k)
+    result: torch.Tensor = Gather.apply(x, order.row_of, order.place_of, k)
+    return result
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
-    return Combine.apply(rows, weights, order.row_of, order.place_of)
+    result: torch.Tensor = Combine.apply(rows, weights, order.row_of, order.place_of)
+    return result

@@ -13,7 +13,7 @@ import torch
 
 from erniekit.extras import install_command
 from erniekit.kernels import cudnn_packed, flash4
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import has_triton, shapes_of
 
 ROOM = 64  # documents a pack has room for; more of them take the next multiple, and one compilation more
 
@@ -105,7 +105,8 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: P
     """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq * D]. backend: flash4 | cudnn | flash."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out, _ = torch.ops.erniekit.packed_attention(*flat, backend, *packs)
-    return out.view(*q.shape[:2], -1)
+    result: torch.Tensor = out.view(*q.shape[:2], -1)
+    return result
 
 
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as the launch itself.
@@ -235,13 +236,13 @@ _LIBRARY.impl("packed_attention", _forward, "CUDA")
 _LIBRARY.impl("packed_attention_backward", _backward, "CUDA")
 
 
-@torch.library.register_fake("erniekit::packed_attention")
+@shapes_of("erniekit::packed_attention")
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *packs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     T, heads, D = q.shape
     return q.new_empty(T, heads * D), q.new_empty(T * heads, dtype=torch.float32)
 
 
-@torch.library.register_fake("erniekit::packed_attention_backward")
+@shapes_of("erniekit::packed_attention_backward")
 def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
 

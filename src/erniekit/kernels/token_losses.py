@@ -44,7 +44,8 @@ def linear_token_losses(
     hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
     places = trained_rows(labels, ignore, count)
     losses = _LinearTokenLosses.apply(hidden, weight, bias, labels, places, chunk, shard)
-    return losses if places is None else losses.new_zeros(labels.shape[0]).index_copy(0, places, losses)
+    result: torch.Tensor = losses if places is None else losses.new_zeros(labels.shape[0]).index_copy(0, places, losses)
+    return result
 
 
 def reference(

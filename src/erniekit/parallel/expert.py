@@ -153,7 +153,8 @@ class AllToAll(nn.Module):
         rows = _Travel.apply(rows, sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
         answers = _Travel.apply(experts(rows, come, None), got, sent, self.group)
-        return _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
+        result: torch.Tensor = _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
+        return result
 
     @torch.no_grad()
     def _table(self, ids: torch.Tensor, experts: int) -> torch.Tensor:

@@ -203,7 +203,8 @@ class World:
             return None
         import torch.distributed as dist
 
-        return dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        result: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        return result
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None where there is nobody else."""

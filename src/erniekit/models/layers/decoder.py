@@ -52,12 +52,14 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def attend(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
-        return x_BLH + self.attn(self.attn_norm(x_BLH), ctx)
+        result: torch.Tensor = x_BLH + self.attn(self.attn_norm(x_BLH), ctx)
+        return result
 
     def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         x_BLH = self.attend(x_BLH, ctx)
         h_BLH = self.mlp_norm(x_BLH)
-        return x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
+        result: torch.Tensor = x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
+        return result
 
 
 def _embedding(count: int, width: int) -> nn.Embedding:
