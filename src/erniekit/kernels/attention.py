@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 BACKENDS = ("auto", "sdpa", "varlen", "reference")
-PADDED = 4  # up to so many keys more per query, queries that nobody reads are cheaper than a mask
+PADDED = 4  # up to so many keys more per query, unused queries are cheaper than a mask
 
 
 class Keys(Protocol):

@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def why_no_triton() -> str | None:
-    """In a user's words; None: it is all there."""
+    """Why Triton kernels cannot be built; None: they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if not os.environ.get("CC") and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):

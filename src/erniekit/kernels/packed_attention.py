@@ -29,7 +29,7 @@ class Packs(NamedTuple):
 
 
 def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -> Packs:
-    """Padded with documents of no length, and keys that nobody looks at."""
+    """Padded with documents of no length, and keys without queries."""
     documents = cu_seqlens.numel() - 1
     room = -(-documents // ROOM) * ROOM + 1
     bounds = _padded(cu_seqlens, room, tokens)
@@ -43,7 +43,7 @@ def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -
 
 def places_of(index: torch.Tensor, tokens: int, copies: int = 2) -> torch.Tensor:
     """index int64 [keys], in which no token is more than `copies` times -> int32 [tokens, copies]: where it is, -1 for
-    fewer times. Nobody waits for the device."""
+    fewer times. The host does not wait for the device."""
     token, place = index.sort(stable=True)
     first = torch.searchsorted(token, token)
     which = torch.arange(index.numel(), device=index.device) - first

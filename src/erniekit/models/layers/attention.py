@@ -28,7 +28,7 @@ class Context(NamedTuple):
     max_doc: int | None
     shared: Any = None  # data.types.SharedKeys, where queries and keys are different lists
     real: torch.Tensor | None = None  # bool [B, L], False on padding
-    # What a layer tells of this micro-batch beside its output, where somebody reads it.
+    # What a layer records of this micro-batch beside its output; None: it is not read.
     record: dict[Any, Any] | None = None
     kernel: str | None = None  # which back end of kernels/packed_attention.py, where kernels for a card fit
     packs: Packs | None = None  # the documents once more, as it takes them
