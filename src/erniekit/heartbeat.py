@@ -1,4 +1,4 @@
-"""Progress inside long work: loops over files, rows and tensors call `beat`, and whoever watches the process listens.
+"""Progress inside long work: loops over files, rows and tensors call `beat`, and the process's watchdog listens.
 
 Called from every room; the watchdog (train/watchdog.py) and a held cache lock (data/token_cache.py) listen. Without a
 listener a beat is a counter.

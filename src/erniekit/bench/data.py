@@ -1,6 +1,6 @@
 """Random tokens in the form training gives them: real Batch objects for us, plain rows of the same tokens for peers.
 
-Called by worker.py. The same seed is the same data for everybody.
+Called by worker.py. The same seed is the same data for all programs.
 """
 
 from __future__ import annotations

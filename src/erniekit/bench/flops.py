@@ -1,4 +1,4 @@
-"""The model FLOPs of a workload's step, the same for everybody who computes it. Called by worker.py.
+"""The model FLOPs of a workload's step, the same for every program that computes it. Called by worker.py.
 
 A peer gains nothing by computing more than the data asks for, nor by adapting fewer projections than ours.
 """

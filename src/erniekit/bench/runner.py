@@ -41,7 +41,7 @@ class Task:
         return int(self.workload.model["vocab_size"])
 
     def probe(self) -> torch.Tensor:
-        """Token ids [1, n]: the same for everybody."""
+        """Token ids [1, n]: the same for all programs."""
         generator = torch.Generator().manual_seed(self.options.seed)
         return torch.randint(3, self.vocab, (1, PROBE), generator=generator).to(self.device)
 

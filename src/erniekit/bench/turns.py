@@ -1,6 +1,6 @@
 """Who runs when: ours and the peers take turns on one device, and each one's steps, memory and numbers are booked.
 
-Called by worker.py. Where all fit the card together everybody is built first and short turns alternate; else one is
+Called by worker.py. Where all fit the card together all are built first and short turns alternate; else one is
 built, measured and let go before the next, ours first and once more at the end.
 """
 

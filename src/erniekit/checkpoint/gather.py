@@ -79,7 +79,7 @@ class Exchange:
         writer: int = 0,
         timeout: float = TIMEOUT,
     ) -> None:
-        """group: gloo, over all ranks, used by nobody else meanwhile; None for a process that is alone."""
+        """group: gloo, over all ranks, used by nothing else meanwhile; None for a process that is alone."""
         self.names, self.local, self.sharding = list(names), local, sharding
         self.rank, self.writer = rank, writer
         self.wire = Wire(group, timeout)
@@ -91,7 +91,7 @@ class Exchange:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around all the writer does before `end`: however long it hashes and syncs without asking anybody, the others
+        """Around all the writer does before `end`: however long it hashes and syncs without asking other ranks, those
         hear of it well before their time-out. A thread of its own tells them, as one call may take that long; a writer
         that hangs is its own watchdog's business."""
         done = threading.Event()
@@ -326,7 +326,7 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Not before whoever reads the last ones is done. All copies are started, then waited for together."""
+        """Not before the reader of the last ones is done. All copies are started, then waited for together."""
         out, devices = {}, set()
         for name, tensor in tensors.items():
             source = plain(tensor)

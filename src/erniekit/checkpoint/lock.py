@@ -92,7 +92,7 @@ class RunLock:
         try:
             if _is_file_at(fd, self.path):
                 self.path.unlink()
-        except OSError:  # a folder that can no longer be written: whoever failed to save says so, and the OS lock ends
+        except OSError:  # a folder that can no longer be written: the failed save says so, and the OS lock ends
             pass
         finally:
             _open_fds.discard(fd)

@@ -167,7 +167,7 @@ class CheckpointManager:
             depth = "sample"
         manifest.check(path, depth)
         listed = Listed(path)
-        for name in listed.added():  # readers ignore it; whoever put it there should know
+        for name in listed.added():  # readers ignore it; the user should know
             listed.allows(name)
 
     def latest_good(self, launch: str = "") -> Path | None:

@@ -1,5 +1,5 @@
 """MANIFEST.json: size and sha256 of every file of a published folder, and the check of a folder against it.
-Written last by writer.py; read by manager.py, and by whoever loads a checkpoint and wants its `info`."""
+Written last by writer.py; read by manager.py, and where a checkpoint's `info` is needed."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def copy_to_nodes(
     """The published folder `path` of rank `source` at the same path on the nodes of `targets`, one rank of each.
 
     There it is checked against the manifest and appears whole or not at all. keep: the source's checkpoints by name;
-    others of ours on a target are rotated away as they were there. set_aside: a folder of that name is somebody's and
+    others of ours on a target are rotated away as they were there. set_aside: a folder of that name is the user's and
     is kept. Raises on the source, naming who has it not.
     """
     chain = [source, *targets]
@@ -120,7 +120,7 @@ def agree_on_checkpoint(
     shared: bool = True,
     timeout: float = TIMEOUT,
 ) -> Path | None:
-    """The checkpoint all ranks go on from, there on every node; None when nobody has one. All ranks call it.
+    """The checkpoint all ranks go on from, there on every node; None when no node has one. All ranks call it.
 
     `find()` says what this node has: in its output_dir (whose path may differ from node to node) or at a path that is
     the same on all. On a shared folder rank 0 alone looks. Else the newest that any node has is used, also when rank 0

@@ -21,7 +21,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def readable_by_all(path: Path) -> None:
-    """The library makes files only their owner can read; a server may run as somebody else. As any new file is made."""
+    """The library makes files only their owner can read; a server may run as another user. As any new file is made."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -41,7 +41,7 @@ class FileOps:
         return os.write(fd, data)
 
     def sync(self, path: Path) -> None:
-        """fsync of a file or a folder, whoever wrote it."""
+        """fsync of a file or a folder."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

@@ -279,7 +279,7 @@ def _unknown(word: str) -> ConfigError:
 
 
 def _crash(args: list[str], error: Exception) -> int:
-    """One line for the person, the traceback in a file for whoever helps them."""
+    """One line for the person, the traceback in a file for support."""
     import tempfile
     import traceback
     from pathlib import Path

@@ -31,7 +31,7 @@ class Compat:
     )
     ignores_bad_rows: bool = behaviour("No share of bad rows stops a run.", "bad rows")
     shuffled_eval_pairs: bool = behaviour(
-        "Preference pairs for evaluation are shuffled anew each time and packed as in training.", "DPO evaluation"
+        "Preference pairs for evaluation are shuffled again each time and packed as in training.", "DPO evaluation"
     )
     rows_of_one_length: bool = behaviour(
         "Every row is padded to max_seq_len: its router losses read the padding.", "padding"

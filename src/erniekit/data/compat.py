@@ -17,7 +17,7 @@ from erniekit.data.mix import Drawn, gather, shares
 from erniekit.data.pack import PackStream
 from erniekit.errors import ConfigError, DataError
 
-# ERNIEKit tokenises a row anew at every draw, which strips the system text from the row it keeps in memory.
+# ERNIEKit tokenises a row again at every draw, which strips the system text from the row it keeps in memory.
 # So a row has two forms, `examples[s]` = int [rows that parsed, 2]: the sample it becomes the first time, and
 # the one for every time after; -1 where assembling drops it. Dropped rows are shuffled and buffered as well.
 Examples = Sequence[np.ndarray]
@@ -203,7 +203,7 @@ class CompatPairStream(PackStream):
 
 
 class CompatEvalOrder:
-    """How ERNIEKit goes through its preference evaluation set: shuffled as for training, anew each time it evaluates.
+    """How ERNIEKit goes through its preference evaluation set: shuffled as for training, each time it evaluates.
 
     `number` is how many evaluations came before. Packed by a CompatPairStream with epochs=1.
     """
@@ -216,7 +216,7 @@ class CompatEvalOrder:
         if shuffle:
             for part in (*rows, order):
                 shuffler.shuffle(part)
-        index = np.concatenate([forms[part, 0] for forms, part in zip(examples, rows)])  # the file is read anew
+        index = np.concatenate([forms[part, 0] for forms, part in zip(examples, rows)])  # the file is read again
         self._drawn = source[order], index[order]
 
     def epoch_size(self) -> int:

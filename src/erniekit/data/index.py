@@ -98,7 +98,9 @@ def index_text(
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with only_one(work) as alone:
-                if not alone:  # files cannot be locked here: whoever else makes the same has a folder of its own
+                if (
+                    not alone
+                ):  # files cannot be locked here: another process that makes the same has a folder of its own
                     work = work.with_name(f"{work.name}-{platform.node()}-{os.getpid()}")
                 made = _made(output, files, format, plan)
                 if made is None:

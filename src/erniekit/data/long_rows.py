@@ -1,6 +1,6 @@
 """Rows that give an example per answer, each with all that comes before: what one pass over the longest tells of them.
 
-Called by tokenise.py. Rendering every example of a long row anew costs the square of its turns.
+Called by tokenise.py. Rendering every example of a long row by itself costs the square of its turns.
 """
 
 from __future__ import annotations

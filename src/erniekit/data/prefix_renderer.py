@@ -1,6 +1,7 @@
 """Every prefix of a conversation from one pass through its chat template, where that is provably the same text.
 
-Used by template.py, for training rows and for prompts alike: rendering each prefix anew costs the square of the turns.
+Used by template.py, for training rows and for prompts alike: rendering each prefix by itself costs the square of the
+turns.
 
 The template's last outer loop takes its messages from a feed that notes how much is written whenever the loop asks for
 the next one. Rendering is deterministic: before it asks for message i it has seen messages[:i] only, so what stands

@@ -86,7 +86,7 @@ def publish(temporary: Path, folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or a folder, whoever wrote it."""
+    """fsync of a file or a folder."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -23,7 +23,7 @@ from erniekit.errors import DataError
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 Parts = list[tuple[str, str]]  # query and answer of each turn
-# Messages that may be rendered for one prompt when each of its prefixes is rendered anew: the square of its turns.
+# Messages that may be rendered for one prompt when each of its prefixes is rendered by itself: the square of its turns.
 MOST_RENDERED = 65_536
 
 

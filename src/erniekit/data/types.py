@@ -132,7 +132,7 @@ class Batch:
         return replace(self, num_label_tokens=int((self.labels != IGNORE).sum()), future=future)
 
     def documents(self) -> torch.Tensor | None:
-        """cu_seqlens for the model; None when plain causal rows say the same: padding comes last, nobody sees it."""
+        """cu_seqlens for the model; None when plain causal rows say the same: padding comes last."""
         return self.cu_seqlens if self.packed else None
 
     def to(self, device: torch.device, pin: bool = False) -> Batch:

@@ -16,7 +16,7 @@ class CpuDevice(Device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), self.total_memory
 
     def usable_memory(self, share: float) -> int:
-        """Half of what is free: the host's memory belongs to everybody."""
+        """Half of what is free: other processes need the host's memory too."""
         return self.free_memory()[0] // 2
 
 

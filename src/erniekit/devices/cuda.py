@@ -91,7 +91,7 @@ class CudaDevice(Device):
         # Without it torch refuses products: with workspace where it likes, cuBLAS may add up in another order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read
 
     def rng_state(self) -> torch.Tensor | None:
         return torch.cuda.get_rng_state()

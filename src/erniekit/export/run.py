@@ -181,7 +181,7 @@ class _Merge:
 
 @contextmanager
 def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
-    # disable=None: no bar where nobody watches (a pipe, a log file).
+    # disable=None: no bar in a pipe or a log file.
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         yield bar.update
 

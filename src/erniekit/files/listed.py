@@ -58,7 +58,7 @@ def has_file(folder: Path, name: str) -> bool:
 
 def refuse_added_tokenizer(folder: Path) -> None:
     """A vocabulary or a chat template put beside a published model would change every prompt: refused, not ignored,
-    as whoever put it there expects it to act."""
+    since it was put there to act."""
     found = [name for name in Listed(folder).added() if name in TOKENIZER_FILES]
     if found:
         raise CheckpointError(

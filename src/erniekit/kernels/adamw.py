@@ -90,7 +90,8 @@ def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """fp32 [], whatever the gradients are; zero of none."""
     if not grads:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
+    result: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
+    return result
 
 
 def fits(tensors: Iterable[torch.Tensor]) -> bool:
@@ -176,7 +177,7 @@ class FusedAdamW:
         return self._sent[device][1]
 
     def _table(self, key: Any, values: list[Any], device: torch.device) -> torch.Tensor:
-        """int64 on the device; nobody waits for the copy."""
+        """int64 on the device; the host does not wait for the copy."""
         sent = self._sent.get(key)
         if sent is None or sent[0] != values:
             sent = self._sent[key] = (values, _send(torch.tensor(values, dtype=torch.int64), device))

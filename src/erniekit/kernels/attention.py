@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 BACKENDS = ("auto", "sdpa", "varlen", "reference")
-PADDED = 4  # up to so many keys more per query, queries that nobody reads are cheaper than a mask
+PADDED = 4  # up to so many keys more per query, unused queries are cheaper than a mask
 
 
 class Keys(Protocol):
@@ -145,7 +145,8 @@ def _varlen(
     out: Any = varlen_attn(
         q.flatten(0, 1), k, v, bounds, key_bounds, longest, longest_keys, window_size=(-1, 0), **options
     )
-    return out.view_as(q)
+    result: torch.Tensor = out.view_as(q)
+    return result
 
 
 def _varlen_knows_gqa() -> bool:

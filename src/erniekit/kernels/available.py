@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.library import custom_op, triton_op
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 @cache
 def why_no_triton() -> str | None:
-    """In a user's words; None: it is all there."""
+    """Why Triton kernels cannot be built; None: they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if not os.environ.get("CC") and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
@@ -30,14 +33,21 @@ def has_triton() -> bool:
     return why_no_triton() is None
 
 
-def kernel_op(name: str) -> Any:
+def kernel_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator of an operator whose body launches Triton kernels; compiled layers see into it.
 
     Without a card or without triton it is only declared, as an opaque one: to look for kernels in a triton_op torch
     imports its compiler at once (seconds), and without triton it logs a warning for each.
     """
     launches = find_spec("triton") is not None and torch.cuda.is_available()
-    return (triton_op if launches else custom_op)(name, mutates_args=())
+    made: Callable[[Callable[..., Any]], Any] = (triton_op if launches else custom_op)(name, mutates_args=())
+    return made
+
+
+def shapes_of(name: str) -> Callable[[Function], Function]:
+    """Decorator of what an operator answers when it is traced: tensors of the right shapes, without memory."""
+    made: Callable[[Function], Function] = torch.library.register_fake(name)
+    return made
 
 
 def loaded(name: str, *needed: str) -> ModuleType | None:

@@ -41,7 +41,7 @@ def linear_cross_entropy(
     """hidden [T, H], weight [V, H], labels [T] -> the SUM of token losses (fp32 scalar), times scale.
 
     Ignored tokens never reach the head; a head that needs no gradient gets none formed. count: how many labels are
-    trained, so that nobody asks the device. scale: gradients are final once they are formed, which saves a pass over
+    trained, so that the device is not asked. scale: gradients are final once they are formed, which saves a pass over
     the head's; the loss must then be what backward starts from, alone or as a term of a sum: its own gradient is 1.
     shard: the weight is a part of a wider head's, and dx this part's.
     """
@@ -51,7 +51,8 @@ def linear_cross_entropy(
         # Zero, of all that others on other ranks have labels for: what has no gradient here would not be reduced here.
         given = [t[:0].float().sum() for t in (hidden, weight, bias) if t is not None]
         return torch.stack(given).sum()
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, places, chunk, scale, shard)
+    result: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, places, chunk, scale, shard)
+    return result
 
 
 def reference(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from erniekit.kernels import expert_reference
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import has_triton, shapes_of
 from erniekit.kernels.expert_reference import Low
 from erniekit.kernels.grouped_gemm import ALIGNED, on_card
 from erniekit.kernels.moe_permute import Order
@@ -169,7 +169,7 @@ def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
     return steps.sum_choices(answers, op.place_of, op.k, ends), middle, z, z_down
 
 
-@torch.library.register_fake("erniekit::expert_mlp")
+@shapes_of("erniekit::expert_mlp")
 def _(*flat: Any) -> tuple[torch.Tensor, ...]:
     a = ARGUMENTS.named(flat)
     ranks = [0 if a[name] is None else a[name].shape[1] for name in ("gate_a", "up_a", "down_a")]
@@ -230,7 +230,7 @@ def _data(a: dict[str, Any], name: str) -> torch.Tensor:
     return value
 
 
-@torch.library.register_fake("erniekit::expert_mlp_backward")
+@shapes_of("erniekit::expert_mlp_backward")
 def _(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
     a, wanted = ARGUMENTS.named(given[: ARGUMENTS.count]), given[-1]
     return [_data(a, name).new_empty(_data(a, name).shape) for name, want in zip(GRADED, wanted) if want]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from erniekit.kernels.available import loaded
+from erniekit.kernels.available import loaded, shapes_of
 from erniekit.log import warn_once
 
 HEAD_DIMS = (64, 128)
@@ -116,13 +116,13 @@ _LIBRARY.impl("flash4_rows", lambda q, k, v: forward(q, k, v), "CUDA")
 _LIBRARY.impl("flash4_rows_backward", lambda *tensors: backward(*tensors), "CUDA")
 
 
-@torch.library.register_fake("erniekit::flash4_rows")
+@shapes_of("erniekit::flash4_rows")
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     B, L, N, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, N, L, dtype=torch.float32)
 
 
-@torch.library.register_fake("erniekit::flash4_rows_backward")
+@shapes_of("erniekit::flash4_rows_backward")
 def _(q: torch.Tensor, grad: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
 

@@ -81,7 +81,7 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 class HeadGradients:
-    """Only those that somebody needs are formed. dW is summed in fp32; of a single chunk there is nothing to sum."""
+    """Only those that are needed are formed. dW is summed in fp32; of a single chunk there is nothing to sum."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ def formed_gradients(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | N
     """dx, dW, db, in that Function's backward."""
     places, grad_x, grad_w, grad_b = ctx.saved_tensors
     if ctx.final:
-        # Whoever gets them may go on adding to these very tensors.
+        # The caller may add to these very tensors.
         if ctx.handed_out:
             raise RuntimeError("a loss with a scale goes backward once; call it without scale to do so again")
         ctx.handed_out = True

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from erniekit.kernels.available import shapes_of
 from erniekit.kernels.stored import PLAIN, Stored, kind_of
 from erniekit.kernels.stored.base import arguments
 
@@ -45,7 +46,7 @@ def _forward(
 _LIBRARY.impl("stored_linear", _forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("erniekit::stored_linear")
+@shapes_of("erniekit::stored_linear")
 def _(x: torch.Tensor, data: torch.Tensor, scale: Any, extra: Any, kind: str, turned: bool) -> torch.Tensor:
     weight = Stored(data, scale, extra, kind)
     out, width = kind_of(weight).shape(weight)

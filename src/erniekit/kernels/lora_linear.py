@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels.available import shapes_of
 from erniekit.kernels.stored import PLAIN, Stored, kind_of
 from erniekit.kernels.stored.base import arguments
 from erniekit.kernels.stored.plain import scaled_product
@@ -48,7 +49,8 @@ def lora_linear(
     out, _ = kind_of(weight).shape(weight)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y, _ = torch.ops.erniekit.lora_linear(rows, *weight, bias, A, placed(updates, out), scales, ranks)
-    return y.view(*x.shape[:-1], out)
+    result: torch.Tensor = y.view(*x.shape[:-1], out)
+    return result
 
 
 def placed(updates: Sequence[RowUpdate], out: int) -> torch.Tensor:
@@ -175,13 +177,13 @@ _LIBRARY.impl("lora_linear", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("lora_linear_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("erniekit::lora_linear")
+@shapes_of("erniekit::lora_linear")
 def _(x: torch.Tensor, data: Any, scale: Any, extra: Any, kind: str, bias: Any, A: torch.Tensor, *_: Any) -> Any:
     weight = Stored(data, scale, extra, kind)
     return x.new_empty(x.shape[0], kind_of(weight).shape(weight)[0]), x.new_empty(x.shape[0], A.shape[0])
 
 
-@torch.library.register_fake("erniekit::lora_linear_backward")
+@shapes_of("erniekit::lora_linear_backward")
 def _(
     grad: torch.Tensor,
     x: torch.Tensor,

@@ -19,7 +19,7 @@ class Order(NamedTuple):
 
 
 def by_expert(ids: torch.Tensor, experts: int) -> Order:
-    """ids [T, K] (values in [0, experts]; `experts` itself sorts last and belongs to nobody)."""
+    """ids [T, K] (values in [0, experts]; `experts` itself sorts last and is of no expert)."""
     flat = ids.reshape(-1)
     row_of = torch.sort(flat.to(torch.int16), stable=True).indices
     place_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(row_of.numel(), device=ids.device))
@@ -73,8 +73,10 @@ class Combine(torch.autograd.Function):
 
 
 def gather(x: torch.Tensor, order: Order, k: int) -> torch.Tensor:
-    return Gather.apply(x, order.row_of, order.place_of, k)
+    result: torch.Tensor = Gather.apply(x, order.row_of, order.place_of, k)
+    return result
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
-    return Combine.apply(rows, weights, order.row_of, order.place_of)
+    result: torch.Tensor = Combine.apply(rows, weights, order.row_of, order.place_of)
+    return result

@@ -13,7 +13,7 @@ import torch
 
 from erniekit.extras import install_command
 from erniekit.kernels import cudnn_packed, flash4
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import has_triton, shapes_of
 
 ROOM = 64  # documents a pack has room for; more of them take the next multiple, and one compilation more
 
@@ -29,7 +29,7 @@ class Packs(NamedTuple):
 
 
 def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -> Packs:
-    """Padded with documents of no length, and keys that nobody looks at."""
+    """Padded with documents of no length, and keys without queries."""
     documents = cu_seqlens.numel() - 1
     room = -(-documents // ROOM) * ROOM + 1
     bounds = _padded(cu_seqlens, room, tokens)
@@ -43,7 +43,7 @@ def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -
 
 def places_of(index: torch.Tensor, tokens: int, copies: int = 2) -> torch.Tensor:
     """index int64 [keys], in which no token is more than `copies` times -> int32 [tokens, copies]: where it is, -1 for
-    fewer times. Nobody waits for the device."""
+    fewer times. The host does not wait for the device."""
     token, place = index.sort(stable=True)
     first = torch.searchsorted(token, token)
     which = torch.arange(index.numel(), device=index.device) - first
@@ -105,7 +105,8 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: P
     """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq * D]. backend: flash4 | cudnn | flash."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out, _ = torch.ops.erniekit.packed_attention(*flat, backend, *packs)
-    return out.view(*q.shape[:2], -1)
+    result: torch.Tensor = out.view(*q.shape[:2], -1)
+    return result
 
 
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as the launch itself.
@@ -235,13 +236,13 @@ _LIBRARY.impl("packed_attention", _forward, "CUDA")
 _LIBRARY.impl("packed_attention_backward", _backward, "CUDA")
 
 
-@torch.library.register_fake("erniekit::packed_attention")
+@shapes_of("erniekit::packed_attention")
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *packs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     T, heads, D = q.shape
     return q.new_empty(T, heads * D), q.new_empty(T * heads, dtype=torch.float32)
 
 
-@torch.library.register_fake("erniekit::packed_attention_backward")
+@shapes_of("erniekit::packed_attention_backward")
 def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
 

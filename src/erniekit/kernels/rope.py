@@ -6,12 +6,13 @@ B batch, L length, N heads, D head_dim.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: dict[str, float] | None, device: torch.device
+    head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device
 ) -> torch.Tensor:
     """theta^(-2i/D) for i in 0..D/2-1, stretched as `scaling` says (linear, llama3)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
@@ -19,13 +20,15 @@ def inverse_frequencies(
     if not scaling or scaling["rope_type"] == "default":
         return freq
     if scaling["rope_type"] == "linear":
-        return freq / scaling["factor"]
+        linear: torch.Tensor = freq / scaling["factor"]
+        return linear
     # llama3: long wavelengths are divided by `factor`, short ones kept, those between blended smoothly.
     wavelength = 2 * math.pi / freq
     old_len = scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     blend = ((old_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * freq / scaling["factor"] + blend * freq
+    blended: torch.Tensor = (1 - blend) * freq / scaling["factor"] + blend * freq
+    return blended
 
 
 def cos_sin(positions: torch.Tensor, freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,8 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int, halves: bool) -> QKV:
     """qkv [B, L, C]; cos, sin fp32 [B, L, 1, D / 2] -> q [B, L, Nq, D], k, v [B, L, Nkv, D]."""
     half = cos.shape[-1]
-    return _turn(qkv, cos.reshape(-1, half), sin.reshape(-1, half), heads, kv_heads, halves)
+    result: QKV = _turn(qkv, cos.reshape(-1, half), sin.reshape(-1, half), heads, kv_heads, halves)
+    return result
 
 
 @kernel_op("erniekit::turn")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import has_triton, shapes_of
 
 _HAS_TRITON = has_triton()
 
@@ -19,7 +19,8 @@ _HAS_TRITON = has_triton()
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H], weight [E, H] -> fp32 [T, E]."""
     if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
-        return torch.ops.erniekit.router_logits(x, weight)
+        result: torch.Tensor = torch.ops.erniekit.router_logits(x, weight)
+        return result
     return F.linear(x.float(), weight.float())
 
 
@@ -57,7 +58,7 @@ def _forward(x, weight):  # type: ignore[no-untyped-def]
     return _product(x, side_by_side(weight, (0, 1, 2), 0).t()).view(x.shape[0], 3, -1).sum(1)
 
 
-@torch.library.register_fake("erniekit::router_logits")
+@shapes_of("erniekit::router_logits")
 def _(x, weight):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
@@ -72,7 +73,7 @@ def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
     return out
 
 
-@torch.library.register_fake("erniekit::router_logits_backward")
+@shapes_of("erniekit::router_logits_backward")
 def _(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
     return [tensor.new_empty(tensor.shape) for tensor, want in zip((x, weight), wanted) if want]
 

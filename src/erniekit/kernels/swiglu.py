@@ -16,7 +16,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if not _on_card(gate_up):
         return reference(gate_up)
     flat = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
-    return _forward(flat).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    result: torch.Tensor = _forward(flat).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    return result
 
 
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,8 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     (gate_up,) = ctx.saved_tensors
-    return _backward(grad.contiguous(), gate_up)
+    result: torch.Tensor = _backward(grad.contiguous(), gate_up)
+    return result
 
 
 _forward.register_autograd(_gradient, setup_context=_keep)

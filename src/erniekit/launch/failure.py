@@ -54,7 +54,7 @@ class Failure:
 
 
 def record(error: BaseException, code: int) -> bool:
-    """Leave word for whoever started this rank. True when that is our launcher: it will show the error, once."""
+    """Writes the error for the program that started this rank. True when that is our launcher, which shows it once."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         rank = int(os.environ.get("RANK", 0))

@@ -108,7 +108,7 @@ class Heartbeat:
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def silent(self, seconds: float) -> list[int]:
-        """The machines not heard of for so long, of those that are not done. Nobody, while we hear nothing at all."""
+        """The machines not heard of for so long, of those that are not done. None, while we hear nothing at all."""
         with self._lock:
             return [
                 node
@@ -117,7 +117,7 @@ class Heartbeat:
             ]
 
     def replaced(self) -> list[int]:
-        """The machines whose launcher was started anew."""
+        """The machines whose launcher was restarted."""
         with self._lock:
             return [n for n, word in enumerate(self._said) if word.partition(":")[0] != self._first[n]]
 

@@ -26,7 +26,7 @@ LAUNCHER_LOG = "launcher.log"
 SCREEN = {"stdout": 1, "stderr": 2}
 _COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _LONGEST = 1 << 16  # bytes of a line without an end that are kept before it is written anyway
-_SIZE = struct.Struct("HHHH")  # rows, columns and two that nobody uses
+_SIZE = struct.Struct("HHHH")  # rows, columns and two that are unused
 
 
 def own_folder(wanted: Path) -> Path:

@@ -91,7 +91,7 @@ def interface_of(address: str) -> str | None:
 
 
 class Nodes:
-    """What the launchers of one attempt write into the store they met at. One node talks to nobody."""
+    """What the launchers of one attempt write into the store they met at. One node needs no store."""
 
     def __init__(self, store: Store, me: Machine, launch: LaunchPlan, launcher: str) -> None:
         from torch.distributed import PrefixStore, TCPStore
@@ -185,7 +185,7 @@ class Nodes:
         return told if failure.peer or failure.lost else failure
 
     def lost(self, again: bool, seconds: float = 0.0) -> Failure | None:
-        """The loss of machines whose launchers are silent for so long, or were started anew. again: we may restart."""
+        """The loss of machines whose launchers are silent for so long, or were restarted. again: we may restart."""
         if self._heartbeat is None:
             return None
         back = self._heartbeat.replaced()

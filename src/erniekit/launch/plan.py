@@ -146,7 +146,7 @@ def _node_rank(cfg: RunConfig, env: Mapping[str, str], nnodes: int) -> int | Non
 
 
 def _master(cfg: RunConfig, env: Mapping[str, str]) -> tuple[str, int]:
-    """Address and port, empty and 0 where nobody named them."""
+    """Address and port, empty and 0 where they are not set."""
     text, where = cfg.launch.master, cfg.origin("master")
     if text is None:
         address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")

@@ -1,4 +1,4 @@
-"""Adapters on disk, whoever wrote them: which kind a folder holds is found out by its config file.
+"""Adapters on disk, in any known format: which one a folder holds is told by its config file.
 
 Called by recipes (lora_path, checkpoints), export, chat and the API.
 """

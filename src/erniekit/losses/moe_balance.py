@@ -48,7 +48,7 @@ class RouterLosses(nn.Module):
     """The collaborator of one MoE block. Terms are means over a row's real tokens, so that the gradient does not depend
     on how rows are spread over micro-batches and ranks.
 
-    share: fp32 [], what the sum of a row's terms is multiplied by; filled anew for every step.
+    share: fp32 [], what the sum of a row's terms is multiplied by; filled at every step.
     sum_over: sums over the ranks that hold other tokens of the same rows (backward: as it is), `parts` of them.
     piece: which of how many slices of a row this rank works on, under sequence parallelism.
     whole_batch: ERNIEKit's way, one mean over all positions of a micro-batch, padding too.

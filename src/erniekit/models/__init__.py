@@ -47,4 +47,5 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
             where=where,
             fix="supported: " + ", ".join(MODELS),
         )
-    return MODELS.get(kind)
+    result: ModelSpec = MODELS.get(kind)
+    return result

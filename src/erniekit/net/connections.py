@@ -2,7 +2,7 @@
 
 `limited(app, sock)` gives uvicorn's configuration and the socket it listens at. Used by serve/ and the web page.
 uvicorn alone has one deadline, between two requests. Its `limit_concurrency` answers 503 to new requests once so many
-connections are open, idle ones included: with it, idle connections shut everybody out sooner. It is not used.
+connections are open, idle ones included: with it, idle connections would block new ones sooner. It is not used.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class LimitedProtocol(H11Protocol):
             if now - self.since > LINGER_S:
                 self.shared.drop(self)
         elif self.transport.is_closing():
-            # close() waits until everything is sent, for ever if nobody reads.
+            # close() waits until everything is sent, for ever if the client does not read.
             self.closing_at = self.closing_at or now
             if now - self.closing_at > limits.headers_s:
                 self.shared.drop(self)

@@ -52,7 +52,7 @@ class InHost(OnDevice):
         return kept.to(device, non_blocking=True)
 
     def store(self, value: torch.Tensor, kept: torch.Tensor) -> None:
-        # On the stream of the update, and so is the next fetch: they stay in order with nobody waiting.
+        # On the stream of the update, and so is the next fetch: they stay in order without a wait.
         if value is not kept:
             kept.copy_(value, non_blocking=True)
             self._busy.add(value.device)

@@ -1,6 +1,6 @@
 """The collectives that sit inside a forward pass, each with the backward that makes gradients right.
 
-Used by tensor.py, context.py and vocab.py. `group` None means nobody else: the value passes through untouched.
+Used by tensor.py, context.py and vocab.py. `group` None means one rank: the value passes through untouched.
 """
 
 from __future__ import annotations

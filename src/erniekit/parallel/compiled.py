@@ -1,4 +1,4 @@
-"""torch.compile of decoder layers. Used by apply.py, and by whoever runs the odd batch of another shape."""
+"""torch.compile of decoder layers. Used by apply.py; `eager` for the odd batch of another shape."""
 
 from __future__ import annotations
 

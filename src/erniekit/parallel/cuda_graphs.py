@@ -33,19 +33,22 @@ class GraphedLayers:
         self.launched, self.room = 0, True
 
     def __call__(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
+        result: torch.Tensor
         if not self._fits(x_BLH, ctx):
-            return self.plain(x_BLH, ctx)
+            result = self.plain(x_BLH, ctx)
+            return result
         documents = None if ctx.packs is None else ctx.packs.bounds.shape
         key = (ctx.kernel, documents, _real(ctx) is None, ctx.record is None)
         if key not in self.recorded:
             if len(self.recorded) == SHAPES or not self._may_record():
-                return self.plain(x_BLH, ctx)
+                result = self.plain(x_BLH, ctx)
+                return result
             self.recorded[key] = self._record(x_BLH, ctx)
         stack = self.recorded[key]
         out, *told = stack(x_BLH, *_inputs(ctx))
         if ctx.record is not None:
             ctx.record.update(stack.read(told))
-        result: torch.Tensor = out
+        result = out
         return result
 
     def _fits(self, x_BLH: torch.Tensor, ctx: Any) -> bool:

@@ -202,7 +202,8 @@ class Engine:
             parts = [torch.empty_like(out) for _ in range(layout.cp)]
             dist.all_gather(parts, out.contiguous(), group=self.world.group("cp"))
             out = context.in_order(torch.cat(parts, dim=1), layout.cp)
-        return out
+        result: torch.Tensor = out
+        return result
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Everyone(nn.Module):
             return sum_from(self.inner(copy_to(x_TH, group), routing, experts, count), group)
         if self.tokens == "any":
             more = (0, 0, 0, _most(tokens, x_TH.device, group) - tokens)
-            x_TH, weights, ids = F.pad(x_TH, more), F.pad(weights, more), F.pad(ids, more, value=count)  # nobody's
+            x_TH, weights, ids = F.pad(x_TH, more), F.pad(weights, more), F.pad(ids, more, value=count)  # of no expert
         x_TH, weights = gather_from(x_TH, 0, group), gather_from(weights, 0, group)
         with torch.no_grad():
             ids = gather_from(ids, 0, group)
@@ -153,7 +153,8 @@ class AllToAll(nn.Module):
         rows = _Travel.apply(rows, sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
         answers = _Travel.apply(experts(rows, come, None), got, sent, self.group)
-        return _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
+        result: torch.Tensor = _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
+        return result
 
     @torch.no_grad()
     def _table(self, ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -190,7 +191,7 @@ def _travel(rows: torch.Tensor, sent: list[int], got: list[int], group: ProcessG
 
 
 class _Take(Gather):
-    """x [T, H] -> the first rows of an order [R, H], the rest being nobody's here."""
+    """x [T, H] -> the first rows of an order [R, H], the rest being of experts elsewhere."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]

@@ -36,7 +36,7 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     again = layout.sharding_stage == 3
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     for part in parts:
-        ahead: Any = getattr(part, "mtp", ())  # in groups of their own: where they rest nobody gathers them
+        ahead: Any = getattr(part, "mtp", ())  # in groups of their own: not gathered where they are not trained
         for layer in (*part.layers, *ahead):  # type: ignore[misc]
             if not any(True for _ in layer.parameters()):
                 continue

@@ -203,14 +203,15 @@ class World:
             return None
         import torch.distributed as dist
 
-        return dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        result: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        return result
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The ranks that differ from this one in `axis` only; None where there is nobody else."""
+        """The ranks that differ from this one in `axis` only; None where there is no other."""
         return self.mesh.get_group(axis) if getattr(self.layout, axis) > 1 else None
 
     def joined(self, *axes: str, only: tuple[int, ...] = ()) -> ProcessGroup | None:
-        """The ranks that differ from this one in `axes` only; None where there is nobody else.
+        """The ranks that differ from this one in `axes` only; None where there is no other.
 
         only: for one axis, just these coordinates along it. Every rank makes every group, in one order: that is what
         new_group asks for. So all ranks must call this with the same words.

@@ -63,7 +63,8 @@ class StageModule(nn.Module):
     def on(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
         if self.part.last:
             return self.loss(self.part, batch, x).reshape(1)
-        return self.part(x, batch.positions, batch.documents(), batch.max_doc, more=batch.more())
+        result: torch.Tensor = self.part(x, batch.positions, batch.documents(), batch.max_doc, more=batch.more())
+        return result
 
 
 class Pipeline:

@@ -88,7 +88,8 @@ class HostInputs:
         now = torch.accelerator.current_stream(device)
         self._let_go(now, 0)
         now.wait_event(done)
-        return kept.to(device, non_blocking=True)
+        result: torch.Tensor = kept.to(device, non_blocking=True)
+        return result
 
     def _let_go(self, now: torch.Stream, left: int) -> None:
         """Memory given back is taken again by work on `now`, which therefore first waits for the copy out of it."""

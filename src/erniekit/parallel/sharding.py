@@ -1,6 +1,6 @@
 """Sharding: which part of every tensor each rank holds, as pure data. The one source for training, loading and saving.
 
-Computed from the model's plan and the layout; nobody needs to ask another rank. See plan.py for the words.
+Computed from the model's plan and the layout; no rank needs to ask another. See plan.py for the words.
 """
 
 from __future__ import annotations

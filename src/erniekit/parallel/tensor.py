@@ -32,7 +32,8 @@ class RepeatedKV(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any) -> torch.Tensor:
         if not self.kv_of:
             return q  # no head of this layer is here; the sum over ranks does not miss it
-        return self.inner(q, k[:, :, self.kv_of], v[:, :, self.kv_of], ctx)
+        result: torch.Tensor = self.inner(q, k[:, :, self.kv_of], v[:, :, self.kv_of], ctx)
+        return result
 
 
 def blocks(model: nn.Module) -> list[Any]:

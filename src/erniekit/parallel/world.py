@@ -107,7 +107,7 @@ def check_schedule(schedule: str, layout: Layout, further: bool = False) -> None
     tokens."""
     if layout.pp == 1 or schedule != "zero_bubble":
         return
-    if layout.fsdp > 1:  # torch's finds no gradients of what is gathered anew
+    if layout.fsdp > 1:  # torch's finds no gradients of what is gathered again
         raise PlanError(
             "the zero_bubble schedule does not work with sharded weights",
             where="pp_schedule, sharding_parallel_degree",

@@ -221,7 +221,7 @@ def eval_batches(
     collate: Callable[..., Batch] = collate,
     number: int = 0,
 ) -> Iterator[Batch]:
-    """One pass in file order, packed in sequence; every call starts anew. Each data rank has its share of it.
+    """One pass in file order, packed in sequence, from the beginning at every call. Each data rank has its share of it.
 
     number: of evaluations before, by which ERNIEKit shuffles the preferences it evaluates on."""
     d, lengths = cfg.data, [source.lengths for source in sources]

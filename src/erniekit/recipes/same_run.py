@@ -36,7 +36,7 @@ OWN_KEYS = (
     "report_to", "run_name", "disable_tqdm", "wandb_api_key", "wandb_http_proxy",
 )  # fmt: skip
 BASE = "base model"  # its name among the promises of a checkpoint
-SHOWN = 4  # keys that differ; a longer list helps nobody
+SHOWN = 4  # keys that differ; a longer list does not help
 _WIDE = 60  # characters of a value
 
 

@@ -117,7 +117,7 @@ class Api:
         prepared: PreparedRequest | None = await until_disconnect(request.receive, self._prepared(parsed))
         if prepared is None:
             self.metrics.disconnects += 1
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         left = arrived + self.settings.timeout - time.monotonic()
         running_request = RunningRequest(prepared, self.engine, left, not body.stream)
         self.running_requests.add(running_request)
@@ -131,11 +131,11 @@ class Api:
         self._count(running_request)
         if parts is None:
             self.metrics.disconnects += 1
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         return _json(builder.whole(parts), headers=headers)
 
     def end_answers(self) -> None:
-        """Whoever still waits is told that the server stops: for the end, when an engine or a tokenizer hangs."""
+        """Waiting requests get an error: for the end, when an engine or a tokenizer hangs."""
         self.prompts.end()
         for running_request in list(self.running_requests):
             running_request.stop()
@@ -215,7 +215,7 @@ class Api:
 
 
 class EventStream(Response):
-    """Server-sent events that stop being made as soon as nobody listens, also while the first is waited for."""
+    """Server-sent events that stop as soon as the client disconnects, also before the first."""
 
     def __init__(
         self, api: Api, running_request: RunningRequest, events: AsyncIterator[bytes], headers: Mapping[str, str]

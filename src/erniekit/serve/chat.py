@@ -70,7 +70,7 @@ def connect(cfg: RunConfig, output: TextIO, quiet: bool = False) -> Iterator[tup
 
 def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
     """(server to ask, whether it must be there). A recipe of a chat names both a port and a folder: the folder is
-    opened when nobody answers at the port."""
+    opened when no server answers at the port."""
     s, model = cfg.serve, cfg.model.model_name_or_path
     if model and is_address(model):
         return address_of(model), True

@@ -138,7 +138,7 @@ class WorkQueue:
                 slot.task = None
             try:
                 task.loop.call_soon_threadsafe(_settle, task.result, result)
-            except RuntimeError:  # that loop is closed: nobody waits
+            except RuntimeError:  # that loop is closed
                 pass
         self.leave()
 
@@ -268,7 +268,7 @@ class PromptWork:
             found = await self._done(self._short, PromptTask(what, most, limits.short_render_s), tokenizer, ends)
             if not isinstance(found, Failed) or found.kind != "slow":
                 return found
-        # Long from the start, or short for a template that takes its time over it: nobody else is to wait for that.
+        # Long from the start, or short with a slow template: other prompts must not wait for that.
         return await self._done(self._long, PromptTask(what, most, limits.render_s), tokenizer, ends)
 
     async def _done(self, queue: WorkQueue, work: PromptTask, tokenizer: Tokenizer, ends: float) -> Any:
@@ -314,7 +314,7 @@ class PromptWork:
         return PromptLoad(running, waiting, lost, short[2] >= self.limits.threads, self.abandoned)
 
     def end(self) -> None:
-        """Called in the event loop. Whoever waits is told; nothing is begun any more."""
+        """Called in the event loop. Waiting requests get an error; no new work is started."""
         for task in (*self._short.end(), *self._long.end()):
             _settle(task.result, Failed("stopping", ""))
         for process in list(self._processes):

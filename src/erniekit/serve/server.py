@@ -200,7 +200,7 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
                 super().handle_exit(sig, frame)
 
         def _hurry(self) -> None:
-            """Asked twice: whoever still waits is told so, and has a second to read it."""
+            """Asked twice: waiting clients get an error, and a second to read it."""
             application.app.state.api.end_answers()
             asyncio.get_running_loop().call_later(AGAIN_S / 2, setattr, self, "force_exit", True)
 

@@ -45,7 +45,7 @@ class ShutdownDeadline:
         self.now()
 
     def now(self) -> None:
-        """0 when nobody was left without a word, else 1."""
+        """0 when no answer was cut off, else 1."""
         said = "" if self.told else ", with answers cut off"
         # Not through sys.stderr: a thread that hangs may hold its lock.
         os.write(2, f"warning: something does not end: the process is ended{said}\n".encode())

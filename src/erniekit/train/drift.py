@@ -139,7 +139,7 @@ def describe(held: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, str]:
         votes = Counter(prints.get(name) for _, prints in held)
         (most, count), *others = votes.most_common()
         if others and others[0][1] == count:
-            most = None  # a draw: nobody can say who is right
+            most = None  # a draw: none can be said to be right
         odd |= {rank for rank, prints in held if most is None or prints.get(name) != most}
     rest = sorted({rank for rank, _ in held} - odd)
     who = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(rest)}" if rest else _draw(odd)

@@ -45,7 +45,7 @@ class LogHook(Hook):
         live_reference: bool = False,
     ) -> None:
         """every 0: only the last step. `first`: step 1 whatever `every` says. frozen_base, further, adapters and
-        live_reference: as in models/costs.step_flops. also: numbers somebody else keeps from one record to the next.
+        live_reference: as in models/costs.step_flops. also: further numbers for each record.
         perplexity: whether the loss has one."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch

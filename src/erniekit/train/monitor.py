@@ -186,7 +186,7 @@ def _watch(
 
 def _report(path: str, head: str, process: int, stacks: bytes) -> None:
     say(f"{head}; stacks in {path}")
-    os.close(2)  # whoever reads it to its end need not wait for a dead file system
+    os.close(2)  # its reader need not wait for a dead file system
     write_report(path, head, process, stacks)
 
 

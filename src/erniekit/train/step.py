@@ -82,8 +82,8 @@ class Launched:
         self._moving[name] = tensor
 
     def send(self) -> None:
-        """Everything on its way to the host, behind all that was launched so far; nobody waits. Where the numbers are
-        there already, what was brought stays on the device, for whoever cares to wait for it."""
+        """Everything on its way to the host, behind all that was launched so far, without a wait. Where the numbers are
+        there already, what was brought stays on the device, for a reader that waits for it."""
         if self._clock is not None:
             self._moving = {name: value.to("cpu", non_blocking=True) for name, value in self._moving.items()}
             self._arrived = self._clock.device.event()

@@ -11,7 +11,7 @@ from typing import Any
 
 from erniekit.errors import ConfigError
 
-# Whoever may set these runs programs, opens the machine or reads a secret: the command line's owner alone may.
+# These run programs, open the machine or read a secret: only the command line may set them.
 NEVER = {
     "engine_python": "it names a program to run",
     "engine_args": "it is handed to a program as it is",

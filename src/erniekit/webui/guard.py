@@ -110,7 +110,7 @@ class Guard:
         return any(name.strip() == self.cookie and same(value.strip(), self._mark()) for name, _, value in pairs)
 
     def _mark(self) -> str:
-        """What the cookie holds: whoever reads it does not have the token of the URL."""
+        """What the cookie holds: not the token of the URL."""
         return hashlib.sha256(f"erniekit {self.token}".encode()).hexdigest()
 
     async def _admit(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:

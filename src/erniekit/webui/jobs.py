@@ -166,7 +166,7 @@ class Jobs:
             values = forms.checked(job.recipe.read_text(encoding="utf-8"), job.word, self.roots)
             self._refuse_shared(job.word, job.output_dir)
             self._refuse_many()
-            if values.pop("overwrite_output_dir", False):  # it would start anew
+            if values.pop("overwrite_output_dir", False):  # it would start from the beginning
                 self._write_recipe(job, values)
             fresh: dict[str, Any] = dict(
                 state="running", code=None, asked_to_stop=False, ended=None, pid=0, identity=""
@@ -287,7 +287,7 @@ class Jobs:
                 self._write(replace(job, state=state, code=code, ended=time.time()))
 
     def _now(self, job: WebJob) -> WebJob:
-        """The job with the state it is in; one that nobody waited for is judged by what it left behind."""
+        """The job with the state it is in; one without a parent process is judged by the files it left."""
         if job.state != "running" or process.is_same(job.pid, job.identity):
             return job
         with self._lock:

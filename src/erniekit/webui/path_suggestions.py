@@ -1,6 +1,6 @@
 """Path suggestions: models and datasets within the roots, by the names of files. Used by pages/page_context.py.
 
-A walk of bounded depth and count: a root may be somebody's home.
+A walk of bounded depth and count: a root may be a home directory.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from erniekit.config.flat import KEYS as DECLARED
 from erniekit.errors import ConfigError
 from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
 
-MAX_LENGTH = 1024  # of a whole path: longer ones are no path anybody typed
+MAX_LENGTH = 1024  # of a whole path: longer ones are no typed path
 MAX_NAME = 255  # of one part of it, as file systems have it
 
 KINDS: dict[str, PathKind] = {name: k.path for name, k in DECLARED.items() if k.path}
@@ -154,7 +154,7 @@ class Roots:
 
     def _word(self, text: str, name: str) -> str:
         real = str(self._prefix(text, name))
-        if re.search(r"[\s,]", real):  # the reader of the list would cut it there, into paths that nobody checked
+        if re.search(r"[\s,]", real):  # the reader of the list would cut it there, into paths that were not checked
             raise PathError(
                 f"{name} lists a path with a blank or a comma in it: {_short(real)}",
                 where=name,

@@ -1,6 +1,6 @@
-"""Which process is meant: a pid alone may be somebody else's by now; with its start time and the boot it is not.
+"""Which process is meant: a pid alone may be another process's by now; with its start time and the boot it is not.
 
-Used by jobs.py, which finds its children again after the page was closed or started anew.
+Used by jobs.py, which finds its children again after the page was closed or restarted.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Compared:
 
 
 class Reader:
-    """The metrics of one file, read as it grows; begins anew when the file was replaced (a resumed run cuts it)."""
+    """The metrics of one file, read as it grows; starts over when the file was replaced (a resumed run cuts it)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -213,7 +213,7 @@ class CompiledFlash4(CompiledTransformers):
 
 @functools.cache
 def flash4_serves(device: torch.device) -> bool:
-    """Also makes its functions opaque to the compiler, for everybody who reaches them through transformers."""
+    """Also makes its functions opaque to the compiler wherever transformers calls them."""
     from transformers import modeling_flash_attention_utils as utils
     from transformers.utils import is_flash_attn_4_available
 

@@ -31,7 +31,7 @@ class Unsloth(Peft):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """It replaces the forward of transformers' experts and of PEFT's parameter wrapper, for everybody."""
+        """It replaces the forward of transformers' experts and of PEFT's parameter wrapper, for the whole process."""
         from peft.tuners.lora.layer import ParamWrapper
         from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeExperts
 

@@ -2,7 +2,7 @@
 
 Tensors are given by address: a row of `tensors` (int64) says where a tensor's fp32 weight, its moments, its 16-bit
 weight and its count of updates are, and how long it is; `chunks` (int32 pairs) says which tensor a program works on,
-and where in it. Addresses are read on the device, so nothing is compiled or copied anew for another set of tensors.
+and where in it. Addresses are read on the device, so nothing is compiled or copied again for another set of tensors.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def padded(rank: int) -> int:
 
 def blocks_of(rows: int, experts: int, each: int) -> int:
     """Most blocks of `each` rows that rows of so many experts can make."""
-    return triton.cdiv(rows, each) + experts
+    result: int = triton.cdiv(rows, each) + experts
+    return result
 
 
 def strides(factor: torch.Tensor | None) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def _run(
         return
     options = LAUNCH | (launch or {})
     per_sm = options.pop("per_sm")
-    # Rows of an odd width lie apart (head_gradients.logits_of); what is between them is nobody's.
+    # Rows of an odd width lie apart (head_gradients.logits_of); what is between them is unused.
     room = min(logits.stride(0), -(-columns // 16) * 16) if rows > 1 else columns
     programs = rows
     if per_sm and logits.is_cuda:

@@ -28,7 +28,7 @@ class Context(NamedTuple):
     max_doc: int | None
     shared: Any = None  # data.types.SharedKeys, where queries and keys are different lists
     real: torch.Tensor | None = None  # bool [B, L], False on padding
-    # What a layer tells of this micro-batch beside its output, where somebody reads it.
+    # What a layer records of this micro-batch beside its output; None: it is not read.
     record: dict[Any, Any] | None = None
     kernel: str | None = None  # which back end of kernels/packed_attention.py, where kernels for a card fit
     packs: Packs | None = None  # the documents once more, as it takes them
@@ -79,13 +79,16 @@ class Attention(nn.Module):
         fused = self.qkv(x_BLH)
         B, L, _ = fused.shape  # under sequence parallelism x is a slice of L
         sizes = [rows for _, rows in self.qkv.parts]
+        result: torch.Tensor
         if isinstance(self.inner, InnerAttention):
             heads, kv_heads = (rows // self.head_dim for rows in sizes[:2])
             done = self.inner.together(fused, heads, kv_heads, self.halves, ctx)
             if done is not None:
-                return self.out(done)
+                result = self.out(done)
+                return result
         q, k, v = (
             t.reshape(B, L, rows // self.head_dim, self.head_dim) for t, rows in zip(fused.split(sizes, dim=-1), sizes)
         )
         q, k = self.rotate(q, ctx.cos, ctx.sin), self.rotate(k, ctx.cos, ctx.sin)
-        return self.out(self.inner(q, k, v, ctx).reshape(B, L, sizes[0]))
+        result = self.out(self.inner(q, k, v, ctx).reshape(B, L, sizes[0]))
+        return result

@@ -52,12 +52,14 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def attend(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
-        return x_BLH + self.attn(self.attn_norm(x_BLH), ctx)
+        result: torch.Tensor = x_BLH + self.attn(self.attn_norm(x_BLH), ctx)
+        return result
 
     def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         x_BLH = self.attend(x_BLH, ctx)
         h_BLH = self.mlp_norm(x_BLH)
-        return x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
+        result: torch.Tensor = x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
+        return result
 
 
 def _embedding(count: int, width: int) -> nn.Embedding:
@@ -82,7 +84,7 @@ class Decoder(nn.Module):
         self.output = LocalHead()
         self.first = self.last = True  # a pipeline stage may be neither
         self.mtp_weight = 0.0  # of the losses further ahead; 0: those layers rest
-        self.records: list[dict[tuple[str, int], Any]] | None = None  # one a micro-batch, where somebody reads them
+        self.records: list[dict[tuple[str, int], Any]] | None = None  # one a micro-batch, where they are read
 
     def head_weight(self) -> torch.Tensor:
         """[V, H]; the embedding itself when tied."""
@@ -114,7 +116,7 @@ class Decoder(nn.Module):
         return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record, kernel, packs)
 
     def attends_itself(self) -> bool:
-        """False where somebody put another attention in: a server's over its cache needs no kernels from here."""
+        """False where the inner attention was replaced: a server's, over its cache, needs no kernels from here."""
         inner = (getattr(getattr(layer, "attn", None), "inner", None) for layer in self.layers)
         return all(each is None or (isinstance(each, InnerAttention) and each.with_positions) for each in inner)
 

@@ -24,8 +24,11 @@ class MLP(nn.Module):
         self.in_one_op = weight is not None and self.gate_up.bias is None and serves(weight, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor
         if self.in_one_op and not is_watched(self.gate_up):
             weight = self.gate_up.weight
             if weight is not None and x.dtype == weight.dtype == torch.bfloat16:
-                return self.down(gate_up_swiglu(x, weight))
-        return self.down(swiglu(self.gate_up(x)))
+                result = self.down(gate_up_swiglu(x, weight))
+                return result
+        result = self.down(swiglu(self.gate_up(x)))
+        return result

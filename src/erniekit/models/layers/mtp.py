@@ -25,4 +25,5 @@ class NextToken(nn.Module):
 
     def forward(self, ahead_BLH: torch.Tensor, hidden_BLH: torch.Tensor, ctx: object) -> torch.Tensor:
         joined = torch.cat((self.emb_norm(ahead_BLH), self.hidden_norm(hidden_BLH)), dim=-1)
-        return self.block(self.proj(joined), ctx)
+        result: torch.Tensor = self.block(self.proj(joined), ctx)
+        return result

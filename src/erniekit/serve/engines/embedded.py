@@ -219,7 +219,7 @@ class EmbeddedEngine:
         return True
 
     def _put_back(self, run: RunningSequence) -> None:
-        """It waits again, and computes its past anew; what it said and its random numbers stay."""
+        """It waits again, and its cache is recomputed; its tokens and its random numbers stay."""
         self._leave(run)
         run.cached = 0
         self._waiting.put_back(run)
@@ -304,7 +304,7 @@ class EmbeddedEngine:
         for loop, batch in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, batch)
-            except RuntimeError:  # that loop is closed: nobody listens any more
+            except RuntimeError:  # that loop is closed
                 pass
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be served, in our words. `given` tells a value somebody chose from a default of ours."""
+    """What is to be served, in our words. `given` tells a value that was set from a default."""
 
     model: Path
     name: str

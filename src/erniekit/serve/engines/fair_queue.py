@@ -52,7 +52,7 @@ class FairQueue:
 
     def _line(self, run: RunningSequence) -> deque[RunningSequence]:
         for waiter in (run.client, run.stream):
-            # Arriving counts as a turn just before the last one given: ahead of whoever has just been served, behind
+            # Arriving counts as a turn just before the last one given: ahead of the client just served, behind
             # those that have waited longer, however often one leaves and comes again.
             self._served.setdefault(waiter, self._clock - 1)
         return self._lines.setdefault(run.stream, deque())
@@ -99,9 +99,9 @@ def in_turn(running: Sequence[RunningSequence]) -> list[RunningSequence]:
 
 
 def over_share(new: RunningSequence, running: Sequence[RunningSequence]) -> RunningSequence | None:
-    """The youngest sequence of whoever holds at least two more than `new` has: moving one place then levels them.
+    """The most recently started sequence of a client that holds at least two more than `new` has.
 
-    Each makes way once: a sequence is never computed anew without end.
+    Each is preempted once at most, so that every sequence ends.
     """
     clients, streams = _counts(running)
 

@@ -14,7 +14,7 @@ from erniekit.serve.engines.sampler import SamplerRow
 class RunningSequence:
     stream: TokenStream
     number: int  # of its job in the stream
-    loop: asyncio.AbstractEventLoop | None  # None: nobody listens
+    loop: asyncio.AbstractEventLoop | None  # None: no listener
     ids: list[int]
     rng: random.Random
     table: list[int] = field(default_factory=list)

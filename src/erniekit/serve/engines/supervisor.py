@@ -48,7 +48,7 @@ def main(grace: float, command: list[str]) -> int:
 
 
 def _others() -> bool:
-    """Whether anybody else is left in our group."""
+    """Whether another process is left in our group."""
     own = os.getpgid(0)
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and int(name) != os.getpid():

@@ -106,7 +106,7 @@ class JobMonitor:
         return run_charts(self.context.runs.series(job.id), titles, translate("watch.waiting", lang), words)
 
     def _again(self, lang: str, who: str) -> list[Any]:
-        """The newest job this browser started; a run goes on while nobody looks."""
+        """The newest job this browser started; a run goes on without a page."""
         mine = [job for job in self.context.jobs.list(who) if job.word == self.word] if who and self.word else []
         return self.first(mine[0], lang) if mine else [gr.skip()] * len(self.started)
 
