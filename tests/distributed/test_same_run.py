@@ -125,6 +125,7 @@ def test_nodes_that_were_given_different_runs_stop_before_the_first_step(
         assert not metrics.exists() or not curve(metrics.parent), "not one step"
 
 
+@pytest.mark.full
 def test_nodes_with_the_same_content_at_other_places_are_one_run(pair: Pair) -> None:
     disk = pair.disk(1)
     (disk / "model").rename(disk / "copy of the model")

@@ -245,7 +245,7 @@ def test_a_best_checkpoint_that_is_gone_ends_neither_the_run_nor_its_rerun(
     assert result.steps == 6
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_one_failed_save_of_the_best_step_ends_neither_the_run_nor_its_rerun(
     background: bool, train: Callable, best: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,

@@ -48,7 +48,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("tuning", "stops"),
     [
-        ("Full", (1, 4)),
+        ("Full", (4,)),
+        pytest.param("Full", (1, 4), marks=pytest.mark.full),
         ("LoRA", (2,)),
         pytest.param("Full", (2, 3, 5), marks=pytest.mark.full),
         pytest.param("LoRA", (1, 3, 4, 5), marks=pytest.mark.full),

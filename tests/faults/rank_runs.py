@@ -151,7 +151,7 @@ class RankServer:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._log.close()
 
 

@@ -62,7 +62,9 @@ class Broken(Transformers):
         raise RuntimeError("no such kernel\nand a long story")
 
 
-@pytest.mark.parametrize("name", ["A1", "B1-30"])  # all at once, and one after the other
+@pytest.mark.parametrize(
+    "name", ["A1", pytest.param("B1-30", marks=pytest.mark.full)]
+)  # all at once, one after another
 def test_out_of_memory_is_tried_again_and_a_broken_peer_is_a_line(make: Make, name: str) -> None:
     task = make(name)
     task = replace(task, workload=replace(task.workload, recompute=False))
@@ -83,7 +85,9 @@ class Slow(Transformers):
         return super().step(number)
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("A1", 2), ("B1-30", 1)])  # a peer's turns: two short ones, or one
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("A1", 2), pytest.param("B1-30", 1, marks=pytest.mark.full)]
+)  # a peer's turns: two short, or one
 def test_a_card_works_for_a_while_before_each_turn_is_timed(make: Make, name: str, rounds: int) -> None:
     task = make(name, warmup=1)
     turns = Turns(task, (), None)

@@ -178,7 +178,7 @@ index.index_text([text, text + ".gz"], output, job, format=format, max_bad_fract
 """
 
 
-@pytest.mark.parametrize(("format", "kills"), [("bin", 2), ("npy", 1)])
+@pytest.mark.parametrize(("format", "kills"), [("npy", 1), pytest.param("bin", 2, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_and_gives_the_bytes_of_an_undisturbed_one(tmp_path, paddle, job, format, kills):
     rows = [{"text": text_of(i)} if i % 50 else "broken" for i in range(4000)]
     path = write(tmp_path / "a.jsonl", rows)

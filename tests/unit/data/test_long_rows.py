@@ -45,7 +45,9 @@ def row(rounds: int, kind: str = "tools") -> bytes:
     return json.dumps({"messages": said} | ({} if kind in ("plain", "late") else {"tools": TOOLS})).encode()
 
 
-@pytest.mark.parametrize("kind", ["tools", "system", "plain", "late"])
+@pytest.mark.parametrize(
+    "kind", ["tools", "late", *(pytest.param(k, marks=pytest.mark.full) for k in ("system", "plain"))]
+)
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_the_examples_that_fit_are_those_of_rendering_every_one(
     tokenizer: Tokenizer, overlong: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def test_samples_are_the_assembled_pairs_in_file_order(tmp_path, opened, tokeniz
     assert {source.sample(i).score_delta for i in range(3)} == {1.0, 2.0, 3.0}
 
 
+@pytest.mark.full
 def test_many_processes_give_the_same_cache_as_one_and_it_is_made_once(tmp_path, tokenizer):
     rows = [row(i, **({"system": "Be brief."} if i % 9 == 0 else {})) for i in range(2100)]
     rows[100], rows[2050] = "not json", {**row(1), "sort": [1, 1]}
