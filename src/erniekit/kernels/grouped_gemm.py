@@ -41,8 +41,15 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -
     if not (left.shape[0] and on_card(left, right)):
         return outer_reference(left, right, ends)
     M, N = left.shape[1], right.shape[1]
-    left, right = (F.pad(t, (0, -t.shape[1] % ALIGNED)).contiguous() for t in (left, right))
-    return F.grouped_mm(left.t(), right, offs=ends)[:, :M, :N]
+    left, right = _aligned(left), _aligned(right)
+    out = F.grouped_mm(left.t(), right, offs=ends)
+    return out if out.shape[1:] == (M, N) else out[:, :M, :N]
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Columns of zeros up to a width that the kernel's tiles can load."""
+    more = -rows.shape[1] % ALIGNED
+    return F.pad(rows, (0, more)) if more else rows.contiguous()
 
 
 def product_reference(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

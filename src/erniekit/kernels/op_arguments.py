@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from erniekit.kernels.stored import Stored
-from erniekit.kernels.stored.base import SLOTS
+from erniekit.kernels.stored.base import op_fields
 
 WEIGHT = "weight"  # the type of an argument that is a stored weight: several of the op's own
 
@@ -25,14 +25,7 @@ class OpArguments:
         self._first: dict[str, int] = {}
         for name, kind in types.items():
             self._first[name] = len(flat)
-            if kind == WEIGHT:
-                flat += [
-                    (name, "Tensor"),
-                    *((f"{name}_{slot}", "Tensor?") for slot in SLOTS[1:]),
-                    (f"{name}_kind", "str"),
-                ]
-            else:
-                flat.append((name, kind))
+            flat += op_fields(name) if kind == WEIGHT else [(name, kind)]
         self.schema = ", ".join(f"{kind} {name}" for name, kind in flat)
         self.count = len(flat)
         self._is_tensor = [kind in ("Tensor", "Tensor?") for _, kind in flat]

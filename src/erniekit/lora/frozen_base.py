@@ -7,6 +7,8 @@ plain.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import nn
 
@@ -21,16 +23,16 @@ def check(kind: str, device: torch.device, experts: bool, where: str) -> None:
         raise ConfigError(f"frozen_base: {kind} does not run here: {reason}", where=where, fix="frozen_base: bf16")
 
 
-def store_frozen(model: nn.Module, kind: str) -> list[str]:
+def store_frozen(model: nn.Module, kind: str, shapes: Callable[[str], Iterable[tuple[int, int]]]) -> list[str]:
     """Every adapted linear's and expert's frozen weight becomes of this kind; the model has no memory yet. Answers the
-    layers that stay plain: the kind does not take their widths."""
+    layers that stay plain: the kind does not take their widths.
+
+    shapes(weight's name): of its matrix on every rank, so that all ranks decide alike."""
     left = []
     for name, layer in model.named_modules():
         if not isinstance(layer, (LoRALinear, LoRAExperts)) or layer.base.weight is None:
             continue
-        rows, width = layer.base.weight.shape
-        out = rows // layer.base.experts if isinstance(layer, LoRAExperts) else rows
-        if kind_named(kind).fits(out, width):
+        if all(kind_named(kind).fits(*shape) for shape in shapes(f"{name}.weight")):
             layer.base.store_as(kind)
         else:
             left.append(name)

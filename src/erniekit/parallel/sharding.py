@@ -242,6 +242,16 @@ class Sharding:
 
     # --- all together ---
 
+    def matrix_shapes(self, name: str) -> set[tuple[int, int]]:
+        """Rows and columns of a linear's weight on any rank, before fsdp; of experts those of one expert."""
+        found = set()
+        for place in range(self.layout.expert_ranks if self.is_expert(name) else 1):
+            first, last = self.expert_share(name, place) if self.is_expert(name) else (0, 1)
+            for tp in range(self.layout.tp if last > first else 0):
+                rows, width = self.tp_shape(name, tp, place)
+                found.add((rows // (last - first), width))
+        return found
+
     def cuts_columns(self, name: str, rank: int) -> bool:
         """Whether several ranks have the same rows of it, each with columns of its own."""
         return self._cut_of(name, rank).columns is not None

@@ -46,10 +46,10 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
         start = adapters.starting_adapter(cfg, folder, whole)
         for each in (whole, model):
             inject(each, plan.lora, cfg.train.seed)
-    if cfg.lora.packed_base and (left := store_frozen(model, cfg.lora.frozen_base)):
+    sharding = sharding_of(whole, folder.spec.plan, world.layout)
+    if cfg.lora.packed_base and (left := store_frozen(model, cfg.lora.frozen_base, sharding.matrix_shapes)):
         widths = f"{cfg.lora.frozen_base} does not take their widths"
         say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
-    sharding = sharding_of(whole, folder.spec.plan, world.layout)
     rank, seed = world.rank, cfg.train.seed
     if cfg.model.continue_training:
         base = weights.from_folder(folder, sharding, rank)

@@ -155,3 +155,26 @@ def test_query_heads_always_come_with_the_kv_heads_they_look_at() -> None:
 def test_shares_are_as_even_as_can_be() -> None:
     sizes = [b - a for a, b in (share(20, 8, r) for r in range(8))]
     assert sizes == [3, 3, 3, 3, 2, 2, 2, 2]
+
+
+def test_the_shapes_of_a_matrix_on_all_ranks_are_known_to_each() -> None:
+    """So that all of them decide alike how a weight is stored."""
+    table = sharding(Layout(tp=3, fsdp=2))
+    assert table.matrix_shapes("layers.0.mlp.gate_up.weight") == {(16, 16), (14, 16)}, "2 x 22 rows over three ranks"
+    assert table.matrix_shapes("layers.0.mlp.down.weight") == {(16, 8), (16, 7)}
+    experts = "layers.1.mlp.experts"
+    dealt = moe_sharding(Layout(dp=2, experts="data"))
+    assert dealt.matrix_shapes(f"{experts}.gate_up.weight") == {(22, 8)}, "of one expert, however many a rank has"
+    cut = moe_sharding(Layout(tp=2))
+    assert cut.matrix_shapes(f"{experts}.gate_up.weight") == {(12, 8), (10, 8)}
+    assert cut.matrix_shapes(f"{experts}.down.weight") == {(8, 6), (8, 5)}
+    assert cut.cuts_columns(f"{experts}.down.weight", 1)
+    assert not cut.cuts_columns(f"{experts}.gate_up.weight", 1)
+
+
+def test_a_packed_weight_is_whole_where_others_are_sharded() -> None:
+    table, name = sharding(Layout(fsdp=2)), "layers.0.attn.out.weight"
+    assert table.local_shape(name, 0)[0] == 8
+    table.packed.add(name)
+    assert table.local_shape(name, 1) == table.shape(name)
+    assert [box.global_slices[0] for box in table.boxes(name, 1)] == [slice(0, 16)]

@@ -38,9 +38,14 @@ class Stored(NamedTuple):
         return Stored(data, scale, extra, self.kind)
 
 
+def op_fields(name: str) -> list[tuple[str, str]]:
+    """A stored weight among the arguments of an op: names and types, in the order of Stored."""
+    return [(name, "Tensor"), *((f"{name}_{slot}", "Tensor?") for slot in SLOTS[1:]), (f"{name}_kind", "str")]
+
+
 def arguments(name: str) -> str:
-    """A stored weight among the arguments of an op."""
-    return f"Tensor {name}, Tensor? {name}_scale, Tensor? {name}_extra, str {name}_kind"
+    """The same, as a schema writes it."""
+    return ", ".join(f"{kind} {each}" for each, kind in op_fields(name))
 
 
 class WeightKind:
