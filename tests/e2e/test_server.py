@@ -17,7 +17,7 @@ from support.serving import Live, tiny_folder
 pytestmark = pytest.mark.xdist_group("server")
 
 ASK = [{"role": "user", "content": "hello there"}]
-EXAMPLES = 12
+EXAMPLES = 8
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 

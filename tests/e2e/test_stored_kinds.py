@@ -118,12 +118,10 @@ def test_a_kind_that_a_package_adds_trains_on_one_and_two_ranks_and_is_saved_res
         assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
 
 
-FP8_LAYOUTS = {
+FP8_LAYOUTS = {"experts2": (2, dict(sharding="stage1", sharding_parallel_degree=2, moe_group="data"))}
+MORE = {
     "tp2": (2, dict(tensor_parallel_degree=2)),
     "stage1": (2, dict(sharding="stage1", sharding_parallel_degree=2)),
-    "experts2": (2, dict(sharding="stage1", sharding_parallel_degree=2, moe_group="data")),
-}
-MORE = {
     "stage3": (2, dict(sharding="stage3", sharding_parallel_degree=2)),
     "pp2": (2, dict(pipeline_parallel_degree=2)),
     "cp2": (2, dict(context_parallel_degree=2)),

@@ -183,10 +183,11 @@ def test_where_all_wait_for_us_a_new_connection_gets_503_and_later_ones_get_in(c
 
 def test_a_body_that_is_long_in_coming_makes_way_before_an_answer_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "YIELD_S", 0.1)
-    with serving(ConnectionLimits(most=3)) as (_, port, _), ExitStack() as stack:
+    with serving(ConnectionLimits(most=3)) as (_, port, shared), ExitStack() as stack:
         slow = stack.enter_context(connect(port, POST))
         for _ in range(2):
             stack.enter_context(connect(port, GET.replace(b"/ ", b"/slow ", 1)))
+        assert comes(lambda: sum(one.active for one in shared.open) == 3), "one without a request would go first"
         assert comes(lambda: ask(port).endswith(b"200 OK"))
         assert closed_after(slow) < 5
 
