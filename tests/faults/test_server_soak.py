@@ -1,6 +1,6 @@
 """A long mixed load on a real server process, well-behaved and hostile clients side by side: row S13.
 
-SOAK_S sets its seconds (1200 is what docs/faults.md was written with), SOAK_DEVICE the device.
+SOAK_S sets its seconds (the full size is 1200), SOAK_DEVICE the device.
 """
 
 from __future__ import annotations
