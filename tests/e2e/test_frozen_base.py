@@ -100,12 +100,14 @@ def test_a_merged_export_is_the_adapter_on_the_weights_as_they_were_stored(
         assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
 
 
+@pytest.mark.full
 def test_the_export_command_proves_the_merge_and_not_the_fp8_answers(go: Callable, moe: Path, tmp_path: Path) -> None:
     go(tmp_path / "out", frozen_base="fp8", max_steps=2)
     erniekit.run("export", model_name_or_path=moe, output_dir=tmp_path / "out", lora=True)
     assert ModelFolder(tmp_path / "out" / "export").check_names() is None
 
 
+@pytest.mark.full
 def test_preferences_are_learnt_with_the_fp8_base_as_their_reference(
     paddle: Path, moe: Path, tmp_path: Path, train: Callable
 ) -> None:

@@ -101,7 +101,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("masks", [True, False], ids=["masked", "plain"])
+@pytest.mark.parametrize("masks", [True, pytest.param(False, marks=pytest.mark.full)], ids=["masked", "plain"])
 def test_one_loss_curve_on_1_2_and_4_ranks(ranks: Ranks, workshop, tmp_path, masks):
     more = dict(use_global_causal_attn=not masks, do_eval=True, split="995,5")
     ranks.run(1, run, str(workshop), str(tmp_path / "one"), more)
