@@ -1,7 +1,7 @@
 """Whole tensors from the parts that ranks hold: one at a time, to the one rank that writes, over a gloo group.
 
-Used by collective.py and nodes.py. The writer asks and the others answer, so nobody
-waits for a rank that failed: it says so, or its connection closes, or the time-out passes.
+Used by collective.py and nodes.py. The writer requests tensors and the other ranks reply, so that no rank
+waits for one that failed: it reports the error, its connection closes, or the time-out passes.
 """
 
 from __future__ import annotations

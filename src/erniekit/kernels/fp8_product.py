@@ -6,11 +6,10 @@ devices run the definition: both sides turned back into fp32 and multiplied. R r
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from erniekit.kernels.available import has_triton
+from erniekit.kernels.grouped_gemm import spans
 from erniekit.kernels.quantised_rows import dequantised
 
 ALIGNED = 16  # widths of a weight are multiples of this: what the tensor cores' kernels load
@@ -72,9 +71,8 @@ def grouped(
     row) -> [R, N]. Past the last end: undefined on a card, zeros elsewhere."""
     if not rows8.is_cuda:
         out = rows8.new_zeros(rows8.shape[0], w8.shape[1], dtype=dtype)
-        bounds = [0, *ends.tolist()]
-        for e, (a, b) in enumerate(pairwise(bounds)):
-            out[a:b] = product(rows8[a:b], rs[a:b], w8[e], ws[e], dtype)
+        for e, span in spans(ends):
+            out[span] = product(rows8[span], rs[span], w8[e], ws[e], dtype)
         return out
     if not rows8.shape[0]:
         return torch.empty(0, w8.shape[1], dtype=dtype, device=rows8.device)

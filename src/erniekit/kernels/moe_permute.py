@@ -33,7 +33,8 @@ def count(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """x [T, H] -> rows [R, H]. Backward sums each token's K rows in a fixed order: no atomics, the same bits always."""
+    """x [T, H] -> the rows of an order [R, H]; the order may be cut short, where further rows are of experts elsewhere.
+    Backward sums each token's rows in a fixed order: no atomics, the same bits always."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor, k: int) -> torch.Tensor:
@@ -44,20 +45,18 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         (place_of,) = ctx.saved_tensors
-        rows = grad.index_select(0, place_of)
-        return rows.view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
+        return _sum_choices(grad, place_of.view(-1, ctx.k)).to(grad.dtype), None, None, None
 
 
 class Combine(torch.autograd.Function):
-    """rows [R, H], weights [T, K] -> y [T, H] = sum over k of weights * rows; products in fp32."""
+    """rows [R, H], weights [T, K] -> y [T, H] = sum of weight * row over the choices that have a row; in fp32."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weights, row_of)
-        chosen = rows.index_select(0, place_of).view(*weights.shape, rows.shape[1])
-        return (chosen.float() * weights.float()[..., None]).sum(1).to(rows.dtype)
+        return _sum_choices(rows, place_of.view_as(weights), weights).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -70,6 +69,21 @@ class Combine(torch.autograd.Function):
             dots = (per_row * rows.float()).sum(-1).to(weights.dtype)
             grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, row_of, dots).view_as(weights)
         return grad_rows, grad_weights, None, None
+
+
+def _sum_choices(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [T, H]: of each token the rows at place [T, K], none where that is past the last row. Choice by choice, in a
+    fixed order: no atomics, and no [T * K, H] beside the rows."""
+    out = rows.new_zeros(place.shape[0], rows.shape[1], dtype=torch.float32)
+    if rows.shape[0] == 0:
+        return out
+    for k in range(place.shape[1]):
+        there = place[:, k]
+        part = rows.index_select(0, there.clamp(max=rows.shape[0] - 1)).float()
+        if weights is not None:
+            part = part * weights[:, k, None].float()
+        out += torch.where((there < rows.shape[0])[:, None], part, 0.0)
+    return out
 
 
 def gather(x: torch.Tensor, order: Order, k: int) -> torch.Tensor:

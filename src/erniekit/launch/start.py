@@ -1,6 +1,6 @@
 """Start the ranks of a launch plan and wait for them. Used by cli/train.py.
 
-torch is imported here and not before: a mistake in the keys is told at once.
+torch is imported here and not earlier, so that errors in keys are reported at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters on disk, in any known format: which one a folder holds is told by its config file.
+"""Adapters on disk, in any known format: the config file in the folder says which.
 
 Called by recipes (lora_path, checkpoints), export, chat and the API.
 """

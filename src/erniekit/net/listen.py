@@ -8,7 +8,7 @@ from erniekit.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The address taken, though not yet listened at: a mistake is told before the model is loaded."""
+    """Bind without listening, so that an address error is reported before the model is loaded."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -140,7 +140,7 @@ def _pack(
     """Frozen weights that are not kept plain, one after the other: memory holds one of them both ways at most."""
     for name, module in part.named_modules():
         holder: Any = module
-        if getattr(holder, "plain_like", None) is None or holder.is_packed:
+        if getattr(holder, "packed_shape", None) is None or holder.is_packed:
             continue
         weight = f"{plain(f'{name}.')}weight"
         sharding.packed.add(weight)

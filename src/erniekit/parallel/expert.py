@@ -149,11 +149,11 @@ class AllToAll(nn.Module):
         sent = [sum(counts[self.rank][a:b]) for a, b in self.shares]
         got = [sum(row[first:last]) for row in counts]
         n = sum(sent)
-        rows = _Take.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
+        rows = Gather.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
         rows = _Travel.apply(rows, sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
         answers = _Travel.apply(experts(rows, come, None), got, sent, self.group)
-        result: torch.Tensor = _Give.apply(answers, routing.weights, order.row_of[:n], order.place_of)
+        result: torch.Tensor = Combine.apply(answers, routing.weights, order.row_of[:n], order.place_of)
         return result
 
     @torch.no_grad()
@@ -187,39 +187,4 @@ class _Travel(torch.autograd.Function):
 def _travel(rows: torch.Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> torch.Tensor:
     out = rows.new_empty(sum(got), rows.shape[1])
     dist.all_to_all_single(out, rows.contiguous(), got, sent, group=group)
-    return out
-
-
-class _Take(Gather):
-    """x [T, H] -> the first rows of an order [R, H], the rest being of experts elsewhere."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (place_of,) = ctx.saved_tensors
-        return _sum_choices(grad, place_of.view(-1, ctx.k)).to(grad.dtype), None, None, None
-
-
-class _Give(Combine):
-    """rows [R, H], weights [T, K] -> y [T, H] = sum over the choices answered here of weight * row, in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, row_of)
-        return _sum_choices(rows, place_of.view_as(weights), weights).to(rows.dtype)
-
-
-def _sum_choices(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [T, H]: of each token the rows at place [T, K], none where that is past the last row. Choice by choice, in a
-    fixed order: no atomics, and no [T * K, H] beside the rows."""
-    out = rows.new_zeros(place.shape[0], rows.shape[1], dtype=torch.float32)
-    if rows.shape[0] == 0:
-        return out
-    for k in range(place.shape[1]):
-        there = place[:, k]
-        part = rows.index_select(0, there.clamp(max=rows.shape[0] - 1)).float()
-        if weights is not None:
-            part = part * weights[:, k, None].float()
-        out += torch.where((there < rows.shape[0])[:, None], part, 0.0)
     return out

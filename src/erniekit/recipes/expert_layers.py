@@ -29,7 +29,7 @@ from erniekit.train.expert_balance import ExpertBalance
 
 
 def set_mtp(cfg: RunConfig, model: Any) -> None:
-    """Trained with their weight, or at rest: carried along and saved as they came."""
+    """MTP layers are trained with their loss weight, or frozen and saved unchanged."""
     if not model.config.mtp_layers:
         return
     trained = mtp_tokens(cfg, model.config) > 0

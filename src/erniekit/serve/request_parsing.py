@@ -104,7 +104,7 @@ class ParsedRequest:
         return "messages" if isinstance(self.request, ChatRequest) else "prompt"
 
     def refuse(self, failed: Failed) -> RequestError:
-        """What the client is told about prompt work that gave no ids."""
+        """The error response for a prompt that could not be tokenised."""
         if failed.kind == "too long":
             return too_long(self.request, self.served, f"at least {failed.tokens}")
         if failed.kind in ("refused", "beyond"):

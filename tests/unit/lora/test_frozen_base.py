@@ -52,7 +52,7 @@ def pack(model: nn.Module) -> list[str]:
     plain = {n: layer.base.weight.detach().clone() for n, layer in lora_linears(model)}
     left = store_frozen(model, "fp8", lambda name: [shape_of(model, name)])
     for name, layer in lora_linears(model):
-        if getattr(layer.base, "plain_like", None) is not None and not layer.base.is_packed:
+        if getattr(layer.base, "packed_shape", None) is not None and not layer.base.is_packed:
             layer.base.pack(plain[name])
     return left
 

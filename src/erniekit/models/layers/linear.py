@@ -19,7 +19,7 @@ class HoldsWeight(nn.Module):
 
     weight: nn.Parameter | None
     kind = PLAIN
-    plain_like: torch.Tensor | None = None  # of the shape that `pack` takes, on the meta device
+    packed_shape: tuple[int, ...] | None = None  # [rows, in] of what is packed; None: the weight is plain
 
     def stored(self) -> Stored:
         if self.weight is not None:
@@ -29,23 +29,23 @@ class HoldsWeight(nn.Module):
 
     def store_as(self, kind: str) -> None:
         assert self.weight is not None
-        self.kind, self.plain_like = kind, self.weight.detach().to("meta")
+        self.kind, self.packed_shape = kind, self.held_shape
         del self.weight
         self.register_parameter("weight", None)
 
     def cut_to(self, shape: tuple[int, ...]) -> None:
         """A rank's share of the weight, before it has memory."""
         if self.weight is None:
-            self.plain_like = torch.empty(shape, device="meta")
+            self.packed_shape = shape
         else:
             data = torch.empty(shape, dtype=self.weight.dtype, device=self.weight.device)
             self.weight = nn.Parameter(data, requires_grad=self.weight.requires_grad)
 
     @property
     def held_shape(self) -> tuple[int, int]:
-        held = self.plain_like if self.weight is None else self.weight
-        assert held is not None
-        rows, width = held.shape
+        shape = self.packed_shape if self.weight is None else self.weight.shape
+        assert shape is not None
+        rows, width = shape
         return rows, width
 
     @property
