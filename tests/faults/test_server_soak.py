@@ -1,6 +1,6 @@
 """A long mixed load on a real server process, well-behaved and hostile clients side by side: row S13.
 
-SOAK_S sets its seconds (the full size is 1200), SOAK_DEVICE the device.
+SOAK_S sets its seconds (the full size is 1200), SERVE_DEVICE the device.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def measured(pid: int) -> tuple[float, int, int]:
 def server(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     folder = tiny_folder(paddle, tmp_path_factory.mktemp("served") / "tiny")
     words = ["max_model_len=256", "block_size=8", "max_num_seqs=8", "max_queue=16", "port=0", "drain_timeout=5"]
-    program = Program(folder, *words, f"device={os.environ.get('SOAK_DEVICE', 'cpu')}")
+    program = Program(folder, *words)
     yield program
     program.close()
 

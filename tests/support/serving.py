@@ -24,13 +24,16 @@ from erniekit.serve.server import make_application
 from support.recorded import tiny_folder as tiny_folder  # for those that serve it
 
 
+DEVICE = os.environ.get("SERVE_DEVICE", "cpu")  # of every server that tests start: `cuda` runs the attacks against a card
+
+
 class Live:
     """Words are those of the command line; requests go to `.url`."""
 
     def __init__(
         self, folder: Path | str, *words: str, key: str | None = None, limits: ConnectionLimits | None = None
     ) -> None:
-        cfg = load([str(folder), "device=cpu", *words], "server")
+        cfg = load([str(folder), f"device={DEVICE}", *words], "server")
         self.loaded = load_models(cfg, find_models(cfg))
         self.application = make_application(cfg, self.loaded, key)
         self._socket = bind("127.0.0.1", 0)
@@ -98,7 +101,7 @@ class Program:
             if descriptors is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
-        command = [sys.executable, *program, "server", str(folder), "device=cpu", *words]
+        command = [sys.executable, *program, "server", str(folder), f"device={DEVICE}", *words]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
