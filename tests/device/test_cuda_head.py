@@ -87,8 +87,9 @@ SIZES = [(1000, 103424, 1024), (777, 32001, 256)]
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_losses_and_gradients_are_fp32s_to_rounding(size: tuple[int, int, int], chunk: int, kind: str) -> None:
     found = errors(*size, chunk, kind)
-    # Logits, their gradient and the answers are each rounded to 8 bits.
-    assert found["loss"] < 1e-3, found
+    # Logits, their gradient and the answers are each rounded to 8 bits. A logit of 15 is so off by 0.02, 1 % of one
+    # token's loss, which a sum over tokens averages out.
+    assert found["loss"] < (0.015 if kind.startswith("tokens") else 1e-3), found
     assert found["dx"] < 0.01, found
     assert found.get("dW", 0.0) < 0.01, found
     assert found["dx length"] < 1e-3, found

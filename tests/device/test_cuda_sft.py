@@ -9,6 +9,7 @@ import json
 import random
 import signal
 import tempfile
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ WORDS = ("river", "stone", "lamp", "green", "seven", "quiet", "window", "orchard
 # steps drift apart by a few times that.
 BF16_LOSS = 3e-2
 FP32_LOSS = 1e-3  # the same arithmetic, summed in another order
+SHORT = 1024  # of rows that the CPU computes too
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -51,6 +53,12 @@ class Bench:
 
         made = ({"src": [text(80)], "tgt": [text(160)]} for _ in range(600))
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+
+    @cached_property
+    def trained(self) -> dict[str, object]:
+        """Keys of a run that starts from a model with weights: random ones differ from device to device."""
+        self.run("base", max_steps=2, learning_rate=1e-9)
+        return dict(model_name_or_path=self.folder / "base", continue_training=True)
 
     def run(self, name: str, recipe: str = "run_sft_8k.yaml", stop_after: int = 0, **keys: object) -> list[dict]:
         """The logged steps of a run; stop_after ends it by SIGTERM, as a cluster would."""
@@ -113,15 +121,17 @@ def test_packed_attention_on_the_card_equals_its_definition() -> None:
 
 
 def test_the_card_and_the_cpu_draw_the_same_curve_in_fp32(bench: Bench) -> None:
-    card = bench.run("card-fp32", compute_type="fp32")
-    cpu = bench.run("cpu-fp32", compute_type="fp32", device="cpu", doctor="off", stop_after=3)
+    keys = dict(bench.trained, compute_type="fp32", max_seq_len=SHORT)
+    card = bench.run("card-fp32", **keys)
+    cpu = bench.run("cpu-fp32", **keys, device="cpu", doctor="off", stop_after=3)
     assert len(cpu) == 3
     assert apart(card, cpu) < FP32_LOSS
 
 
 def test_the_card_and_the_cpu_draw_the_same_curve_in_bf16(bench: Bench) -> None:
-    card = bench.run("card-bf16")
-    cpu = bench.run("cpu-bf16", device="cpu", doctor="off", stop_after=3)
+    keys = dict(bench.trained, max_seq_len=SHORT)
+    card = bench.run("card-bf16", **keys)
+    cpu = bench.run("cpu-bf16", **keys, device="cpu", doctor="off", stop_after=3)
     assert len(cpu) == 3
     assert apart(card, cpu) < BF16_LOSS
     assert card[-1]["loss"] < card[0]["loss"] - 0.5, "it learns"
@@ -163,10 +173,9 @@ def test_recompute_compile_and_32k_run_from_recipes(bench: Bench) -> None:
 def test_lora_trains_from_its_recipe_and_its_merge_is_proven(bench: Bench) -> None:
     import erniekit
 
-    full = bench.run("base", max_steps=2, learning_rate=1e-9)
-    base = bench.folder / "base"
-    steps = bench.run("lora", "run_sft_lora_8k.yaml", model_name_or_path=base, continue_training=True, max_steps=10)
-    assert steps[-1]["loss"] < full[0]["loss"] - 0.2
+    steps = bench.run("lora", "run_sft_lora_8k.yaml", **bench.trained, max_steps=10)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
+    base = bench.trained["model_name_or_path"]
     result = erniekit.run("export", model_name_or_path=base, output_dir=bench.folder / "lora", lora=True)
     model, _ = erniekit.load(result.output_dir, device="cuda")
     assert next(model.parameters()).dtype == torch.bfloat16

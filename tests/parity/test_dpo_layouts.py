@@ -156,7 +156,7 @@ def check(
     answers = ranks.run(Layout(**axes).size, train, axes, family, lora, words, one_place)
     for answer in answers:
         # Of a single pair rounding is not averaged over others.
-        assert answer["losses"] == pytest.approx(one["losses"], abs=5e-6 if one_place else 1e-6)
+        assert answer["losses"] == pytest.approx(one["losses"], abs=5e-6 if one_place else 2e-6)
         assert answer["norms"] == pytest.approx(one["norms"], rel=1e-5)
         for told, expected in zip(answer["extras"], one["extras"]):
             assert told == pytest.approx(expected, abs=1e-4)  # log-probabilities are sums of tens

@@ -43,12 +43,17 @@ def in_one_op(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None, update
 def lora_linear(
     x: torch.Tensor, weight: Stored, bias: torch.Tensor | None, updates: Sequence[RowUpdate]
 ) -> torch.Tensor:
-    """x [..., in], weight [out, in] -> [..., out]."""
-    A = updates[0].A if len(updates) == 1 else torch.cat([update.A for update in updates])
+    """x [..., in], weight [out, in] -> [..., out]. Without updates: the bits that updates of zero give, which those of
+    another product's kernel need not be."""
+    out, width = kind_of(weight).shape(weight)
+    if updates:
+        A = updates[0].A if len(updates) == 1 else torch.cat([update.A for update in updates])
+        B = placed(updates, out)
+    else:
+        A, B = x.new_empty(0, width), x.new_empty(out, 0)
     scales, ranks = [update.scale for update in updates], [update.A.shape[0] for update in updates]
-    out, _ = kind_of(weight).shape(weight)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y, _ = torch.ops.erniekit.lora_linear(rows, *weight, bias, A, placed(updates, out), scales, ranks)
+    y, _ = torch.ops.erniekit.lora_linear(rows, *weight, bias, A, B, scales, ranks)
     result: torch.Tensor = y.view(*x.shape[:-1], out)
     return result
 
@@ -114,6 +119,8 @@ _NOT_GRADED = 2  # scales and ranks
 
 def _common(scales: Sequence[float]) -> float | None:
     """The scale of all updates, which a product applies in fp32 before it rounds; None: they differ."""
+    if not scales:
+        return 1.0
     return scales[0] if len(set(scales)) == 1 else None
 
 

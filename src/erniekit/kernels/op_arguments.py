@@ -34,10 +34,8 @@ class OpArguments:
         """As the op is called."""
         out: list[Any] = []
         for name, kind in self.types.items():
-            if kind == WEIGHT:
-                out += values[name]
-            else:
-                out.append(values[name])
+            # unpacked, not `+=`: torch 2.11's compiler adds no NamedTuple to a list
+            out = [*out, *values[name]] if kind == WEIGHT else [*out, values[name]]
         return tuple(out)
 
     def named(self, flat: Sequence[Any]) -> dict[str, Any]:

@@ -108,8 +108,9 @@ class LoRALinear(LoRALayer):
     base: Linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.active and not is_watched(self.base):
-            given = self.base.stored(), self.base.added_bias, self.row_updates()
+        if not is_watched(self.base):
+            # Also without adapters: a reference then differs from a policy by the adapters alone, not by rounding.
+            given = self.base.stored(), self.base.added_bias, self.row_updates() if self.active else []
             if in_one_op(x, *given):
                 return lora_linear(x, *given)
         y: torch.Tensor = self.base(x)

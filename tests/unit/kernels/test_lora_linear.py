@@ -100,6 +100,19 @@ def test_the_op_is_its_definition(case: Case) -> None:
     torch.testing.assert_close(*grads, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_updates_the_bits_are_those_of_updates_of_zero(dtype: torch.dtype) -> None:
+    case = CASES["one for each part"]
+    x, weight, bias, *factors = inputs(case, dtype)
+    zero = updates(case, [torch.zeros_like(t) if number % 2 else t for number, t in enumerate(factors)])
+    upstream, results = torch.randn(*x.shape[:-1], OUT, dtype=dtype), []
+    for given in (zero, []):
+        y = lora_linear(x, Stored(weight), bias, given)
+        results.append([y, *torch.autograd.grad(y, x, upstream)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert torch.allclose(results[1][0], torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("name", ["one for each part", "other ranks and scales"])
 def test_first_and_second_derivatives_are_what_small_steps_show(name: str) -> None:
     case = CASES[name]

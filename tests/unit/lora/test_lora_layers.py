@@ -152,12 +152,17 @@ def test_autocast_and_transforms_are_left_to_torch() -> None:
     torch.testing.assert_close(gradient, *torch.autograd.grad(want.square().sum(), x), atol=1e-4, rtol=1e-5)
 
 
-def test_without_its_adapters_the_base_answers_alone() -> None:
+def test_without_its_adapters_the_base_answers_alone_in_the_bits_of_adapters_of_zero() -> None:
     module, x = adapted()
     module.active = False
     y, one = in_one(module, x)
-    assert not one
-    torch.testing.assert_close(y, module.base(x), atol=0, rtol=0)
+    assert one
+    torch.testing.assert_close(y, module.base(x))
+    module.active = True
+    assert not torch.allclose(module(x), y)
+    for pair in module.pairs().values():
+        pair.B.data.zero_()
+    torch.testing.assert_close(module(x), y, atol=0, rtol=0)
 
 
 def test_a_starts_kaiming_uniform_and_b_at_zero() -> None:
