@@ -17,7 +17,6 @@ from erniekit.losses.dpo import (
     Answers,
     DpoSettings,
     dpo_loss,
-    dpo_losses,
     metric_names,
     pair_log_probs,
     rewards,
@@ -29,6 +28,7 @@ from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.context import ContextAttention, split
 from erniekit.parallel.step_metrics import Ledger
+from support.pair_losses import dpo_losses
 from support.ranks import Ranks
 
 CONFIG = DecoderConfig(
