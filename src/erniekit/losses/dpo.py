@@ -209,7 +209,7 @@ def dpo_loss(
     hidden: torch.Tensor | None = None,
     *,
     settings: DpoSettings,
-    ledger: MetricsSink | None = None,
+    step_metrics: MetricsSink | None = None,
     sum_over_cp: SumOverRanks | None = None,
     copies: int = 1,
     chunk: int = CHUNK,
@@ -229,12 +229,12 @@ def dpo_loss(
         reference = even_lengths(_answers(batch.pairs.reference), counts, settings)
     preferred = settings.pref_loss_ratio * preference_losses(policy, reference, settings, batch.pairs.score_delta)
     supervised = settings.sft_ratio * sft_losses(_answers(sums).chosen, counts.chosen, settings.batch_means)
-    if ledger is not None:
+    if step_metrics is not None:
         with torch.no_grad():
             told = _metrics(policy, rewards(policy, reference, settings.beta), preferred, supervised, settings)
             each = max(1, batch.pairs.count) if settings.batch_means else 1
             for name, values in told.items():
-                ledger.add(name, values.sum() / each, batch.pairs.count / each)
+                step_metrics.add(name, values.sum() / each, batch.pairs.count / each)
     loss = (preferred + supervised).sum()
     if scale is not None:
         loss = loss * scale
