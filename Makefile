@@ -25,8 +25,8 @@ test-full: lint types
 	FAULT_TABLE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
 
 lint: $(READY)
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/codespell src tests docs README.md CONTRIBUTING.md CHANGELOG.md
 
 types: $(READY)

@@ -1,8 +1,8 @@
-"""Tests here share modules that their scripts import as well: from this folder."""
+"""Tests here share their inputs with the scripts of benchmarks/: benchmarks/device_cases."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

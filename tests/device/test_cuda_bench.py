@@ -43,7 +43,6 @@ def test_a_product_is_no_faster_in_a_long_run_than_at_first() -> None:
     assert 0.5 * rate.burst < rate.held < 1.05 * rate.burst
     if shutil.which("nvidia-smi"):
         assert rate.record().keys() >= {"clock_mhz", "power_w", "temperature_c"}
-    print({name: round(value, 1) for name, value in rate.record().items()})
 
 
 def test_steps_on_a_card_are_warm_after_a_second() -> None:
@@ -97,6 +96,5 @@ def test_a_step_of_fifty_thousand_kernels_is_profiled_in_seconds() -> None:
     began = time.perf_counter()
     told = profile_steps(step, first=0, before=1, count=1, device=pick("gpu"))
     seconds = time.perf_counter() - began
-    print(f"{seconds:.1f} s")
     assert sum(k["calls"] for k in told["longest"]) >= 50_000
     assert seconds < 20  # 10 s of it at most are the first use of the profiler

@@ -1,14 +1,6 @@
-"""The expert block on an NVIDIA card: right in 16 bit, for any rank, and without ever waiting for the device.
-
-`python tests/device/test_cuda_experts.py [kernels zipf blocks router long]` checks, then prints times
-(expert_timings.py); without words kernels, blocks and router. tune_experts.py looks for faster tiles.
-"""
+"""The expert block on an NVIDIA card: right in 16 bit, for any rank, and without ever waiting for the device."""
 
 from __future__ import annotations
-
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -206,36 +198,3 @@ def test_router_logits_of_16_bit_tokens_have_fp32s_precision() -> None:
     bounds = (5e-6, 2.5e-3, 5e-6)  # fp32 sums of 2560 products; x's gradient is rounded to bf16 once; fp32 sums
     errors = [float((p.double() - q).detach().norm() / q.detach().norm()) for p, q in zip(got, want)]
     assert all(error <= bound for error, bound in zip(errors, bounds)), errors
-
-
-def main(words: list[str]) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    import expert_timings
-
-    began, wrong = time.perf_counter(), 0
-
-    def attempt(name: str, call) -> None:  # type: ignore[no-untyped-def]
-        nonlocal wrong
-        try:
-            told = call()
-            print(f"ok   {name} {({k: round(v, 4) for k, v in told.items()}) if told else ''}", flush=True)
-        except Exception as error:
-            wrong += 1
-            print(f"FAIL {name}: {type(error).__name__}: {str(error).strip()[:400]}", flush=True)
-
-    for name in CASES:
-        attempt(f"block, {name}", lambda n=name: block_errors(n))
-    attempt("compiled whole, no wait", test_the_block_compiles_whole_and_nothing_waits_for_the_device)
-    attempt("router logits", test_router_logits_of_16_bit_tokens_have_fp32s_precision)
-    for part in words or ["kernels", "blocks", "router"]:
-        torch.cuda.empty_cache()
-        try:
-            expert_timings.PARTS[part]()
-        except Exception as error:
-            print(f"FAIL {part}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
-    print(f"{wrong} checks wrong, {time.perf_counter() - began:.0f} s", flush=True)
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

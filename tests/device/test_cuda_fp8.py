@@ -1,28 +1,19 @@
 """A frozen base in fp8 on a Hopper card: how far products, the expert block and adapters' gradients are from exact, and
 that nothing waits for the device.
-
-`python tests/device/test_cuda_fp8.py` checks, prints the errors, and times products and kernels at the 21B-A3B shapes.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from device_cases.fp8 import RANK, H, K, W, block, expert_mlp, normal, packed, routed
 
 from erniekit.kernels import fp8_product as fp8
-from erniekit.kernels.expert_mlp import Update
-from erniekit.kernels.expert_mlp import expert_mlp as op
 from erniekit.kernels.lora_linear import RowUpdate, lora_linear
-from erniekit.kernels.moe_permute import Order, by_expert
 from erniekit.kernels.quantised_rows import (
     by_expert_reference,
     dequantised,
@@ -31,37 +22,16 @@ from erniekit.kernels.quantised_rows import (
     quantised_with,
     reference,
 )
-from erniekit.kernels.stored import Stored, kind_named, kind_of
+from erniekit.kernels.stored import Stored, kind_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
-E, K, H, W, RANK, TOKENS = 64, 6, 2560, 1536, 32, 8192
 ONE_PRODUCT = 0.06  # 3.7 % is what rounding both sides to 4 bits makes
 SEVERAL = 0.12  # of what passes three or four such products, or is left when most of it cancels
 
 
-def normal(*shape: int, std: float = 1.0, grad: bool = False) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * std).bfloat16().requires_grad_(grad)
-
-
-def packed(weight: torch.Tensor) -> Stored:
-    if weight.dim() == 2:
-        return kind_named("fp8").pack(weight)
-    return kind_named("fp8").pack(weight.flatten(0, 1)).of_experts(weight.shape[0])
-
-
-def expert_mlp(x, order, weights, gate_up, down, *updates):  # type: ignore[no-untyped-def]
-    base = (w if isinstance(w, Stored) else Stored(w) for w in (gate_up, down))
-    return op(x, order, weights, *base, *updates)
-
-
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach().float() - b.detach().float()).norm() / b.detach().float().norm())
-
-
-def routed(tokens: int, experts: int = E) -> tuple[Order, torch.Tensor]:
-    weights, ids = torch.rand(tokens, experts, device="cuda").softmax(-1).topk(K)
-    return by_expert(ids, experts), (weights * K).bfloat16()
 
 
 def without_waiting(call: Callable[[], Any]) -> Any:
@@ -159,16 +129,6 @@ def test_a_grouped_product_is_that_of_its_rounded_numbers_both_ways() -> None:
     grouped_errors()
 
 
-def block(tokens: int = 2048) -> tuple:
-    torch.manual_seed(0)
-    order, weights = routed(tokens)
-    x, gate_up, down = normal(tokens, H, grad=True), normal(E, 2 * W, H, std=0.02), normal(E, H, W, std=0.02)
-    shapes = ((H, W), (H, W), (W, H))
-    updates = [Update(normal(E, RANK, i, std=0.02, grad=True), normal(E, o, RANK, std=0.02, grad=True), 2.0)
-               for i, o in shapes]  # fmt: skip
-    return x, order, weights.requires_grad_(), gate_up, down, updates
-
-
 def block_errors() -> dict[str, float]:
     x, order, weights, gate_up, down, updates = block()
     names = ("x", "weights", "gate A", "gate B", "up A", "up B", "down A", "down B")
@@ -233,87 +193,3 @@ def test_the_block_compiles_whole_with_an_fp8_base() -> None:
         y = call(x)
         results.append([y, *torch.autograd.grad(y, leaves, upstream)])
     assert all(apart(a, b) < 0.01 for a, b in zip(*results))  # x + y is rounded once more in one of them
-
-
-def ms(call: Callable[[], Any], repeats: int = 20) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def product_times(label: str, weight: torch.Tensor, rows: int, ends: torch.Tensor | None) -> None:
-    """Forward and to the input, ms in bf16, in fp8 with the rounding of rows and the transposed weight, and how many
-    times as fast."""
-    held, shown = packed(weight), []
-    kind, (out, width) = kind_of(held), weight.shape[-2:]
-    for way, second, count in (("forward", weight.transpose(-2, -1), width), ("to input", weight, out)):
-        x, turned = normal(rows, count), way == "to input"
-        if ends is None:
-            plain = partial(torch.mm, x, second)
-            small = partial(kind.turned_product if turned else kind.product, x, held)
-        else:
-            plain = partial(F.grouped_mm, x, second, offs=ends)
-            small = partial(kind.turned_grouped if turned else kind.grouped, x, held, ends, x.dtype)
-        a, b = ms(plain), ms(small)
-        shown.append(f"{way} {a:6.3f} {b:6.3f} {a / b:5.2f}")
-    moved = ms(partial(fp8.transposed, held.data))
-    print(f"  {label:16s} {'   '.join(shown)}   transposed {moved:6.3f}", flush=True)
-
-
-def timings() -> None:
-    torch.manual_seed(0)
-    order, weights = routed(TOKENS)
-    rows = TOKENS * K
-    print("products: ms in bf16, in fp8, times as fast")
-    for name, out, width in (("gate_up", 2 * W, H), ("down", H, W)):
-        product_times(f"experts {name}", normal(E, out, width, std=0.02), rows, order.ends)
-    for name, out, width in (("qkv", 3584, H), ("out", H, H), ("shared gate_up", 6144, H), ("shared down", H, 3072)):
-        product_times(name, normal(out, width, std=0.02), TOKENS, None)
-    print("rows to fp8: ms, TB/s")
-    for count, width in ((TOKENS, H), (rows, W), (rows, 2 * W), (TOKENS, 3584)):
-        took = ms(partial(quantised, normal(count, width)))
-        print(f"  {count:6d} x {width:5d} {took:6.3f} {3 * count * width / took / 1e9:5.2f}", flush=True)
-    take_times(order)
-    torch.cuda.empty_cache()
-    x, order, weights, gate_up, down, updates = block(TOKENS)
-    upstream, leaves = normal(*x.shape), [x, weights, *(t for u in updates for t in u[:2])]
-    for label, base in (("bf16", (gate_up, down)), ("fp8", (packed(gate_up), packed(down)))):
-
-        def both(base: Any = base) -> Any:
-            return torch.autograd.grad(expert_mlp(x, order, weights, *base, *updates), leaves, upstream)
-
-        print(f"the expert block, forward and backward, {label}: {ms(both):6.3f} ms", flush=True)
-
-
-def take_times(order: Order) -> None:
-    from erniekit.kernels.triton import expert_rows
-
-    x, lows = normal(TOKENS, H), [(normal(E, RANK, H), 1.0) for _ in range(2)]
-    x8, xs = quantised(x)
-    a = ms(lambda: expert_rows.take(x, order.row_of, K, order.ends, lows))
-    b = ms(lambda: expert_rows.take_fp8(x, (x8, xs), order.row_of, K, order.ends, lows))
-    print(f"  taking {TOKENS * K} rows with two low ranks: bf16 {a:6.3f}, fp8 {b:6.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    from cases import run_all
-
-    for told in (product_errors, grouped_errors, linear_errors, block_errors):
-        try:
-            print(f"{told.__name__:15s}", {k: round(v, 4) for k, v in told().items()}, flush=True)
-        except Exception as error:
-            print(f"{told.__name__:15s} FAILED {type(error).__name__}: {str(error).strip()[:400]}", flush=True)
-    try:
-        timings()
-    except Exception as error:
-        print(f"timings FAILED {type(error).__name__}: {str(error).strip()[:400]}", flush=True)
-    run_all(globals())

@@ -1,26 +1,23 @@
 """Layers replayed as CUDA graphs on one card: the same losses as without, for packs of other documents and several
-micro-batches, and shorter steps. `python tests/device/test_cuda_graph.py` prints the times.
+micro-batches.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from device_cases.graphs import ours
 
-from erniekit.bench.data import make_steps
 from erniekit.bench.ours import Ours
-from erniekit.bench.runner import Task
-from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, FULL, LORA, BenchOptions, Rows, Workload
+from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, LORA, Rows
 from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
-from erniekit.devices import pick
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -31,17 +28,6 @@ SMALL_EXPERTS = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "moe_num_experts": 16, "moe_intermediate_size": 256,
     "moe_layer_end_index": 3,
 }  # fmt: skip
-
-
-def ours(folder: Path, graph: bool, model: dict, rows: Rows, **keys: object) -> Ours:
-    work = Workload("graph", "", model, rows, {**FULL, "cuda_graph": graph, **keys}, ())
-    (folder / "config.json").write_text(json.dumps(model))
-    data = make_steps(rows, int(model["vocab_size"]), 4, 0)
-    runner = Ours(Task(work, BenchOptions(), folder, pick("gpu"), torch.bfloat16, data))
-    torch.manual_seed(0)
-    torch.cuda.reset_peak_memory_stats()  # of other tests: recording asks whether two steps' activations fit
-    runner.build()
-    return runner
 
 
 def packs(seed: int, count: int) -> Batch:
@@ -99,54 +85,13 @@ def test_replayed_experts_train_and_tell_of_their_routing_as_others_do(tmp_path:
 
 def test_recording_and_replaying_prints_no_warning(tmp_path: Path) -> None:
     """In a process of its own: torch warns of a stream once a process."""
-    here = Path(__file__)
     code = (
-        f"import sys; sys.path.insert(0, {str(here.parent)!r}); from pathlib import Path; import test_cuda_graph as t\n"
+        "from pathlib import Path; import test_cuda_graph as t\n"
         f"runner = t.ours(Path({str(tmp_path)!r}), True, t.SMALL, t.Rows(1, t.LENGTH, mean=256))\n"
         "t.losses(runner, [[t.packs(s, 1 + s % 3)] for s in range(6)])\n"
         "assert len(runner.built.engine.model.run_layers.recorded) == 2"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-
-
-def timed(runner: Ours, count: int = 20) -> float:
-    for number in range(6):
-        runner.step(number)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for number in range(6, 6 + count):
-        runner.step(number)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / count * 1e3
-
-
-def table(folder: Path) -> None:
-    for base, length in (("bf16", 4096), ("bf16", 8192), ("fp8", 8192)):
-        each = []
-        for graph in (False, True):
-            runner = ours(folder, graph, dict(ERNIE_21B), Rows(1, length), **LORA, frozen_base=base)
-            each.append(timed(runner, 8))
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            del runner
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        print(f"21B-A3B, LoRA, {base}, {length} tokens: launched {each[0]:.1f} ms a step, replayed {each[1]:.1f}, "
-              f"{peak:.1f} GiB", flush=True)  # fmt: skip
-    for length, mean in ((512, 0), (2048, 0), (2048, 512), (4096, 0)):
-        each = []
-        for graph in (False, True):
-            runner = ours(folder, graph, dict(ERNIE_03B), Rows(1, length, mean=mean))
-            each.append(timed(runner))
-            del runner
-            torch.cuda.empty_cache()
-        what = f"documents of {mean}" if mean else "one document"
-        print(f"0.3B, {length} tokens, {what}: launched {each[0]:.1f} ms a step, replayed {each[1]:.1f}", flush=True)
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    table(Path(tempfile.mkdtemp()))
-    sys.exit(0)

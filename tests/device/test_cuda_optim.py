@@ -1,58 +1,19 @@
-"""On one NVIDIA card: AdamW's update and the gradients' norm against their definitions, and against the clock.
-
-`python tests/device/test_cuda_optim.py` runs it without pytest and prints the figures; a part that fails is told in a
-line and the rest goes on.
-"""
+"""On one NVIDIA card: AdamW's update and the gradients' norm against their definitions."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
 
 import pytest
 import torch
+from device_cases.optimizer import RATES, slots
 from torch.optim.adamw import adamw
 
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, norm_reference, reference
+from erniekit.kernels.adamw import FusedAdamW, Slot, norm_reference, reference
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
-RATES = Rates(1e-3, (0.9, 0.95), 1e-8, 0.1)
 KINDS = ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float32, None))
-# (elements a block, blocks a program, warps): the default first.
-VARIANTS = ((1024, 4, 8), (512, 8, 4), (1024, 1, 8), (1024, 4, 4), (2048, 4, 8), (2048, 2, 16), (1024, 16, 8))
-LAYER_03B = ((2560, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (1024,), (1024,))
-LAYER_13B = ((15360, 5120), (5120, 5120), (27648, 5120), (5120, 13824), (5120,), (5120,))
-SHAPES = {
-    "361M": [(103424, 1024), *LAYER_03B * 18, (1024,)],
-    "2.87B": [(32000, 5120), (32000, 5120), *LAYER_13B * 8, (5120,)],
-}
-
-
-def slots(
-    shapes: Sequence[Sequence[int]],
-    grad: torch.dtype,
-    weight: torch.dtype | None,
-    seed: int = 0,
-    moment: torch.dtype = torch.float32,
-) -> list[Slot]:
-    random = torch.Generator("cuda").manual_seed(seed)
-
-    def made(shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=random).mul_(scale)
-
-    out = []
-    for shape in shapes:
-        master = made(shape, 0.02)
-        out.append(
-            Slot(
-                made(shape, 1e-3).to(grad), master,
-                made(shape, 1e-4).to(moment), made(shape, 1e-4).square_().to(moment),
-                torch.full((), 3.0, device="cuda"), None if weight is None else master.to(weight),
-            )
-        )  # fmt: skip
-    return out
 
 
 def copies(given: Sequence[Slot]) -> list[Slot]:
@@ -86,7 +47,6 @@ def test_an_update_is_its_definition() -> None:
             assert error < 1e-3, f"{grad} {weight} {variant}: {error:.1e}"  # fp32 rounding, against a small move
             outcomes.append(got)
         assert far(*outcomes, given) < 1e-3, "another launch may contract other products, no more"
-        print(f"update {grad} -> {weight}, {len(given)} tensors: error {error:.1e} of the move")
 
 
 def test_moments_in_16_bit_are_rounded_as_the_definition_says() -> None:
@@ -106,7 +66,6 @@ def test_moments_in_16_bit_are_rounded_as_the_definition_says() -> None:
                     same = float((x == y).float().mean())
                     assert x.numel() < 100 or same > 0.6, (fair, same)
             want = copies(got)
-        print(f"moments in 16 bit, fair {fair}: the last one the same in {same:.0%}")
 
 
 def off_by_one(slot: Slot) -> Slot:
@@ -125,7 +84,6 @@ def test_an_update_is_torchs_fused_one() -> None:
         weight_decay=RATES.weight_decay, eps=RATES.eps, maximize=False,
     )  # fmt: skip
     error = far(ours, theirs, given)
-    print(f"update against torch's fused one: {error:.1e} of the move")
     assert error < 1e-3
 
 
@@ -153,7 +111,6 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_updated_to_its_end() ->
         reference([w], RATES)
     got = [Slot(*(t if not t.dim() else t[p] for t in big)) for p in places]  # type: ignore[union-attr]
     error, off = far(got, want, before), abs(float(norm / exact) - 1)
-    print(f"2^31 + 12345 elements: update {error:.1e} of the move, norm {off:.1e}")
     assert error < 1e-3
     assert off < 1e-6
 
@@ -167,88 +124,4 @@ def test_a_norm_is_its_definition_and_the_same_every_time() -> None:
         got = {float(fused.norm("", grads)) for _ in range(5)}
         assert len(got) == 1
         errors = [abs(norm / exact - 1) for norm in (*got, float(norm_reference(grads)))]
-        print(f"norm of {dtype}: error {errors[0]:.1e}, by foreach {errors[1]:.1e}")
         assert errors[0] < 1e-6
-
-
-# --- the clock ---
-
-
-def ms(run: Callable[[], object], calls: int = 8) -> float:
-    """A call's share of a queue of them, the median of three."""
-    run()
-    times = []
-    for _ in range(3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
-    return median(times)
-
-
-def clock(size: str) -> None:
-    given = slots(SHAPES[size], torch.bfloat16, torch.bfloat16)
-    count = sum(s.master.numel() for s in given)
-    grads = [s.grad for s in given]
-    scale, good = torch.tensor(0.5, device="cuda"), torch.ones((), device="cuda")
-
-    def line(name: str, took: float, each: int) -> None:
-        print(f"  {name:44} {took:7.3f} ms {each * count / took / 1e9:6.2f} TB/s ({each} bytes)")
-
-    print(f"{size}: {count / 1e6:.1f}M parameters in {len(given)} tensors")
-    for variant in VARIANTS:
-        try:
-            fused = FusedAdamW(*variant)
-            line(f"update {variant}", ms(lambda fused=fused: fused.update("", given, RATES, scale, good)), 28)
-            line(f"norm   {variant}", ms(lambda fused=fused: fused.norm("", grads)), 2)
-        except Exception as error:
-            print(f"  {variant}: {type(error).__name__}: {str(error).splitlines()[0]}")
-    line("norm by foreach", ms(lambda: norm_reference(grads)), 2)
-    fused = FusedAdamW()
-    fused.update("", given, RATES, scale, good)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(5):
-        fused.norm("", grads)
-        fused.update("", given, RATES, scale, good)
-    print(f"  on the host a norm and an update take          {(time.perf_counter() - began) * 200:7.3f} ms")
-    torch.cuda.synchronize()
-
-    def before() -> None:
-        """What there was: fp32 gradients, a sweep for the clip, torch's fused update, a sweep for the weights."""
-        wide = [g.float() for g in grads]
-        norm_reference(wide)
-        torch._foreach_mul_(wide, scale)
-        adamw(
-            [s.master for s in given], wide, [s.average for s in given], [s.square for s in given], [],
-            [s.step for s in given], fused=True, amsgrad=False, lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1,
-            eps=1e-8, maximize=False,
-        )  # fmt: skip
-        for s in given:
-            s.weight.copy_(s.master)  # type: ignore[union-attr]
-
-    def now() -> None:
-        fused.norm("", grads)
-        fused.update("", given, RATES, scale, good)
-
-    lean = [s._replace(average=s.average.bfloat16(), square=s.square.bfloat16()) for s in given]
-    line("now, moments in 16 bit", ms(lambda lean=lean: fused.update("lean", lean, RATES, scale, good), 4), 20)
-    line("before: fp32 copy, norm, clip, fused, copy", ms(before, 4), 30)
-    line("now: norm and update", ms(now, 4), 30)
-
-
-def test_the_clock_of_361m_parameters() -> None:
-    clock("361M")
-
-
-def test_the_clock_of_2870m_parameters() -> None:
-    clock("2.87B")
-
-
-if __name__ == "__main__":
-    from cases import run_all
-
-    run_all(globals())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -43,9 +42,6 @@ def test_it_says_what_the_model_says_without_a_cache(family: str, dtype: torch.d
     prompts = [[luck.randrange(5, 1000) for _ in range(luck.randrange(1, 60))] for _ in range(16)]
     try:
         said = speak(engine, prompts, 24)
-        began = time.perf_counter()
-        speak(engine, [[k] * 8 for k in range(5, 21)], 100)
-        print(f"{family} {dtype}: {1600 / (time.perf_counter() - began):.0f} tokens/s at 16")
     finally:
         engine.stop()
     agree = total = 0

@@ -1,28 +1,11 @@
-"""On one NVIDIA card: packed attention against its definition, and 0.3B training from the shipped recipes.
-
-`python tests/device/test_cuda_sft.py` runs it without pytest and prints the figures.
-"""
+"""On one NVIDIA card: packed attention against its definition, and 0.3B training from the shipped recipes."""
 
 from __future__ import annotations
 
-import json
-import random
-import signal
-import tempfile
-from functools import cached_property
-from pathlib import Path
-
 import pytest
 import torch
+from device_cases.recipes import Bench
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = ROOT / "examples/configs/ERNIE-4.5-0.3B/sft"
-SHAPE = dict(
-    model_type="ernie4_5", vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18,
-    num_attention_heads=16, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
-    tie_word_embeddings=True, max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
-WORDS = ("river", "stone", "lamp", "green", "seven", "quiet", "window", "orchard", "copper", "thunder", "careful")
 # bf16 keeps 8 bits: a mean over thousands of token losses near 10 agrees to a few 1e-3, and two machines' bf16
 # steps drift apart by a few times that.
 BF16_LOSS = 3e-2
@@ -35,64 +18,6 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"))
-
-
-class Bench:
-    """A 0.3B model of random weights with the test tokenizer, rows of a few hundred tokens, and runs on them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model, self.rows = folder, folder / "model", folder / "rows.jsonl"
-        self.model.mkdir()
-        (self.model / "config.json").write_text(json.dumps(SHAPE))
-        for file in (ROOT / "tests/data/paddle/tokenizer").iterdir():
-            (self.model / file.name).write_bytes(file.read_bytes())
-        rng = random.Random(0)
-
-        def text(most: int) -> str:
-            return " ".join(rng.choice(WORDS) for _ in range(rng.randint(most // 2, most)))
-
-        made = ({"src": [text(80)], "tgt": [text(160)]} for _ in range(600))
-        self.rows.write_text("".join(json.dumps(row) + "\n" for row in made))
-
-    @cached_property
-    def trained(self) -> dict[str, object]:
-        """Keys of a run that starts from a model with weights: random ones differ from device to device."""
-        self.run("base", max_steps=2, learning_rate=1e-9)
-        return dict(model_name_or_path=self.folder / "base", continue_training=True)
-
-    def run(self, name: str, recipe: str = "run_sft_8k.yaml", stop_after: int = 0, **keys: object) -> list[dict]:
-        """The logged steps of a run; stop_after ends it by SIGTERM, as a cluster would."""
-        import erniekit
-        from erniekit.errors import Preempted
-        from erniekit.train.metrics import LogHook
-
-        values = dict(
-            model_name_or_path=self.model, train_dataset_path=self.rows, eval_dataset_path="", do_eval=False,
-            evaluation_strategy="no", output_dir=self.folder / name, continue_training=False, max_steps=20,
-            gradient_accumulation_steps=1, learning_rate=1e-4, warmup_steps=2, report_to="none", save_strategy="no",
-            logging_dir=self.folder / "logs", cache_dir=self.folder / "cache",
-        )  # fmt: skip
-        plain = LogHook.after_step
-
-        def after_step(hook, trainer, result):  # type: ignore[no-untyped-def]
-            plain(hook, trainer, result)
-            if result.step == stop_after:
-                signal.raise_signal(signal.SIGTERM)
-
-        LogHook.after_step = after_step  # type: ignore[method-assign]
-        try:
-            erniekit.run("train", RECIPES / recipe, **{**values, **keys})
-        except Preempted:
-            assert stop_after
-        finally:
-            LogHook.after_step = plain  # type: ignore[method-assign]
-        steps = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
-        last = steps[-1]
-        print(
-            f"== {name}: {[round(s['loss'], 4) for s in steps]} {last['tokens_per_second']:.0f} tok/s "
-            f"mfu {last.get('mfu')} {last.get('max_memory_allocated', 0):.1f} GiB {last['interval_runtime']:.3f} s/step"
-        )
-        return steps
 
 
 def apart(a: list[dict], b: list[dict]) -> float:
@@ -179,13 +104,3 @@ def test_lora_trains_from_its_recipe_and_its_merge_is_proven(bench: Bench) -> No
     result = erniekit.run("export", model_name_or_path=base, output_dir=bench.folder / "lora", lora=True)
     model, _ = erniekit.load(result.output_dir, device="cuda")
     assert next(model.parameters()).dtype == torch.bfloat16
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        test_packed_attention_on_the_card_equals_its_definition()
-        one = Bench(Path(made))
-        test_the_card_and_the_cpu_draw_the_same_curve_in_fp32(one)
-        test_the_card_and_the_cpu_draw_the_same_curve_in_bf16(one)
-        test_recompute_compile_and_32k_run_from_recipes(one)
-        test_lora_trains_from_its_recipe_and_its_merge_is_proven(one)

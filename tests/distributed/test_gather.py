@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from erniekit.checkpoint import gather
-from erniekit.checkpoint.gather import Exchange, HostCopies, gather_tensors
+from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, Local
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from support.fake_sharding import FakeSharding, Held, random_sharding
@@ -68,6 +68,33 @@ def failure(work: Callable[[], Any]) -> str:
 
 
 # --- gathering ---
+
+
+def gather_tensors(
+    names: Sequence[str],
+    local: Local,
+    sharding: FakeSharding,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    writer: int = 0,
+    timeout: float = TIMEOUT,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All ranks iterate it, with the same names: each whole tensor on the writer; nothing elsewhere, but it serves.
+
+    `name/anything` is cut as parameter `name` is. Leaving the loop early ends it on every rank, with an error there.
+    """
+    exchange = Exchange(names, local, sharding, rank, group, writer, timeout)
+    if rank != writer:
+        exchange.serve()
+        return
+    finished = False
+    try:
+        with exchange.at_work():
+            for name in names:
+                yield name, exchange.fetch(name)
+        finished = True
+    finally:
+        exchange.end({} if finished else {"what": f"rank {writer} stopped before all tensors were gathered"})
 
 
 def gather_random(seeds: list[int], chunk: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Guards over real ranks: one flipped bit, one slow rank, one NaN and one signal are everybody's business."""
+"""Guards over real ranks: one flipped bit, one slow rank and one signal are everybody's business."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train import stragglers
-from erniekit.train.agreement import StepAgreement, agree_on_stop, decide_finite
+from erniekit.train.agreement import agree_on_stop
 from erniekit.train.drift import Block, ReplicaDrift, ReplicasDiffer
 from erniekit.train.stragglers import Stragglers
 from support.clock import Clock
@@ -28,9 +28,9 @@ class Counted(World):
         super().__init__(Layout(dp=dist.get_world_size()), dist.get_rank())
         self.calls = 0
 
-    def _reduce(self, value: float, how: str) -> float:
+    def max(self, value: float) -> float:
         self.calls += 1
-        return super()._reduce(value, how)
+        return super().max(value)
 
     def gather(self, value: Any) -> list[Any]:
         self.calls += 1
@@ -80,29 +80,9 @@ def drift_in_one_of_two_sets() -> str:
     return str(caught.value)
 
 
-def update_with_a_nan_on_one_rank(bad_rank: int) -> tuple[list[bool], list[float]]:
-    """Three updates; in the second one rank's loss is not a number."""
-    world, weight, applied = Counted(), torch.ones(1), []
-    for step in range(3):
-        loss = float("nan") if step == 1 and world.rank == bad_rank else 1.0
-        applied.append(decide_finite([loss, 2.0], world))
-        if applied[-1]:
-            weight -= 0.25
-    return applied, weight.tolist()
-
-
-def agree_over_steps() -> tuple[list[tuple[bool, str | None]], list[int]]:
-    """Nothing; a NaN on rank 0; SIGTERM on rank 1 and a NaN on rank 2; and the calls each step took."""
+def agree_on_a_signal(asked: int | None) -> tuple[str | None, int]:
     world = Counted()
-    agreement, answers, calls = StepAgreement(world), [], []
-    for bad, asked in ((None, None), (0, None), (2, 1)):
-        before = world.calls
-        values = [float("inf") if world.rank == bad else 1.0]
-        answer = agreement(values, "SIGTERM" if world.rank == asked else None)
-        answers.append((answer.finite, answer.stop))
-        calls.append(world.calls - before)
-    assert agree_on_stop("SIGUSR1" if world.rank == 2 else None, world) == "SIGUSR1"
-    return answers, calls
+    return agree_on_stop("SIGTERM" if world.rank == asked else None, world), world.calls
 
 
 def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, Any]]:
@@ -155,14 +135,9 @@ def test_drift_in_one_set_of_ranks_stops_every_rank_with_the_same_words(ranks: R
     assert "layers.0.weight" in said[0]
 
 
-def test_a_nan_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
-    assert ranks.run(3, update_with_a_nan_on_one_rank, 1) == [([True, False, True], [0.5])] * 3
-
-
-def test_a_bad_value_and_a_signal_reach_every_rank_in_one_reduction_a_step(ranks: Ranks) -> None:
-    for answers, calls in ranks.run(3, agree_over_steps):
-        assert answers == [(True, None), (False, None), (False, "SIGTERM")]
-        assert calls == [1, 1, 2], "the second call asks which signal, once there is one"
+def test_a_signal_on_one_rank_reaches_every_rank_in_one_reduction(ranks: Ranks) -> None:
+    assert ranks.run(3, agree_on_a_signal, 1) == [("SIGTERM", 1)] * 3
+    assert ranks.run(3, agree_on_a_signal, None) == [(None, 1)] * 3
 
 
 @pytest.mark.parametrize(("part", "name"), [("forward/backward", "compute"), ("data", "data")])

@@ -30,7 +30,7 @@ def get(store, key):
 dist.TCPStore.get = get
 try:
     world = open_world(section, devices[device])
-    print("joined", world.layout.dp, int(world.sum(world.rank + 1)))
+    print("joined", world.layout.dp, sum(world.gather(world.rank + 1)))
     leave()
 except DeviceError as error:
     print(error)
@@ -67,7 +67,7 @@ def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
 
 
 @pytest.mark.full  # what every other test of ranks needs
-def test_like_ranks_join_and_reduce() -> None:
+def test_like_ranks_join_and_gather() -> None:
     assert [said.strip() for _, said in start(["cpu", "cpu"])] == ["joined 2 3", "joined 2 3"]
 
 

@@ -31,7 +31,7 @@ from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.dpo import STAGE, sum_over_cp
 from erniekit.recipes.reference import Reference
 from erniekit.train.step import TrainStep
@@ -97,10 +97,10 @@ def spread(axes: dict[str, Any], family: str, lora: bool, words: tuple[str, ...]
             piece[box.local_slices] = whole[box.global_slices]
 
     cfg = load(["stage=DPO", *words])
-    ledger = Ledger(STAGE.metric_names(cfg), device.handle)
-    loss = STAGE.loss(cfg, world, ledger)
+    step_metrics = StepMetrics(STAGE.metric_names(cfg), device.handle)
+    loss = STAGE.loss(cfg, world, step_metrics)
     engine = parallelise(model, sharding, world, device, torch.float32, loss, fill, one_document, SpreadOptions())
-    engine.ledger = ledger
+    engine.step_metrics = step_metrics
     return engine, sharding
 
 

@@ -19,7 +19,7 @@ from erniekit.devices import pick
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names, pair_log_probs
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from support.recorded import recorded_run, train_from_rows
 from support.recorded_training import pair_batch, recorded_step, with_adapter
 
@@ -45,10 +45,10 @@ def test_a_recorded_run_is_reproduced_from_its_micro_batches(name: str, paddle: 
             known = [pair_log_probs(reference, batch) for batch in batches]
         return [replace(b, pairs=replace(b.pairs, reference=logps)) for b, logps in zip(batches, known)]
 
-    ledger = Ledger(metric_names(settings), torch.device("cpu"))
-    loss = partial(dpo_loss, settings=settings, ledger=ledger)
+    step_metrics = StepMetrics(metric_names(settings), torch.device("cpu"))
+    loss = partial(dpo_loss, settings=settings, step_metrics=step_metrics)
     engine = Engine([(0, model)], World(), pick("cpu"), loss)
-    engine.ledger = ledger
+    engine.step_metrics = step_metrics
     step = recorded_step(model, hyper, engine=engine, prepare=with_reference)
     micro, each = [pair_batch(b) for b in run["micro_batches"]], hyper["gradient_accumulation_steps"]
     results = [step(micro[i : i + each], i // each + 1) for i in range(0, len(micro), each)]

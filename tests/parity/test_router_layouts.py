@@ -20,7 +20,7 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import expert_layers, expert_settings
 from erniekit.train.step import TrainStep
 from parity.test_layouts import LENGTH, packs, whole_value
@@ -58,7 +58,7 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
     engine = parallelise(
         model, sharding, world, device, torch.float32, causal_loss, fill, one_document, SpreadOptions()
     )
-    engine.ledger = Ledger(expert_settings.metric_names(cfg, CONFIG), device.handle)
+    engine.step_metrics = StepMetrics(expert_settings.metric_names(cfg, CONFIG), device.handle)
     expert_layers.install(cfg, engine)
     named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters()]
     built: Any = SimpleNamespace(

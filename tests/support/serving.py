@@ -23,8 +23,8 @@ from erniekit.serve.loaded_models import find_models, load_models
 from erniekit.serve.server import make_application
 from support.recorded import tiny_folder as tiny_folder  # for those that serve it
 
-
-DEVICE = os.environ.get("SERVE_DEVICE", "cpu")  # of every server that tests start: `cuda` runs the attacks against a card
+# Of every server that tests start: `cuda` runs the attacks against a card.
+DEVICE = os.environ.get("SERVE_DEVICE", "cpu")
 
 
 class Live:

@@ -39,33 +39,6 @@ WAIT_S = 1.0  # between two words to wait on, more where there are very many to 
 Local = Callable[[str], torch.Tensor | None]
 
 
-def gather_tensors(
-    names: Sequence[str],
-    local: Local,
-    sharding: Sharding,
-    rank: int,
-    group: ProcessGroup | None,
-    writer: int = 0,
-    timeout: float = TIMEOUT,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """All ranks iterate it, with the same names: each whole tensor on the writer; nothing elsewhere, but it serves.
-
-    `name/anything` is cut as parameter `name` is. Leaving the loop early ends it on every rank, with an error there.
-    """
-    exchange = Exchange(names, local, sharding, rank, group, writer, timeout)
-    if rank != writer:
-        exchange.serve()
-        return
-    finished = False
-    try:
-        with exchange.at_work():
-            for name in names:
-                yield name, exchange.fetch(name)
-        finished = True
-    finally:
-        exchange.end({} if finished else {"what": f"rank {writer} stopped before all tensors were gathered"})
-
-
 class Exchange:
     """One gathering. On the writer: `fetch` in any order, then `end`. On all others: `serve` until it ends."""
 

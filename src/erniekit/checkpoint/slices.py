@@ -20,10 +20,9 @@ from erniekit.checkpoint.manifest import unreadable
 from erniekit.checkpoint.safe import SafetensorsHeader, TensorEntry, check_safetensors
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import Listed
-from erniekit.models.names import Entry, verbatim
+from erniekit.models.names import Entry
 
 if TYPE_CHECKING:
-    from erniekit.checkpoint.model_folder import ModelFolder
     from erniekit.parallel.sharding import Box
 
 Slices = tuple[slice, ...]
@@ -130,29 +129,6 @@ def byte_runs(shape: Sequence[int], at: Slices, item: int) -> Iterator[tuple[int
         yield sum(i * stride for i, stride in zip(index, strides)) + at[last].start * strides[last], length
 
 
-def read_boxes(
-    folder: ModelFolder,
-    entry: Entry,
-    boxes: Sequence[Box],
-    dtype: torch.dtype | None = None,
-    shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """What a rank holds of `entry.ours`. shape: its local one, where boxes leave a rim (zeros) or there are none."""
-    files = folder.slices()
-    out = _room(boxes, shape, dtype or files.dtype(entry.theirs[0]))
-    fill_boxes(files, entry, boxes, out)
-    return out
-
-
-def read_tensor_boxes(
-    files: TensorFiles, name: str, boxes: Sequence[Box], shape: Sequence[int] | None = None
-) -> torch.Tensor:
-    """The same for a tensor stored under our own name: optimiser states and master weights."""
-    out = _room(boxes, shape, files.dtype(name))
-    fill_boxes(files, verbatim(name, name), boxes, out)
-    return out
-
-
 @torch.no_grad()
 def fill_boxes(files: TensorFiles, entry: Entry, boxes: Sequence[Box], out: torch.Tensor) -> None:
     """Read straight into a rank's own tensor, on any device and in its dtype: CHUNK bytes are the only extra memory."""
@@ -205,14 +181,6 @@ def _chunks(at: Slices, item: int) -> Iterator[slice]:
 
 def _shifted(here: slice, whole: slice, part: slice) -> slice:
     return slice(here.start + part.start - whole.start, here.start + part.stop - whole.start)
-
-
-def _room(boxes: Sequence[Box], shape: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-    if shape is None:
-        dims = len(boxes[0].local_slices) if boxes else 1
-        shape = [max((box.local_slices[d].stop for box in boxes), default=0) for d in range(dims)]
-    filled = sum(prod(s.stop - s.start for s in box.local_slices) for box in boxes)
-    return (torch.empty if filled == prod(shape) else torch.zeros)(*shape, dtype=dtype)
 
 
 def _tell_kernel(fd: int, offset: int) -> int:

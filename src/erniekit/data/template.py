@@ -137,20 +137,6 @@ def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
     return [counts[bisect_right(bounds, end) - 1] for end in ends]
 
 
-def keeps_history(tokenizer: Tokenizer) -> bool:
-    """Whether an earlier turn is rendered as when it was new; if not, only the last trained answer can be trained."""
-    said = (
-        ChatMessage("user", "a"),
-        ChatMessage("assistant", "b"),
-        ChatMessage("user", "c"),
-        ChatMessage("assistant", "d"),
-    )
-    try:
-        return _cut(_Rendering(Conversation(said), tokenizer)) is not None
-    except TemplateRefused:
-        return False
-
-
 def _cut(ready: _Rendering, ask: bool = False) -> Parts | None:
     """(query, answer) strings by difference of successive renderings; None if one does not extend the other."""
     messages, controls = ready.messages, tuple(ready.tokenizer.special_ids)

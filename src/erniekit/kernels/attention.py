@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-BACKENDS = ("auto", "sdpa", "varlen", "reference")
 PADDED = 4  # up to so many keys more per query, unused queries are cheaper than a mask
 
 

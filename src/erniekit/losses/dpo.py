@@ -174,23 +174,6 @@ def _smoothed(x: torch.Tensor, smoothing: float) -> torch.Tensor:
     return -F.logsigmoid(x) * (1 - smoothing) - F.logsigmoid(-x) * smoothing
 
 
-def dpo_losses(
-    policy_chosen: torch.Tensor,
-    policy_rejected: torch.Tensor,
-    ref_chosen: torch.Tensor | None,
-    ref_rejected: torch.Tensor | None,
-    settings: DpoSettings,
-    lengths: Answers,
-    score_delta: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """From sums of log-probabilities [pairs] to the preference losses [pairs], before pref_loss_ratio."""
-    policy = even_lengths(Answers(policy_chosen, policy_rejected), lengths, settings)
-    reference = None
-    if ref_chosen is not None and ref_rejected is not None:
-        reference = even_lengths(Answers(ref_chosen, ref_rejected), lengths, settings)
-    return preference_losses(policy, reference, settings, score_delta)
-
-
 def rewards(policy: Answers, reference: Answers | None, beta: float) -> Answers:
     if reference is None:
         return Answers(*(beta * x for x in policy))
@@ -226,7 +209,7 @@ def dpo_loss(
     hidden: torch.Tensor | None = None,
     *,
     settings: DpoSettings,
-    ledger: MetricsSink | None = None,
+    step_metrics: MetricsSink | None = None,
     sum_over_cp: SumOverRanks | None = None,
     copies: int = 1,
     chunk: int = CHUNK,
@@ -246,12 +229,12 @@ def dpo_loss(
         reference = even_lengths(_answers(batch.pairs.reference), counts, settings)
     preferred = settings.pref_loss_ratio * preference_losses(policy, reference, settings, batch.pairs.score_delta)
     supervised = settings.sft_ratio * sft_losses(_answers(sums).chosen, counts.chosen, settings.batch_means)
-    if ledger is not None:
+    if step_metrics is not None:
         with torch.no_grad():
             told = _metrics(policy, rewards(policy, reference, settings.beta), preferred, supervised, settings)
             each = max(1, batch.pairs.count) if settings.batch_means else 1
             for name, values in told.items():
-                ledger.add(name, values.sum() / each, batch.pairs.count / each)
+                step_metrics.add(name, values.sum() / each, batch.pairs.count / each)
     loss = (preferred + supervised).sum()
     if scale is not None:
         loss = loss * scale

@@ -197,11 +197,6 @@ class AdamW:
             if self.low_precision or self.masters[name] is not param:
                 yield name, _own(self.masters[name].detach())
 
-    def steps_taken(self) -> int:
-        for state in self._states.values():
-            return int(state["step"].item())
-        return 0
-
     @torch.no_grad()
     def load(self, steps: int, moments: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> list[str]:
         """Restores in place from this rank's pieces; returns the names that were expected and not given."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-KINDS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "wsd")
 HALF_LIFE = 0.05  # what is left of the distance to min_lr, before normalising, when a half_life decay ends
 
 

@@ -18,7 +18,7 @@ from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from erniekit.parallel.pipeline import Pipeline
@@ -45,7 +45,7 @@ class Engine:
         self.sync, self.averaged_over, self.pipeline = sync, averaged_over, pipeline
         self.dtype, self.one_document = dtype, one_document
         layout = world.layout
-        self.ledger: Ledger | None = None  # what a step tells beside its loss
+        self.step_metrics: StepMetrics | None = None  # what a step tells beside its loss
         # How much of a router loss each micro-batch's rows stand for.
         self.router_share = torch.ones((), device=self.device)
         self.usage: dict[int, torch.Tensor] = {}  # layer -> how often each expert was chosen in this rank's step
@@ -118,18 +118,20 @@ class Engine:
         return total
 
     def _read_records(self) -> None:
-        """What the layers noted of every micro-batch, into the ledger."""
+        """What the layers noted of every micro-batch, into the step metrics."""
         records: list[Any] = getattr(self.model, "records", None) or []
         for (name, layer), value in (item for record in records for item in record.items()):
             if name == "usage":
                 self.usage[layer] = self.usage[layer] + value if layer in self.usage else value
-            elif self.ledger is not None:
-                self.ledger.add(name, *value)
+            elif self.step_metrics is not None:
+                self.step_metrics.add(name, *value)
         records.clear()
 
     def told(self) -> torch.Tensor:
-        """The ledger's means over all ranks, in the order of its names."""
-        return torch.zeros(0, device=self.device) if self.ledger is None else self.ledger.empty(self.loss_group)
+        """The step metrics' means over all ranks, in the order of their names."""
+        if self.step_metrics is None:
+            return torch.zeros(0, device=self.device)
+        return self.step_metrics.reduce(self.loss_group)
 
     def _mine(self, batch: Any) -> Any:
         layout, at = self.world.layout, self.world.at

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.kernels.moe_permute import Combine, Gather, Order, by_expert, count
+from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import Range, share
@@ -148,13 +148,11 @@ class AllToAll(nn.Module):
         first, last = self.shares[self.rank]
         sent = [sum(counts[self.rank][a:b]) for a, b in self.shares]
         got = [sum(row[first:last]) for row in counts]
-        n = sum(sent)
-        rows = Gather.apply(x_TH, order.row_of[:n], order.place_of, routing.ids.shape[1])
-        rows = _Travel.apply(rows, sent, got, self.group)
+        order = order._replace(row_of=order.row_of[: sum(sent)])
+        rows = _Travel.apply(gather(x_TH, order, routing.ids.shape[1]), sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
         answers = _Travel.apply(experts(rows, come, None), got, sent, self.group)
-        result: torch.Tensor = Combine.apply(answers, routing.weights, order.row_of[:n], order.place_of)
-        return result
+        return combine(answers, routing.weights, order)
 
     @torch.no_grad()
     def _table(self, ids: torch.Tensor, experts: int) -> torch.Tensor:

@@ -273,21 +273,15 @@ class World:
 
     # --- host decisions ---
 
-    def _reduce(self, value: float, how: str) -> float:
+    def max(self, value: float) -> float:
         if self.control is None:
             return value
         import torch
         import torch.distributed as dist
 
         tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how), group=self.control)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
         return float(tensor)
-
-    def max(self, value: float) -> float:
-        return self._reduce(value, "MAX")
-
-    def sum(self, value: float) -> float:
-        return self._reduce(value, "SUM")
 
     def gather(self, value: Any) -> list[Any]:
         if self.control is None:

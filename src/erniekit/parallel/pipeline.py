@@ -27,7 +27,6 @@ from erniekit.parallel.world import check_schedule
 
 Loss = Callable[..., torch.Tensor]  # (part, batch, hidden states) -> the sum of token losses
 HiddenShape = Callable[[Any], tuple[tuple[int, ...], torch.dtype]]  # of what travels between stages
-SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 class LayerStage(PipelineStage):

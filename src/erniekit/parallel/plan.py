@@ -69,7 +69,7 @@ Plan = dict[str, Rule]
 
 def rule_of(plan: Plan, module: str) -> Rule:
     """The rule of a module by its name; what no pattern names is replicated."""
-    return next((rule for pattern, rule in plan.items() if fnmatchcase(module, pattern)), Rule("replicate"))
+    return next((rule for pattern, rule in plan.items() if fnmatchcase(module, pattern)), replicate())
 
 
 def share(count: int, ranks: int, rank: int) -> Range:

@@ -1,6 +1,6 @@
-"""Ledger: numbers a step tells beside its loss (rewards, router losses), summed on the device and over the ranks.
+"""StepMetrics: numbers of a step beside its loss (rewards, router losses), summed on the device and over the ranks.
 
-Losses add to it, engine.py empties it once a step. The names are fixed, so that ranks with different layers agree.
+Losses add to it, engine.py reduces it once a step. The names are fixed, so that ranks with different layers agree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-class Ledger:
+class StepMetrics:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._row = {name: k for k, name in enumerate(self.names)}
@@ -20,13 +20,13 @@ class Ledger:
 
     @torch.no_grad()
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
-        """`total` of `count` things; their mean over the step and all ranks is told."""
+        """`total` of `count` things; their mean over the step and all ranks is reported."""
         row = self._sums[self._row[name]]
         row[0] += total.detach()
         row[1] += count
 
-    def empty(self, group: ProcessGroup | None) -> torch.Tensor:
-        """The means in the order of `names`, NaN where nothing was added; on the device."""
+    def reduce(self, group: ProcessGroup | None) -> torch.Tensor:
+        """The means in the order of `names`, NaN where nothing was added; on the device. Sums start over."""
         sums = self._sums.clone()
         self._sums.zero_()
         if group is not None:

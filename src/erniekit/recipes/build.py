@@ -19,7 +19,7 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.offload import states_home
 from erniekit.parallel.apply import SpreadOptions, parallelise, sharding_of
 from erniekit.parallel.expert import dispatch_of
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import adapters, expert_layers, expert_settings, weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
@@ -59,14 +59,14 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     if plan.lora:
         low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
     names = (*stage.metric_names(cfg), *expert_settings.metric_names(cfg, folder.config))
-    ledger = Ledger(names, device.handle) if names else None
+    step_metrics = StepMetrics(names, device.handle) if names else None
     engine = parallelise(
         model,
         sharding,
         world,
         device,
         plan.dtype,
-        stage.loss(cfg, world, ledger),
+        stage.loss(cfg, world, step_metrics),
         weights.base_and_adapters(base, low_rank),
         one_document,
         SpreadOptions(
@@ -81,7 +81,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
             dispatch=dispatch_of(cfg.moe.moe_multimodal_dispatch_use_allgather),
         ),
     )
-    engine.ledger = ledger
+    engine.step_metrics = step_metrics
     expert_layers.install(cfg, engine)
     engine.train()
     return Built(plan, whole, engine, sharding, base_digest)

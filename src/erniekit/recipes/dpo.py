@@ -20,7 +20,7 @@ from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
@@ -56,11 +56,11 @@ class DPO(TrainingStage):
         padding = {"pad_id": tokenizer.pad_id or 0}
         return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)
 
-    def loss(self, cfg: RunConfig, world: World, ledger: Ledger | None) -> Loss:
+    def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(
             dpo_loss,
             settings=settings_of(cfg),
-            ledger=ledger,
+            step_metrics=step_metrics,
             sum_over_cp=sum_over_cp(world),
             copies=world.layout.cp,
             chunk=cfg.memory.loss_subbatch_seqlen,

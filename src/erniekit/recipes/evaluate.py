@@ -16,7 +16,7 @@ from erniekit.log import paint, say, typed
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import stage_of
 from erniekit.recipes.dpo import settings_of
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
@@ -57,9 +57,9 @@ def engine_for(
     model: nn.Module = found.build(dtype, device.handle)
     ignore_bias(cfg, model)
     names = stage.metric_names(cfg)
-    ledger = Ledger(names, device.handle) if names else None
-    engine = Engine([(0, model)], world, device, stage.loss(cfg, world, ledger), dtype=dtype)
-    engine.ledger = ledger
+    step_metrics = StepMetrics(names, device.handle) if names else None
+    engine = Engine([(0, model)], world, device, stage.loss(cfg, world, step_metrics), dtype=dtype)
+    engine.step_metrics = step_metrics
     return engine
 
 

@@ -19,7 +19,7 @@ from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.run_plan import RunPlan
@@ -43,7 +43,7 @@ class TrainingStage:
         return bool(cfg.lora.lora)
 
     def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
-        """What its loss adds to the ledger."""
+        """What its loss adds to the step metrics."""
         return ()
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
@@ -57,7 +57,7 @@ class TrainingStage:
         sources = sources_for(cfg, "eval", tokenizer, bad_rows)
         return [s.report for s in sources], eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0})
 
-    def loss(self, cfg: RunConfig, world: World, ledger: Ledger | None) -> Loss:
+    def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""
 
         def loss(

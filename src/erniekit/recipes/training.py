@@ -137,6 +137,8 @@ def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
         run_name=cfg.tracking.run_name or "",
         config=cfg.flat(),
         disable_tqdm=cfg.tracking.disable_tqdm,
+        wandb_api_key=cfg.tracking.wandb_api_key,
+        wandb_http_proxy=cfg.tracking.wandb_http_proxy,
         explicit=cfg.given("report_to"),
         record=record,
     )

@@ -14,8 +14,7 @@ from erniekit.data.tokenizer import BEGIN, Tokenizer
 from erniekit.files.json_file import nests_deeper
 from erniekit.serve.engines.base import GenerationJob, SamplingParams
 from erniekit.serve.output_parser import THINK
-from erniekit.serve.prompt_work import RENDER_S
-from erniekit.serve.prompt_worker import ChatPrompt, Failed, PromptTask, TextPrompts, prepare
+from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest, Message
 
@@ -162,23 +161,6 @@ def parse_completion(request: CompletionRequest, served: ServedModel, defaults: 
         if not isinstance(prompt, str) and max(prompt) >= served.vocab:
             raise RequestError(400, f"token {max(prompt)} is not in the vocabulary of {served.vocab}", param="prompt")
     return parsed
-
-
-def prepare_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefaults) -> PreparedRequest:
-    """Parse, render and tokenise in the calling thread."""
-    return _prepare(parse_chat(request, served, defaults))
-
-
-def prepare_completion(request: CompletionRequest, served: ServedModel, defaults: SamplingDefaults) -> PreparedRequest:
-    """Parse, render and tokenise in the calling thread."""
-    return _prepare(parse_completion(request, served, defaults))
-
-
-def _prepare(parsed: ParsedRequest) -> PreparedRequest:
-    made = prepare(PromptTask(parsed.work, parsed.most, RENDER_S), parsed.served.tokenizer)
-    if isinstance(made, Failed):
-        raise parsed.refuse(made)
-    return parsed.prepare(made)
 
 
 def _prepared_chat(parsed: ParsedRequest, request: ChatRequest, prompt: list[int]) -> PreparedRequest:

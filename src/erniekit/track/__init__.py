@@ -39,6 +39,8 @@ def make_trackers(
     run_name: str = "",
     config: Mapping[str, Any] | None = None,
     disable_tqdm: bool | None = None,
+    wandb_api_key: str | None = None,
+    wandb_http_proxy: str | None = None,
     explicit: bool = True,
     record: RunRecord | None = None,
 ) -> Trackers:
@@ -53,6 +55,8 @@ def make_trackers(
         name=run_name,
         config=config or {},
         disable_tqdm=disable_tqdm,
+        wandb_api_key=wandb_api_key,
+        wandb_http_proxy=wandb_http_proxy,
     )
     if not is_main_rank():
         return Trackers([], info)

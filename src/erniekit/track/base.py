@@ -39,6 +39,8 @@ class RunInfo:
     name: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)  # flat keys, for trackers that show them
     disable_tqdm: bool | None = None
+    wandb_api_key: str | None = field(default=None, repr=False)
+    wandb_http_proxy: str | None = field(default=None, repr=False)  # may hold a password
 
     @property
     def logs(self) -> Path:

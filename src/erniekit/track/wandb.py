@@ -27,6 +27,7 @@ class WandbTracker(Tracker):
     def start(self, run: RunInfo) -> None:
         id_file = run.output_dir / RUN_ID_FILE
         resumed = id_file.read_text().strip() if run.start_step and id_file.is_file() else None
+        _set_variables(run)
         run.output_dir.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "erniekit"),  # wandb's own variable, kept in wandb's file
@@ -47,3 +48,10 @@ class WandbTracker(Tracker):
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+def _set_variables(run: RunInfo) -> None:
+    """The run's keys as wandb's own variables: init logs in before it looks at settings it was called with."""
+    proxy = run.wandb_http_proxy
+    given = {"WANDB_API_KEY": run.wandb_api_key, "WANDB_HTTP_PROXY": proxy, "WANDB_HTTPS_PROXY": proxy}
+    os.environ.update({name: value for name, value in given.items() if value})

@@ -67,7 +67,7 @@ def evaluate_pairs(
     go_on: GoOn | None = None,
 ) -> dict[str, float]:
     """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; batch_means: as
-    above, and the ledger is told so by the loss."""
+    above, and the loss tells the step metrics so."""
     start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     pairs = calls = 0
@@ -82,7 +82,7 @@ def evaluate_pairs(
                 calls += 1
     total, means = engine.sum_losses(total), engine.sum_losses(means)
     pairs, calls = engine.totals(pairs, calls)
-    names = engine.ledger.names if engine.ledger is not None else ()
+    names = engine.step_metrics.names if engine.step_metrics is not None else ()
     told = dict(zip(names, engine.told().tolist()))
     seconds = time.perf_counter() - start
     mean = float(means) / max(1, calls) if batch_means else float(total) / max(1, pairs)

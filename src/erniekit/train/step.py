@@ -69,8 +69,8 @@ class Launched:
         read: Callable[[list[float]], StepResult],
         clock: DeviceClock | None = None,
     ) -> None:
-        """told: loss, gradient norm and the ledger's means; `read` makes the result of them. good: fp32 [], where told
-        is: 1 where both are numbers and the update is applied, else 0. clock: of the device that has yet to
+        """told: loss, gradient norm and the step metrics' means; `read` makes the result of them. good: fp32 [], where
+        told is: 1 where both are numbers and the update is applied, else 0. clock: of the device that has yet to
         compute told; None where told is on the host already."""
         self.good, self._read, self._clock = good, read, clock
         self._moving: dict[str, torch.Tensor] = {"": told}
@@ -156,7 +156,7 @@ class TrainStep:
             optimizer.clip(norm, self.max_grad_norm)
             optimizer.step(lr, good if self.late else None)
         optimizer.zero_grad()
-        names = engine.ledger.names if engine.ledger is not None else ()
+        names = engine.step_metrics.names if engine.step_metrics is not None else ()
 
         def read(values: list[float]) -> StepResult:
             loss, norm, *extras = values

@@ -17,8 +17,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -107,15 +107,6 @@ class Watchdog(Hook):
     def progress(self) -> None:
         """One piece further within a phase: an evaluation batch, a file, a tensor."""
         self.phase(self._phase)
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        before = self._phase
-        self.phase(name)
-        try:
-            yield
-        finally:
-            self.phase(before)
 
     def beat(self, step: int) -> None:
         """Step `step` is done. What hangs from now on is reported under the next one."""

@@ -20,6 +20,7 @@ from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import paint, say
+from erniekit.net.listen import bind
 from erniekit.track.charts import HOVER
 from erniekit.webui.guard import Guard, new_token
 from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
@@ -93,21 +94,6 @@ def _port(text: str, where: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise ConfigError(f"{text!r} is no port", where=where, fix="a number from 0 to 65535; 0 takes a free one")
     return int(text)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host.strip("[]"), port))
-    except OSError as error:
-        listening.close()
-        where = f"host={host} port={port}"
-        raise ConfigError(
-            f"cannot listen: {error.strerror or error}", where=where, fix="port=0 takes a free one"
-        ) from None
-    return listening
 
 
 def address(settings: PageSettings, token: str | None) -> str:

@@ -14,7 +14,6 @@ from erniekit.webui.paths import Roots
 MAX_DEPTH = 4  # folders below a root
 MAX_FOLDERS = 2000
 MAX_SUGGESTIONS = 200  # of either kind
-DATA = (".jsonl", ".json", ".parquet", ".jsonl.gz")
 NO_DATA = ("metrics.jsonl",)  # a run's own files
 SKIPPED = {"node_modules", "__pycache__", "site-packages", "jobs"}
 

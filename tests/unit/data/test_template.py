@@ -10,7 +10,7 @@ import pytest
 
 from erniekit.data.compiled_template import BUILT_IN
 from erniekit.data.formats.erniekit import conversations
-from erniekit.data.template import TemplateRefused, keeps_history, prompt_ids, turns
+from erniekit.data.template import TemplateRefused, prompt_ids, turns
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import ChatMessage, Conversation
 from erniekit.errors import CheckpointError
@@ -117,7 +117,6 @@ def test_blanks_behind_the_end_token_go_to_the_next_query(with_template) -> None
     b, e = "<|begin_of_sentence|>", "<|end_of_sentence|>"
     assert [shown(tokenizer, t.answer_ids) for t in said] == [f"a1{e}", f"a2{e}"]
     assert shown(tokenizer, said[1].query_ids) == f"\n{b}user\nq2{e}\n{b}assistant\n"
-    assert keeps_history(tokenizer)
 
 
 def test_a_template_that_rewrites_history_trains_the_last_trained_answer(with_template) -> None:
@@ -127,7 +126,6 @@ def test_a_template_that_rewrites_history_trains_the_last_trained_answer(with_te
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     tokenizer = with_template(rewriting)
-    assert not keeps_history(tokenizer)
     conversation = Conversation(
         (*talk("q1", "a1", "q2", "a2"), *talk("q3"), ChatMessage("assistant", "a3", trained=False))
     )

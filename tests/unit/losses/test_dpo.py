@@ -17,7 +17,6 @@ from erniekit.losses.dpo import (
     Answers,
     DpoSettings,
     dpo_loss,
-    dpo_losses,
     metric_names,
     pair_log_probs,
     rewards,
@@ -28,7 +27,8 @@ from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.context import ContextAttention, split
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
+from support.pair_losses import dpo_losses
 from support.ranks import Ranks
 
 CONFIG = DecoderConfig(
@@ -267,9 +267,9 @@ def test_the_first_step_loses_ln_2_a_pair():
 
 def test_every_metric_is_told_under_erniekits_name():
     batch, settings = with_reference(packed(ROWS, LENGTH)), DpoSettings(sft_loss_ratio=0.5, normalize_logps=False)
-    ledger = Ledger(metric_names(settings), torch.device("cpu"))
-    loss = dpo_loss(model(), batch, settings=settings, ledger=ledger)
-    told = dict(zip(ledger.names, ledger.empty(None).tolist()))
+    step_metrics = StepMetrics(metric_names(settings), torch.device("cpu"))
+    loss = dpo_loss(model(), batch, settings=settings, step_metrics=step_metrics)
+    told = dict(zip(step_metrics.names, step_metrics.reduce(None).tolist()))
     with torch.no_grad():
         logps = pair_log_probs(model(), batch)
     gain = 0.1 * (logps - batch.pairs.reference)
@@ -289,9 +289,9 @@ def test_every_metric_is_told_under_erniekits_name():
 
 def test_orpo_tells_log_odds_and_needs_no_reference():
     settings = DpoSettings("orpo")
-    ledger = Ledger(metric_names(settings), torch.device("cpu"))
-    dpo_loss(model(), packed(ROWS, LENGTH), settings=settings, ledger=ledger)
-    told = dict(zip(ledger.names, ledger.empty(None).tolist()))
+    step_metrics = StepMetrics(metric_names(settings), torch.device("cpu"))
+    dpo_loss(model(), packed(ROWS, LENGTH), settings=settings, step_metrics=step_metrics)
+    told = dict(zip(step_metrics.names, step_metrics.reduce(None).tolist()))
     assert told["or_loss"] == pytest.approx(-told["log_odds_chosen"], rel=1e-6)
     assert all(math.isfinite(value) for value in told.values())
 
@@ -320,15 +320,15 @@ def on_ranks_of_a_sequence() -> tuple[float, float]:
     for layer in shared.layers:
         layer.attn.inner = ContextAttention(group, rank)
     mine = split(batch, rank, size)
-    ledger = Ledger(metric_names(settings), torch.device("cpu"))
+    step_metrics = StepMetrics(metric_names(settings), torch.device("cpu"))
     together = dict(sum_over_cp=lambda x: sum_from(x, group), copies=size)
-    loss = dpo_loss(shared, mine, settings=settings, ledger=ledger, **together)
+    loss = dpo_loss(shared, mine, settings=settings, step_metrics=step_metrics, **together)
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    alone_ledger = Ledger(metric_names(settings), torch.device("cpu"))
-    dpo_loss(alone, batch, settings=settings, ledger=alone_ledger)
-    torch.testing.assert_close(ledger.empty(group), alone_ledger.empty(None), atol=1e-5, rtol=1e-5)
+    alone_metrics = StepMetrics(metric_names(settings), torch.device("cpu"))
+    dpo_loss(alone, batch, settings=settings, step_metrics=alone_metrics)
+    torch.testing.assert_close(step_metrics.reduce(group), alone_metrics.reduce(None), atol=1e-5, rtol=1e-5)
     far = 0.0
     wanted = gradients(alone)
     for name, grad in gradients(shared).items():

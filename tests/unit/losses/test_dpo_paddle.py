@@ -19,7 +19,8 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import Batch
 from erniekit.lora.inject import lora_state
-from erniekit.losses.dpo import Answers, DpoSettings, dpo_loss, dpo_losses, even_lengths, pair_log_probs
+from erniekit.losses.dpo import Answers, DpoSettings, dpo_loss, even_lengths, pair_log_probs
+from support.pair_losses import dpo_losses
 from support.recorded_training import pair_batch, with_adapter
 
 TOLERANCE = 1e-4  # the fixtures' README: agreement of two fp32 stacks on losses is about 1e-5

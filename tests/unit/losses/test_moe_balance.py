@@ -17,7 +17,7 @@ from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
-from erniekit.parallel.step_metrics import Ledger
+from erniekit.parallel.step_metrics import StepMetrics
 from support.tiny_config import with_experts
 
 MOE = MoEShape(experts=6, choices=2, width=16, shared_width=16, start=1, end=2)
@@ -30,7 +30,7 @@ def model(weights: RouterLossWeights = ALL, compat: bool = False) -> tuple[Decod
     built = Decoder(CONFIG)
     init_weights(built, seed=3, std=0.3)
     engine = Engine([(0, built)], World(), pick("cpu"), causal_loss)
-    engine.ledger = Ledger(METRICS, engine.device)
+    engine.step_metrics = StepMetrics(METRICS, engine.device)
     share = engine.router_share
     if compat:
         share = torch.ones(())

@@ -13,6 +13,7 @@ from torch import nn
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.offload import InHost, OnDevice, states_home
+from support.optimizer_steps import steps_taken
 from support.ranks import Ranks
 
 WIDTH = 6
@@ -80,7 +81,7 @@ def test_states_kept_elsewhere_change_no_bit(dtype: torch.dtype, one_by_one: boo
     each = 2 if dtype == torch.float32 else 3  # moments, and the fp32 copy of a 16-bit weight
     assert home.moved == 5 * each * sum(p.numel() for p in there.parameters()), "they really were elsewhere"
     assert same_bits(outcome(here, plain), outcome(there, moved))
-    assert plain.steps_taken() == moved.steps_taken() == 5
+    assert steps_taken(plain) == steps_taken(moved) == 5
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -98,7 +99,7 @@ def test_a_restored_run_goes_on_bit_for_bit(dtype: torch.dtype, one_by_one: bool
     train(second, after, range(7, 9))  # has states of its own, which the restored ones replace
     second.load_state_dict(first.state_dict())
     after.refresh_masters()
-    assert after.load(before.steps_taken(), dict(before.state_tensors()), dict(before.master_tensors())) == []
+    assert after.load(steps_taken(before), dict(before.state_tensors()), dict(before.master_tensors())) == []
     train(second, after, range(2, 6))
     assert same_bits(outcome(straight, whole), outcome(second, after))
 
@@ -214,7 +215,7 @@ def memory_of(home: OnDevice | None) -> tuple[dict[str, torch.Tensor], int, int]
     model = tiny(torch.bfloat16, 1024, "cuda", layers=16)
     optimizer = optimizer_of(model, home)
     train(model, optimizer, range(2))
-    optimizer.load(optimizer.steps_taken(), dict(optimizer.state_tensors()), dict(optimizer.master_tensors()))
+    optimizer.load(steps_taken(optimizer), dict(optimizer.state_tensors()), dict(optimizer.master_tensors()))
     torch.cuda.synchronize()
     between = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

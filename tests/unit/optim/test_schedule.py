@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.optim.schedule import KINDS, Schedule
+from erniekit.config.flat import KEYS
+from erniekit.optim.schedule import Schedule
 
 
 def recorded(paddle: Path) -> list[dict]:
@@ -16,7 +17,7 @@ def recorded(paddle: Path) -> list[dict]:
 
 def test_every_recorded_schedule_is_reproduced(paddle: Path) -> None:
     cases = recorded(paddle)
-    assert {c["type"] for c in cases} == set(KINDS) - {"wsd"}
+    assert {c["type"] for c in cases} == set(KEYS["lr_scheduler_type"].choices) - {"wsd"}
     for case in cases:
         schedule = Schedule(case["type"], case["lr"], case["total"], case["warmup"], **case["extra"])
         got = [schedule.at(s) for s in range(case["total"] + 1)]

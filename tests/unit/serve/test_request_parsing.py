@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from erniekit.data.tokenizer import load_tokenizer
+from erniekit.serve.prompt_work import RENDER_S
+from erniekit.serve.prompt_worker import Failed, PromptTask, prepare
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import (
     MAX_ARGUMENT_CHARACTERS,
+    ParsedRequest,
+    PreparedRequest,
     SamplingDefaults,
     ServedModel,
     parse_chat,
-    prepare_chat,
-    prepare_completion,
+    parse_completion,
 )
 from erniekit.serve.schema import ChatRequest, CompletionRequest
 
@@ -37,9 +40,18 @@ def templated(served: ServedModel) -> ServedModel:
     return replace(served, tokenizer=tokenizer)
 
 
+def prepared(parse, request, served: ServedModel, defaults: SamplingDefaults) -> PreparedRequest:
+    """As api.py, with the prompt tokenised in this thread."""
+    parsed: ParsedRequest = parse(request, served, defaults)
+    made = prepare(PromptTask(parsed.work, parsed.most, RENDER_S), served.tokenizer)
+    if isinstance(made, Failed):
+        raise parsed.refuse(made)
+    return parsed.prepare(made)
+
+
 def chat(served: ServedModel, defaults: SamplingDefaults = SamplingDefaults(), **fields):  # noqa: B008 - frozen
     request = ChatRequest(messages=[{"role": "user", "content": "hi"}], **fields)
-    asked = prepare_chat(request, served, defaults)
+    asked = prepared(parse_chat, request, served, defaults)
     return asked, served.tokenizer.decode(asked.jobs[0].prompt, skip_special=False)
 
 
@@ -78,13 +90,13 @@ def test_answers_of_one_seed_have_seeds_of_their_own(served: ServedModel):
 
 
 def test_prompts_are_counted_once_however_many_answers_they_get(served: ServedModel):
-    one = prepare_completion(CompletionRequest(prompt=["a b c", [5, 6]], n=4), served, SamplingDefaults())
+    one = prepared(parse_completion, CompletionRequest(prompt=["a b c", [5, 6]], n=4), served, SamplingDefaults())
     assert len(one.jobs) == 8
     assert one.prompt_tokens == len(served.tokenizer.encode_text("a b c")) + 2
 
 
 def test_an_empty_text_still_begins_somewhere(served: ServedModel):
-    asked = prepare_completion(CompletionRequest(prompt=""), served, SamplingDefaults())
+    asked = prepared(parse_completion, CompletionRequest(prompt=""), served, SamplingDefaults())
     assert len(asked.jobs[0].prompt) == 1
 
 
@@ -111,10 +123,10 @@ def test_a_token_that_the_model_has_no_row_for_is_the_requests_problem(served: S
     assert max(whole.encode_text(text)) == long
     small = replace(served, tokenizer=load_tokenizer(whole.folder, rows), vocab=rows)
     with pytest.raises(RequestError, match=f"the model's embedding {rows} rows") as caught:
-        prepare_completion(CompletionRequest(prompt=text), small, SamplingDefaults())
+        prepared(parse_completion, CompletionRequest(prompt=text), small, SamplingDefaults())
     assert (caught.value.status, caught.value.param) == (400, "prompt")
     with pytest.raises(RequestError, match=f"the model's embedding {rows} rows") as caught:
-        prepare_chat(ChatRequest(messages=[{"role": "user", "content": text}]), small, SamplingDefaults())
+        prepared(parse_chat, ChatRequest(messages=[{"role": "user", "content": text}]), small, SamplingDefaults())
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
@@ -143,8 +155,8 @@ def test_arguments_of_tool_calls_are_read_within_bounds_and_stay_text_beyond(ser
 def test_more_log_probabilities_than_an_answer_can_hold_are_refused(served: ServedModel):
     wide = replace(served, longest=100_000)
     few = CompletionRequest(prompt="a", max_tokens=4096, logprobs=20)
-    assert prepare_completion(few, wide, SamplingDefaults()).jobs[0].sampling.logprobs == 20
+    assert prepared(parse_completion, few, wide, SamplingDefaults()).jobs[0].sampling.logprobs == 20
     many = CompletionRequest(prompt=["a"] * 16, n=8, max_tokens=400, logprobs=20)
     with pytest.raises(RequestError) as caught:
-        prepare_completion(many, wide, SamplingDefaults())
+        prepared(parse_completion, many, wide, SamplingDefaults())
     assert (caught.value.status, caught.value.param) == (400, "logprobs")

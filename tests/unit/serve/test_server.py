@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 
 import pytest
 
 from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.errors import ConfigError
-from erniekit.serve.server import bind, check_address, choose_engine, is_loopback, need_packages, read_key
+from erniekit.serve.server import check_address, choose_engine, is_loopback, need_packages, read_key
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
@@ -46,24 +45,6 @@ def test_other_machines_need_a_key_or_a_clear_word(capsys):
     check_address(open_host, "key")
     check_address(load(["m", "host=0.0.0.0", "allow_unauthenticated=1"], "server"), None)
     assert "there is no key" in capsys.readouterr().err
-
-
-def test_a_taken_port_is_told_before_anything_is_loaded(capsys, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as error:
-        bind("127.0.0.1", taken.getsockname()[1])
-    assert error.value.where == "port"
-
-
-def test_a_port_is_free_again_at_once():
-    first = bind("127.0.0.1", 0)
-    port = first.getsockname()[1]
-    first.listen()
-    with socket.create_connection(("127.0.0.1", port)) as client:
-        link, _ = first.accept()
-        link.close()  # the server's side closes first and waits out its TIME_WAIT
-        client.recv(1)
-    first.close()
-    bind("127.0.0.1", port).close()
 
 
 def test_the_embedded_engine_is_the_default_and_one_device_is_its_limit():

@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
+from erniekit.config import load
+from erniekit.recipes.training import trackers_for
 from erniekit.track import make_trackers
+from erniekit.track.runfile import RunRecord
 
 VISUALDL = """
 import json
@@ -26,10 +29,12 @@ class LogWriter:
 """
 
 WANDB = """
+import os
 started = []
 class Run:
     def __init__(self, **asked):
         self.asked, self.sent, self.axes, self.id, self.done = asked, [], [], asked["id"] or "abc123", False
+        self.variables = {name: text for name, text in os.environ.items() if name.startswith("WANDB_")}
     def define_metric(self, name, step_metric=None, step_sync=None):
         self.axes.append((name, step_metric))
     def log(self, numbers):
@@ -92,3 +97,27 @@ def test_wandb_plots_against_our_step_and_a_resume_goes_on_with_the_same_run(tmp
     assert second.sent == [{"train/loss": 2.5, "train/global_step": 2.0}]
     assert first.done
     assert second.done
+
+
+def test_wandb_is_started_with_the_key_and_the_proxy_of_the_run_and_neither_is_in_its_config(
+    tmp_path, stand_in, monkeypatch
+):
+    wandb = stand_in("wandb", WANDB)
+    monkeypatch.setenv("WANDB_API_KEY", "of the shell")
+    for name in ("WANDB_HTTP_PROXY", "WANDB_HTTPS_PROXY"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    for words in ([], ["wandb_api_key=hush", "wandb_http_proxy=http://me:hush@proxy:3128"]):
+        cfg = load(["report_to=wandb", "disable_tqdm=1", *words])
+        trackers = trackers_for(
+            cfg, tmp_path / "out", RunRecord(tmp_path / "out", command="erniekit train", version="1")
+        )
+        trackers.start(1)
+        trackers.close()
+    plain, given = wandb.started
+    assert plain.variables["WANDB_API_KEY"] == "of the shell"
+    assert "WANDB_HTTP_PROXY" not in plain.variables
+    assert given.variables["WANDB_API_KEY"] == "hush"
+    assert given.variables["WANDB_HTTP_PROXY"] == given.variables["WANDB_HTTPS_PROXY"] == "http://me:hush@proxy:3128"
+    assert "hush" not in str(given.asked)
+    assert "hush" not in "".join(file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file())

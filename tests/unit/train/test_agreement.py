@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import pytest
-
-from erniekit.train.agreement import Agreed, StepAgreement, agree_on_stop, agree_on_stop_or_save, decide_finite
+from erniekit.train.agreement import agree_on_stop, agree_on_stop_or_save
 
 
 class Others:
@@ -26,19 +23,8 @@ class Others:
         self.calls += 1
         return int(max([value, *self.others]))
 
-    def sum(self, value: float) -> float:
-        self.calls += 1
-        return sum([value, *self.others])
-
     def gather(self, value: Any) -> list[Any]:
         return [value, *self.others]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_value_that_is_no_number_is_enough(bad: float) -> None:
-    assert decide_finite([1.0, 0.0], Others())
-    assert not decide_finite([1.0, bad], Others())
-    assert not decide_finite([1.0], Others(0, 1)), "another rank's"
 
 
 def test_any_ranks_signal_is_everyones() -> None:
@@ -57,21 +43,3 @@ def test_a_stop_and_a_save_by_time_are_agreed_on_together() -> None:
     world = Others(0, 0)
     agree_on_stop_or_save(None, True, world)
     assert world.calls == 1
-
-
-def test_a_step_is_agreed_on_in_one_reduction() -> None:
-    world = Others(0, 0, 0)
-    assert StepAgreement(world)([1.0], None) == Agreed(True, None)
-    assert world.calls == 1
-
-
-def test_the_two_answers_do_not_mix_however_many_ranks_there_are() -> None:
-    base = 5001  # 5000 ranks, each with a bad value and a signal
-    world = Others(*[1.0 + base] * 4999)
-    world.max = lambda value: 15  # type: ignore[method-assign]
-    assert StepAgreement(world)([math.nan], "SIGTERM") == Agreed(False, "SIGTERM")
-    world = Others(*[1.0] * 4999)
-    assert StepAgreement(world)([1.0], None) == Agreed(False, None)
-    world = Others(*[float(base)] * 4999)
-    world.max = lambda value: 15  # type: ignore[method-assign]
-    assert StepAgreement(world)([1.0], None) == Agreed(True, "SIGTERM")

@@ -22,4 +22,4 @@ class TrackingSection:
     run_name: str | None = key(None, "Name of the run in the trackers.")
     disable_tqdm: bool | None = key(None, "Log lines instead of the progress bar.")
     wandb_api_key: str | None = key(None, "Better set WANDB_API_KEY: a command line is visible to others.", secret=True)
-    wandb_http_proxy: str | None = key(None, "Proxy for W&B.", secret=True)
+    wandb_http_proxy: str | None = key(None, "Proxy through which W&B is reached, over HTTP and HTTPS.", secret=True)

@@ -1,17 +1,20 @@
-"""Times of the expert block and its kernels at the 21B-A3B shapes, printed. Run by test_cuda_experts.py as a script.
+"""Times of the expert block and its kernels at the 21B-A3B shapes, on an NVIDIA card.
 
-One failing variant is told in a line and the rest goes on.
+    python benchmarks/experts.py [kernels zipf blocks router long]
+
+Without words kernels, blocks and router. tune_experts.py looks for faster tiles.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import milliseconds
 
 from erniekit.kernels.expert_mlp import Update, expert_mlp
 from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
@@ -32,32 +35,9 @@ def random(*shape: int, std: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda") * std).bfloat16()
 
 
-def clock(call: Callable[[], Any], graph: bool = True, repeats: int = 15) -> float:
-    """Median ms. graph: the kernels alone, replayed."""
-    call()
-    torch.cuda.synchronize()
-    run: Callable[[], Any] = call
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            kept = call()
-        run = captured.replay
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    if graph:
-        del kept
-    return statistics.median(times)
-
-
 def show(name: str, call: Callable[[], Any], gigabytes: float = 0.0, flops: float = 0.0, graph: bool = True) -> None:
     try:
-        ms = clock(call, graph)
+        ms = milliseconds(call, graph=graph)
     except Exception as error:
         print(f"  {name:42s} FAILED {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
         return
@@ -180,7 +160,7 @@ def _block(call: Callable[..., torch.Tensor], s: Sample) -> str:
     def forward() -> torch.Tensor:
         return call(s.x, s.weights, s.order, s.gate_up, s.down, *factors)
 
-    times = [clock(forward, graph=False), clock(lambda: _both(forward, inputs, s.dy), graph=False)]
+    times = [milliseconds(forward), milliseconds(lambda: _both(forward, inputs, s.dy))]
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
@@ -215,3 +195,15 @@ def router(tokens: int = 8192) -> None:
 
 PARTS = {"kernels": kernels, "zipf": lambda: kernels(kind="zipf"), "blocks": blocks, "router": router}
 PARTS["long"] = lambda: blocks(32768, ("even",))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS], help="kernels, blocks and router when not given")
+    for part in parser.parse_args().parts or ["kernels", "blocks", "router"]:
+        torch.cuda.empty_cache()
+        PARTS[part]()
+
+
+if __name__ == "__main__":
+    main()

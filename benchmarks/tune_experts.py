@@ -1,14 +1,16 @@
 """The tile with which each kernel of the expert block is fastest at the 21B-A3B shapes, on an NVIDIA card.
 
-`PYTHONPATH=src:tests/device python tests/device/tune_experts.py tune [TAKE ACTIVATE ...]` builds every candidate in
-worker processes (Triton keeps what it has built on disk), times them here one after another, compares their answers
-with those of the constants as they are, and prints what these could be. A minute and a half at most.
+    python benchmarks/tune_experts.py [TAKE ACTIVATE ...]
+
+Builds every candidate in worker processes (Triton keeps what it has built on disk), times them here one after another,
+compares their answers with those of the constants as they are, and prints what these could be. A minute and a half at
+most.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,7 +19,8 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
-from expert_timings import RANK, E, H, K, W, clock, random, routing
+from experts import RANK, E, H, K, W, random, routing
+from timing import milliseconds
 
 from erniekit.kernels.triton import expert_products as products
 from erniekit.kernels.triton import expert_rows as rows_
@@ -168,7 +171,7 @@ def measured(kernel: str, mine: list[Use], wants: list[list[torch.Tensor]], cand
         gap = off(tensors(use.answer()), want)
         if not gap <= 0.01:  # roundings to 8 bits of sums in another order
             raise ValueError(f"{use.name} differs from the default by {gap:.3g}")
-    return [clock(use.call, repeats=RUNS + 5) for use in mine]
+    return [milliseconds(use.call, RUNS + 5, graph=True) for use in mine]
 
 
 def tune_one(kernel: str, mine: list[Use], candidates: list[tuple[Any, ...]], deadline: float) -> tuple[Any, ...]:
@@ -237,7 +240,6 @@ def tune(kernels: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    word, *named = sys.argv[1:] or ["tune"]
-    if word != "tune" or not set(named) <= set(CANDIDATES):
-        sys.exit(f"usage: tune_experts.py tune [{' '.join(CANDIDATES)}]")
-    tune(named or list(CANDIDATES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", choices=[*CANDIDATES], help="all when not given")
+    tune(parser.parse_args().kernels or list(CANDIDATES))
