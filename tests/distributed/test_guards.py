@@ -14,6 +14,7 @@ from erniekit.parallel.mesh import Layout, World
 from erniekit.train import stragglers
 from erniekit.train.agreement import agree_on_stop
 from erniekit.train.drift import Block, ReplicaDrift, ReplicasDiffer
+from erniekit.train.save import SaveHook
 from erniekit.train.stragglers import Stragglers
 from support.clock import Clock
 from support.ranks import Ranks
@@ -85,6 +86,19 @@ def agree_on_a_signal(asked: int | None) -> tuple[str | None, int]:
     return agree_on_stop("SIGTERM" if world.rank == asked else None, world), world.calls
 
 
+def waits_of_a_save(asked: int | None) -> list[bool]:
+    """Of the hook that saves, for steps 1 to 4; a signal came to one rank before step 2."""
+    world = Counted()
+    hook = SaveHook(SimpleNamespace(world=world), None, every=4, grace_seconds=1.0)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(signals=SimpleNamespace(requested=None))
+    waits = []
+    for step in range(1, 5):
+        if step == 2 and world.rank == asked:
+            trainer.signals.requested = "SIGTERM"
+        waits.append(hook.waits_for(trainer, step))
+    return waits
+
+
 def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, Any]]:
     """Each step ends in a collective that waits for the slowest, so that all ranks take the same time; one does ten
     times the work of a part. Seconds are those of the work alone, whatever else the machine does."""
@@ -102,6 +116,11 @@ def train_with_a_slow_rank(slow: int, part: str) -> tuple[list[str], dict[str, A
         hook.after_step(None, SimpleNamespace(step=step))  # type: ignore[arg-type]
     stragglers.time = time  # type: ignore[assignment]
     return said, hook.summary()
+
+
+def test_a_step_is_waited_for_by_all_ranks_when_a_signal_came_to_one(ranks: Ranks) -> None:
+    assert ranks.run(2, waits_of_a_save, None) == [[False, False, False, True]] * 2
+    assert ranks.run(2, waits_of_a_save, 1) == [[False, True, True, True]] * 2
 
 
 @pytest.mark.parametrize(("rank", "bit"), [(2, 0), (0, 31 - 1)])

@@ -25,6 +25,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
+from erniekit.parallel import compiled
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
@@ -94,6 +95,7 @@ def train(
     one_place: bool = False,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], torch.Tensor]:
     """Losses, norms, this rank's owned pieces of the final weights put into whole tensors, and probe logits."""
+    compiled.BACKEND = "aot_eager"  # what the compiler sees, without its code for a CPU
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
     world, spec, device = World(layout, rank), MODELS.get(family), pick("cpu")
@@ -290,6 +292,15 @@ def test_recompute_in_a_layout_changes_nothing(granularity: str, ranks: Ranks) -
 )
 def test_the_zero_bubble_schedule_changes_nothing(axes: dict[str, Any], lora: bool, ranks: Ranks) -> None:
     check(ranks, dict(axes, virtual_stages=2), lora=lora, schedule="zero_bubble")
+
+
+COMPILED = ("tp2 with sequence parallel", "sharding stage 3")
+COMPILED_TOO = ("dp2", "tp2", "pp2", "cp2", "tp2 x pp2", "pp2 x sharding 2", "tp2 x sharding 2", "pp2 interleaved")
+
+
+@pytest.mark.parametrize("name", [*COMPILED, *(pytest.param(n, marks=pytest.mark.full) for n in COMPILED_TOO)])
+def test_compiled_layers_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
+    check(ranks, LAYOUTS[name], one_place=True, compile=True)  # rows of one document: the CPU has no kernel for packs
 
 
 def refusal(axes: dict[str, Any]) -> str:

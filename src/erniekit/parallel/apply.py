@@ -96,11 +96,11 @@ def parallelise(
         whole = options.recompute == "full"
         if options.recompute and not whole:
             apply_recompute(part, options.recompute, options.no_recompute_layers, inputs)
-        if device.triton and world.size == 1:
+        if device.triton:
             for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
                 choose(device.handle)  # type: ignore[operator]
         if options.compile:
-            compile_layers(part, one_graph=device.triton and world.size == 1)
+            compile_layers(part, packs_on_host=not device.triton, shards_inside=world.layout.fsdp > 1)
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,15 +13,28 @@ from torch import nn
 SHAPES = 64  # programs of one layer's code at most: rows of evaluation, packs of very many documents
 
 
-def compile_layers(part: nn.Module, one_graph: bool) -> None:
-    """Each decoder layer as a whole: they are alike, so one compilation serves them all. one_graph: nothing in it may
-    fall back to Python, which on one card nothing does."""
+BACKEND = "inductor"  # torch's; its tests on a CPU take one that compiles nothing
+
+
+def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: bool = False) -> None:
+    """Each decoder layer as a whole: they are alike, so one compilation serves them all.
+
+    A module that waits for the host (`waits_for_host`) is left as it is, and what is around it becomes several graphs;
+    so does a layer with experts where shards_inside says that fully_shard gathers weights within it, and any layer
+    where packs_on_host says that no kernel takes packed documents as they are. In all others nothing may fall back to
+    Python.
+    """
     import torch._dynamo.config  # seconds: only where something is compiled
 
     torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)  # a limit met ends the run
     for layer in part.layers:  # type: ignore[union-attr]
-        if hasattr(layer, "attn"):
-            layer.forward = torch.compile(layer.forward, fullgraph=one_graph, dynamic=False if one_graph else None)
+        if not hasattr(layer, "attn"):  # of another pipeline stage
+            continue
+        waiting: list[Any] = [m for m in layer.modules() if getattr(m, "waits_for_host", False)]
+        for module in waiting:
+            module.forward = torch._dynamo.disable(module.forward)
+        whole = not waiting and not packs_on_host and not (shards_inside and layer.sparse)
+        layer.forward = torch.compile(layer.forward, fullgraph=whole, dynamic=False, backend=BACKEND)
 
 
 _eager = False

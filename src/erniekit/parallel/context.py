@@ -93,6 +93,8 @@ def _bounds(lengths: list[int]) -> torch.Tensor:
 class ContextAttention(nn.Module):
     """Local queries against all keys and values, one call a piece of a document: exact for any packing."""
 
+    waits_for_host = True
+
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         super().__init__()
         self.group, self.rank = group, rank

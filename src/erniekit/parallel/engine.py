@@ -91,7 +91,7 @@ class Engine:
         """Counts of the whole step, over all ranks that read different packs."""
         if self.count_group is None:
             return list(local)
-        counts = torch.tensor(local, dtype=torch.int64, device=self.device)
+        counts = torch.tensor(local, dtype=torch.int64)  # on the host: it does not wait for the step before
         dist.all_reduce(counts, group=self.count_group)
         return counts.tolist()
 

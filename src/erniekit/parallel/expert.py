@@ -97,6 +97,7 @@ class Everyone(nn.Module):
     def __init__(self, inner: nn.Module, group: ProcessGroup, tokens: str) -> None:
         super().__init__()
         self.inner, self.group, self.tokens = inner, group, tokens
+        self.waits_for_host = tokens == "any"  # for the longest list
 
     def forward(self, x_TH: torch.Tensor, routing: Any, experts: nn.Module, count: int) -> torch.Tensor:
         ids, weights, group, tokens = routing.ids, routing.weights, self.group, x_TH.shape[0]
@@ -122,6 +123,8 @@ def _most(value: int, device: torch.device, group: ProcessGroup) -> int:
 class SomeHere(nn.Module):
     """Of the tokens' choices those whose experts are here."""
 
+    waits_for_host = True
+
     def __init__(self, mine: Range) -> None:
         super().__init__()
         self.mine = mine
@@ -136,6 +139,8 @@ class SomeHere(nn.Module):
 
 class AllToAll(nn.Module):
     """Each row goes to the rank that has its expert, and its answer comes back to be weighed."""
+
+    waits_for_host = True
 
     def __init__(self, group: ProcessGroup, shares: list[Range]) -> None:
         super().__init__()

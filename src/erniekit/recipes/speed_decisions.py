@@ -22,7 +22,7 @@ from erniekit.models.costs import (
     state_bytes,
     token_flops,
 )
-from erniekit.parallel.mesh import World
+from erniekit.parallel.mesh import Layout, World
 
 GIB = 1024**3
 USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
@@ -33,11 +33,11 @@ EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
-    cfg = cfg.derive(*_compile(cfg, device, world), *_recompute(cfg, device, world, model))
+    cfg = cfg.derive(*_compile(cfg, device), *_recompute(cfg, device, world, model))
     return cfg.derive(*_graph(cfg, device, world, model))
 
 
-def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
+def _compile(cfg: RunConfig, device: Device) -> Iterator[Note]:
     if cfg.model.compile is not None:
         return
     why_not = None
@@ -45,20 +45,22 @@ def _compile(cfg: RunConfig, device: Device, world: World) -> Iterator[Note]:
         why_not = "no Triton for this device"
     elif problem := why_no_triton():
         why_not = problem
-    elif world.size > 1:
-        why_not = "several ranks"
+    elif cfg.parallel.pp_schedule == "zero_bubble":
+        why_not = "pp_schedule: zero_bubble computes a layer's two gradients apart, which a compiled one does not"
     elif cfg.precision.compute_type == "fp32":
         why_not = "fp32"
     elif cfg.train.stage == "SFT" and not cfg.data.packing:
         why_not = "rows of many lengths; packing: True makes them of one"
-    reason = why_not or "one device and rows of one length; write compile: False to leave it"
+    reason = why_not or "rows of one length; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
 
 
 def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
     asked, why_not = cfg.model.cuda_graph, None
-    if not device.records_graphs or world.size > 1:
-        why_not = "graphs are replayed by one device alone, and not by every kind"
+    if not device.records_graphs:
+        why_not = "this kind of device replays no graphs"
+    elif problem := _collectives_inside(world.layout):
+        why_not = problem
     elif asked is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
     elif not cfg.model.compile:
@@ -76,6 +78,15 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
         yield Note("cuda_graph", None, why_not is None, reason, quiet=why_not is not None)
     elif asked and why_not:
         yield Note("cuda_graph", True, False, why_not)
+
+
+def _collectives_inside(layout: Layout) -> str | None:
+    """Why layers of this layout cannot be recorded; copies of a model that only add their gradients up can."""
+    if layout.pp > 1:
+        return "a pipeline has several micro-batches under way, of which a graph holds one"
+    if layout.tp > 1 or layout.cp > 1 or layout.fsdp > 1 or layout.experts_over != "none":
+        return "ranks exchange tensors inside the layers"
+    return None
 
 
 def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig) -> bool:

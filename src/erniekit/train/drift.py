@@ -87,9 +87,12 @@ class ReplicaDrift(Hook):
         self.checks = 0
         self.equal = False  # the copies, as they are now
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return bool(self.every) and self.world.size > 1 and (not self.checks or step % self.every == 0)
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.equal = False
-        if self.every and self.world.size > 1 and (not self.checks or result.step % self.every == 0):
+        if self.waits_for(trainer, result.step):
             self.check(result.step)
 
     def check(self, step: int) -> None:

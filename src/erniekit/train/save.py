@@ -191,7 +191,11 @@ class SaveHook(Hook):
         self._saved_at = time.monotonic()
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        return trainer.signals.requested is not None or self._scheduled(step) or self._time_is_up()
+        """The same answer on all ranks: one that waits would save, or ask whether to stop, without the others."""
+        if self._scheduled(step):
+            return True
+        asked, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
+        return asked is not None or timed
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.saver.saves.check()

@@ -122,7 +122,7 @@ class TrainStep:
     @property
     def late(self) -> bool:
         """Results may come after the next step's launch: nothing in between needs them on the host."""
-        return self.optimizer.fused is not None and self.engine.world.size == 1
+        return self.optimizer.fused is not None
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         return self.launch(batches, step).result()

@@ -67,6 +67,9 @@ class Stragglers(Hook):
             self._seconds[self._part] += now - self._since
         self._part, self._since = PARTS.get(name, ""), now
 
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.phase("")
         self._steps_seen += 1

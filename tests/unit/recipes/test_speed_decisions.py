@@ -15,13 +15,14 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.models.costs import activation_bytes
+from erniekit.parallel.mesh import Layout
 from erniekit.recipes.speed_decisions import for_device, layers_to_recompute
 
 GIB = 1024**3
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
 MOE = MoEShape(experts=64, choices=6, width=1536, shared_width=3072, start=1, end=27)
 LARGE = replace(SMALL, hidden_size=2560, intermediate_size=12288, num_layers=28, num_heads=20, num_kv_heads=4, moe=MOE)
-ALONE: Any = SimpleNamespace(size=1)
+ALONE: Any = SimpleNamespace(size=1, layout=Layout())
 
 
 def card(kind: str = "gpu") -> Device:
@@ -39,17 +40,19 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
     [
         (["packing=True"], "gpu", 1, True),
         (["packing=True"], "cpu", 1, False),
-        (["packing=True"], "gpu", 2, False),
+        (["packing=True"], "gpu", 2, True),
+        (["packing=True", "pp_schedule=zero_bubble", "virtual_pp_degree=2"], "gpu", 2, False),
         (["packing=False"], "gpu", 1, False),
         (["packing=False", "compile=True"], "cpu", 2, True),
         (["packing=True", "compile=False"], "gpu", 1, False),
     ],
 )
-def test_layers_are_compiled_on_one_card_with_rows_of_one_length_or_as_told(
+def test_layers_are_compiled_on_cards_with_rows_of_one_length_or_as_told(
     words: list[str], device: str, ranks: int, want: bool
 ) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
-    cfg = settled("compute_type=bf16", *words, device=card(device), world=SimpleNamespace(size=ranks))
+    world = SimpleNamespace(size=ranks, layout=Layout(dp=ranks))
+    cfg = settled("compute_type=bf16", *words, device=card(device), world=world)
     assert cfg.model.compile is want
 
 
@@ -89,6 +92,25 @@ def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:
     assert len(roomy.memory.no_recompute_layers) == 18, "all fits"
     assert 0 < len(tight.memory.no_recompute_layers) < 18
     assert any("of 18 layers" in str(note) for note in tight.notes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "want"),
+    [
+        (dict(dp=2), None),
+        (dict(tp=2), "ranks exchange tensors inside the layers"),
+        (dict(cp=2), "ranks exchange tensors inside the layers"),
+        (dict(fsdp=2), "ranks exchange tensors inside the layers"),
+        (dict(pp=2), "a pipeline has several micro-batches under way, of which a graph holds one"),
+    ],
+)
+def test_graphs_are_replayed_where_no_collective_is_inside_the_layers(axes: dict[str, int], want: str | None) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    world = SimpleNamespace(size=2, layout=Layout(**axes))
+    cfg = settled("compute_type=bf16", "packing=True", "batch_size=1", "max_seq_len=2048", world=world)
+    assert cfg.model.cuda_graph is (want is None)
+    (note,) = [note for note in cfg.notes if note.key == "cuda_graph"]
+    assert want is None or note.reason == want
 
 
 def test_less_memory_never_means_fewer_layers_computed_again() -> None:

@@ -1,0 +1,46 @@
+"""One rank of `erniekit train`, with the kernels of some of its steps written down: RECIPE OUTPUT; ranks by variables.
+
+Started by ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from erniekit.cli.main import main
+from erniekit.train.metrics import LogHook
+
+FIRST, COUNT = 5, 2  # steps that are recorded, once the compiler is done
+
+
+def watched(recorded: Path) -> None:
+    """Record from the launch of step FIRST on."""
+    from torch.profiler import ProfilerActivity, profile
+
+    recorder, state = profile(activities=[ProfilerActivity.CUDA]), {"launched": 0}
+    plain = LogHook.launched
+
+    def launched(hook: Any, trainer: Any, step: Any) -> None:
+        plain(hook, trainer, step)
+        state["launched"] += 1
+        if state["launched"] == FIRST - 1:
+            torch.cuda.synchronize()
+            recorder.start()
+        elif state["launched"] == FIRST - 1 + COUNT:
+            torch.cuda.synchronize()
+            recorder.stop()
+            rows = [(e.key, e.count, e.self_device_time_total) for e in recorder.key_averages()]
+            recorded.write_text(json.dumps([row for row in rows if row[2] > 0]))
+
+    LogHook.launched = launched  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    recipe, output = sys.argv[1:]
+    watched(Path(output))
+    sys.exit(main(["train", recipe]))

@@ -1,0 +1,80 @@
+"""Several ranks on one NVIDIA card, over NCCL: compiled as one rank is, with its losses and its kernels."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_cases.ranks import run_ranks
+from device_cases.recipes import model_folder, rows
+
+from erniekit.bench.profile import kind_of
+from erniekit.bench.workloads import ERNIE_21B
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
+
+CUT_DOWN = {**ERNIE_21B, "num_hidden_layers": 4, "vocab_size": 32768, "moe_layer_end_index": 3, "moe_num_experts": 32}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": dict(data_parallel_degree=2),
+    "ep2": dict(moe_group="ep"),
+    "tp2": dict(tensor_parallel_degree=2, sequence_parallel=True),
+    "fsdp2": dict(sharding="stage3", sharding_parallel_degree=2),
+    "pp2": dict(pipeline_parallel_degree=2),
+}
+# bf16: products cut in two add up in another order, and a token may take another expert for it.
+LOSS = 0.02
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return dict(
+        stage="SFT", fine_tuning="LoRA", lora_rank=32, compute_type="bf16", packing=True, max_seq_len=4096, seed=11,
+        model_name_or_path=str(model_folder(folder, "model", CUT_DOWN)), train_dataset_path=str(rows(folder)[0]),
+        train_dataset_type="erniekit", train_dataset_prob="1.0", continue_training=False, do_train=True, max_steps=8,
+        batch_size=1, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=1, report_to="none",
+        save_strategy="no", evaluation_strategy="no", doctor="off", probe_tokens=0, verify="size",
+        cache_dir=str(folder / "cache"), cuda_graph=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list]:
+    steps, kernels, said = run_ranks(tmp_path_factory.mktemp("one") / "run", 1, gradient_accumulation_steps=4, **keys)
+    assert "compile: None -> True" in said
+    return steps, kernels[0]
+
+
+def computing(kernels: list) -> dict[str, float]:
+    """Milliseconds by kind, what NCCL and copies take left out."""
+    out: dict[str, float] = {}
+    for name, _, microseconds in kernels:
+        if "nccl" not in name.lower() and kind_of(name) != "copy":
+            out[kind_of(name)] = out.get(kind_of(name), 0.0) + microseconds / 1e3
+    return out
+
+
+def hand_written(kernels: list) -> set[str]:
+    """Kernels of ours and of libraries, as they are called in a layer; names that compilers number are left out."""
+    return {name for name, _, _ in kernels if re.fullmatch(r"_?[a-z][a-z_]*", name)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_are_compiled_and_train_as_one_rank_does(
+    name: str, alone: Any, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    shares_data = not {"tensor_parallel_degree", "pipeline_parallel_degree"} & set(layout)
+    each = 2 if shares_data else 4
+    steps, kernels, said = run_ranks(tmp_path / "run", 2, **keys, gradient_accumulation_steps=each, **layout)
+    assert "compile: None -> True" in said
+    got, want = [s["loss"] for s in steps], [s["loss"] for s in alone[0]]
+    both = [computing(rank) for rank in kernels]
+    total, one = sum(sum(found.values()) for found in both), sum(computing(alone[1]).values())
+    print(f"== {name}: {total:.1f} ms of kernels, one rank {one:.1f}: {total / one:.3f}; by kind {both} {got}")
+    assert got == pytest.approx(want, abs=LOSS), (got, want)
+    missing = hand_written(alone[1]) - set().union(*(hand_written(rank) for rank in kernels))
+    assert not missing, f"one rank runs these, {name} does not: {missing}"
