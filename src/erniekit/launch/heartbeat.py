@@ -107,6 +107,11 @@ class Heartbeat:
         self._first = [word.partition(":")[0] for word in self._said]
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
+    def listened_until(self) -> float:
+        """Monotonic: when the others' beats were last read."""
+        with self._lock:
+            return self._looked
+
     def silent(self, seconds: float) -> list[int]:
         """The machines not heard of for so long, of those that are not done. None, while we hear nothing at all."""
         with self._lock:

@@ -172,8 +172,8 @@ class Nodes:
         if self.count == 1:
             return failure
         name = f"erniekit/failed/{self.attempt}"
-        until = time.monotonic() + (heartbeat.QUIET_S + 2 * BEAT_INTERVAL_S if failure.peer else 0)
-        while not self.store.check([name]) and time.monotonic() < until:
+        began, wait = time.monotonic(), heartbeat.QUIET_S + 2 * BEAT_INTERVAL_S
+        while failure.peer and not self.store.check([name]) and not self._listened(began, wait):
             if lost := self.lost(again, heartbeat.QUIET_S):
                 failure = lost
                 break
@@ -183,6 +183,11 @@ class Nodes:
             self.store.set(name, failure.to_json())
             return failure
         return told if failure.peer or failure.lost else failure
+
+    def _listened(self, began: float, seconds: float) -> bool:
+        """Whether the others had so long to be heard: while this launcher stood still it did not listen."""
+        assert self._heartbeat is not None
+        return max(self._heartbeat.listened_until(), time.monotonic() - heartbeat.LOST_S) >= began + seconds
 
     def lost(self, again: bool, seconds: float = 0.0) -> Failure | None:
         """The loss of machines whose launchers are silent for so long, or were restarted. again: we may restart."""
