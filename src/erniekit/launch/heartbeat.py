@@ -89,6 +89,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._word = ""
+        self.looks = 0  # how often the others' beats were read
         self._looked = 0.0  # monotonic: when the others' beats were last read
         self._heard: list[float] = []  # monotonic, by machine: when its beat last changed
         self._said: list[str] = []
@@ -106,11 +107,6 @@ class Heartbeat:
         self._look()
         self._first = [word.partition(":")[0] for word in self._said]
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
-
-    def listened_until(self) -> float:
-        """Monotonic: when the others' beats were last read."""
-        with self._lock:
-            return self._looked
 
     def silent(self, seconds: float) -> list[int]:
         """The machines not heard of for so long, of those that are not done. None, while we hear nothing at all."""
@@ -153,6 +149,7 @@ class Heartbeat:
             else:
                 self._heard = [now] * self.count
             self._said, self._looked = said, now
+            self.looks += 1
 
 
 def newest_checkpoint(output: Path) -> str:

@@ -172,22 +172,30 @@ class Nodes:
         if self.count == 1:
             return failure
         name = f"erniekit/failed/{self.attempt}"
-        began, wait = time.monotonic(), heartbeat.QUIET_S + 2 * BEAT_INTERVAL_S
-        while failure.peer and not self.store.check([name]) and not self._listened(began, wait):
-            if lost := self.lost(again, heartbeat.QUIET_S):
-                failure = lost
-                break
-            time.sleep(0.05)
+        if failure.peer:
+            failure = self._lost_rather_than(failure, name, again)
         told = Failure.from_json(self.store.compare_set(name, "", failure.to_json()))
         if told.peer and not failure.peer:  # they saw our rank go before we did
             self.store.set(name, failure.to_json())
             return failure
         return told if failure.peer or failure.lost else failure
 
-    def _listened(self, began: float, seconds: float) -> bool:
-        """Whether the others had so long to be heard: while this launcher stood still it did not listen."""
+    def _lost_rather_than(self, failure: Failure, name: str, again: bool) -> Failure:
+        """The loss of a machine, where that is why a rank says its peer is gone; waits for another's word on it.
+
+        Counted in looks at the beats, not in seconds: a launcher that stood still did not listen meanwhile.
+        """
         assert self._heartbeat is not None
-        return max(self._heartbeat.listened_until(), time.monotonic() - heartbeat.LOST_S) >= began + seconds
+        enough = self._heartbeat.looks + round(heartbeat.QUIET_S / BEAT_INTERVAL_S) + 2
+        until = time.monotonic() + heartbeat.LOST_S  # where nothing is heard any more
+        while not self.store.check([name]):
+            listened = self._heartbeat.looks >= enough or time.monotonic() > until
+            if lost := self.lost(again, heartbeat.QUIET_S):
+                return lost
+            if listened:
+                break
+            time.sleep(0.05)
+        return failure
 
     def lost(self, again: bool, seconds: float = 0.0) -> Failure | None:
         """The loss of machines whose launchers are silent for so long, or were restarted. again: we may restart."""
