@@ -304,6 +304,18 @@ def test_numbered_machines_share_a_users_error_and_do_not_restart(tmp_path: Path
     assert since_all_were_there(tmp_path) < LATE_S
 
 
+def test_a_machine_whose_ranks_do_not_leave_with_the_others_ends_as_preempted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "SLACK_S", 0.1)
+    monkeypatch.setattr(agent, "LEAVE_S", 0.2)
+    common = replace(two(), grace_s=0.2)
+    machines = [machine(tmp_path, common, node, True, "one_is_stuck", tmp_path) for node in (0, 1)]
+    assert [m.wait() for m in machines] == [75, 75], [m.said() for m in machines]
+    assert machines[1].said()[1].startswith("error: rank 1 did not leave")
+    assert not any(line.startswith("restart") for m in machines for line in m.said())
+
+
 @pytest.mark.full
 def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
     common = two(max_restarts=1)

@@ -101,6 +101,7 @@ class Nodes:
         self.attempt = 0
         self.machines = [me]
         self._asked = 0.0
+        self._told: Failure | None = None
         self._server: Any = None
         self._heartbeat: Heartbeat | None = None
         if self.count > 1:
@@ -187,7 +188,7 @@ class Nodes:
         """
         assert self._heartbeat is not None
         enough = self._heartbeat.looks + round(heartbeat.QUIET_S / BEAT_INTERVAL_S) + 2
-        until = time.monotonic() + heartbeat.LOST_S  # where nothing is heard any more
+        until = time.monotonic() + heartbeat.QUIET_S + heartbeat.LOST_S  # where nothing is heard any more
         while not self.store.check([name]):
             listened = self._heartbeat.looks >= enough or time.monotonic() > until
             if lost := self.lost(again, heartbeat.QUIET_S):
@@ -219,12 +220,13 @@ class Nodes:
         return Failure(first.ranks[0], 1, CRASH, tuple(lines), first.host, at=time.time(), lost=numbers)
 
     def elsewhere(self, at_once: bool = False) -> Failure | None:
-        """A failure another launcher told of; asks at most once a second."""
-        if self.count == 1 or (time.monotonic() - self._asked < ASK_S and not at_once):
-            return None
-        self._asked = time.monotonic()
-        name = f"erniekit/failed/{self.attempt}"
-        return Failure.from_json(self.store.get(name)) if self.store.check([name]) else None
+        """A failure another launcher told of; asks at most once a second, until there is one."""
+        due = self._told is None and (at_once or time.monotonic() - self._asked >= ASK_S)
+        if self.count > 1 and due:
+            self._asked = time.monotonic()
+            if self.store.check([name := f"erniekit/failed/{self.attempt}"]):
+                self._told = Failure.from_json(self.store.get(name))
+        return self._told
 
     def done(self) -> None:
         """The ranks of this machine have finished."""

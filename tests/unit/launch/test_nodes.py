@@ -43,11 +43,12 @@ def pair(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Nodes]]
         thread.start()
     for thread in threads:
         thread.join()
-    yield made  # and the server stays
+    yield made
+    del server  # it lives as long as they need it
 
 
 class StandsStill(Clock):
-    """Of the thread that waits: a quarter of a minute is lost at its first sleep; from then on the other one listens."""
+    """Of the thread that waits: fifteen seconds are lost at its first sleep; from then on the other one listens."""
 
     def __init__(self, listener: Clock, look: Callable[[], None]) -> None:
         super().__init__(listener.now)
