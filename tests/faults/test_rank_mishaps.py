@@ -195,7 +195,7 @@ def test_a_rank_that_never_joins_is_ended_with_stacks_of_both_and_the_run_resume
         assert row.hits == 1, hung.story()
         # Whoever ends first breaks the other's connection, which then ends by that error.
         assert 70 in hung.codes, hung.story()
-        assert set(hung.codes) <= {70, 1}, hung.story()
+        assert set(hung.codes) <= {70, 1, -9}, hung.story()  # -9: by the monitor, of a process that stood still
         took = max(hung.ended) - hung.faults()[0]["time"]
         assert hard - 0.5 < took < hard + 20, hung.story()  # for ever without a watchdog
         stacks = [(folder / "hangs" / f"rank-{rank}-step-6.txt").read_text() for rank in (0, 1)]
