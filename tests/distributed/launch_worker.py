@@ -101,6 +101,17 @@ def save_when_told(folder: str, seconds: str) -> None:
     raise Preempted(f"saved by rank {RANK}")
 
 
+def never_leaves(folder: str) -> None:
+    """Like one in a collective whose peer stands still: it is told, and gets to no save."""
+
+    def hear(number: int, frame: object) -> None:
+        (Path(folder) / f"told-{RANK}").write_text(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hear)
+    wait_for_the_end(folder)
+
+
 def one_leaves_early(folder: str) -> None:
     """Rank 1 is done with its part of the save before rank 0 is."""
     if RANK == 0:

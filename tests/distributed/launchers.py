@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from erniekit.launch import (
 )
 from erniekit.launch.plan import LaunchPlan
 from erniekit.launch.start import start
+from support.clock import until
 
 WORKER = str(Path(__file__).with_name("launch_worker.py"))
 CPP = re.compile(r"^\[W\d{4} .*\n(Exception raised from .*\n((frame #|<omitting).*\n)*\n?)?", re.MULTILINE)
@@ -76,15 +78,21 @@ def launcher(folder: Path, launch: LaunchPlan, *words: object, terminal: int | N
     return forked(folder, lambda: start(launch, [sys.executable, WORKER, *map(str, words)]), terminal)
 
 
-def wait_for(*paths: Path, seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
-    while not all(path.exists() and path.stat().st_size for path in paths):
-        assert time.monotonic() < until, f"{paths} did not come"
-        time.sleep(0.02)
+def wait_for(*paths: Path) -> None:
+    until(lambda: all(path.exists() and path.stat().st_size for path in paths), f"{paths} are written")
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def wait_for_words(launcher: Launcher, words: str) -> list[str]:
+    """What it has said, once there is a line that begins so."""
+    until(lambda: any(line.startswith(words) for line in launcher.said()), f"{launcher.err} says {words!r}")
+    return launcher.said()
+
+
+def wait_for_host(port: int) -> None:
+    """Until a launcher holds the store that all meet at."""
+    until(lambda: _answers(port), f"somebody listens at {port}")
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +29,10 @@ from erniekit.launch.start import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import LATE_S, LEFT_S, WORKER, Launcher, alive, launcher, wait_for
+from launchers import LATE_S, LEFT_S, WORKER, Launcher, launcher, wait_for, wait_for_host, wait_for_words
+
+from support.clock import until
+from support.processes import alive, wait_until_gone
 
 
 @pytest.fixture
@@ -77,7 +81,9 @@ def test_a_crash_shows_its_traceback_first_and_is_restarted(ranks: Callable, tmp
     assert lines[-1] == "restart 1 of 1 in 1 s"
     assert "SIGTERM" not in err
     assert "ChildFailedError" not in err
-    assert out.splitlines() == ["rank 0 of 2, attempt 0", "rank 0 of 2, attempt 1"]
+    # what rank 0 has said last may come too late for the screen, where the other's error is by then
+    assert out.splitlines()[-1] == "rank 0 of 2, attempt 1"
+    assert (tmp_path / "logs" / "workerlog.0.attempt-1").read_text().startswith("rank 0 of 2, attempt 0\n")
     assert "about to fail" in (tmp_path / "logs" / "workerlog.1.attempt-1").read_text()
     assert len(list(tmp_path.glob("attempt-*"))) == 4
     (launch,) = {path.read_text() for path in tmp_path.glob("attempt-*")}
@@ -103,7 +109,7 @@ def test_a_rank_that_does_not_hear_is_killed_with_what_it_started(
     assert code == 1
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
-    assert not any(map(alive, pids))
+    wait_until_gone(*pids, seconds=LATE_S)
 
 
 def test_the_others_may_finish_their_save_when_one_rank_has_left(ranks: Callable, tmp_path: Path) -> None:
@@ -163,10 +169,15 @@ def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callabl
 # --- signals
 
 
-def saving_launcher(folder: Path, seconds: float) -> Launcher:
-    process = launcher(folder, LaunchPlan(2, log_dir=folder / "logs"), "save_when_told", folder, seconds)
+def started(folder: Path, *words: object, **keys: float) -> Launcher:
+    """Two ranks, both there."""
+    process = launcher(folder, LaunchPlan(2, log_dir=folder / "logs", **keys), *words)
     wait_for(folder / "pid-0", folder / "pid-1")
     return process
+
+
+def saving_launcher(folder: Path, seconds: float) -> Launcher:
+    return started(folder, "save_when_told", folder, seconds)
 
 
 def test_sigterm_to_the_launcher_lets_every_rank_save(tmp_path: Path) -> None:
@@ -175,6 +186,49 @@ def test_sigterm_to_the_launcher_lets_every_rank_save(tmp_path: Path) -> None:
     assert process.wait() == 75
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
     assert process.said()[1:] == ["saved by rank 0"]
+
+
+def test_a_signal_that_comes_while_the_ranks_are_started_lets_them_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = agent.LocalElasticAgent._start_workers
+
+    def told_in_between(*args: Any) -> dict[int, Any]:
+        pids = plain(*args)
+        wait_for(tmp_path / "pid-0", tmp_path / "pid-1")  # as where the launcher stood still
+        os.kill(os.getpid(), signal.SIGTERM)
+        return pids
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_start_workers", told_in_between)
+    assert saving_launcher(tmp_path, 0).wait() == 75
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_do_not_leave_in_time_are_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(agent, "SLACK_S", 0.1)
+    monkeypatch.setattr(agent, "LEAVE_S", 0.2)
+    process = started(tmp_path, "never_leaves", tmp_path, grace_s=0.2)
+    process.kill(number)
+    assert process.wait() == 128 + number
+    assert process.said()[1:] == [
+        "error: rank 0, 1 did not leave within 0 s of the signal",
+        "fix:   raise preempt_grace_s",
+    ]
+
+
+def test_asked_twice_ranks_that_do_not_leave_are_not_waited_for_and_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "LEAVE_S", 0.2)
+    process = started(tmp_path, "never_leaves", tmp_path)
+    process.kill(signal.SIGINT)
+    wait_for(tmp_path / "told-0", tmp_path / "told-1")  # two signals that come at once count as one
+    process.kill(signal.SIGINT)
+    assert process.wait() == 130
+    assert process.said()[1:] == ["stopped by SIGINT without a save"]
 
 
 def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
@@ -195,10 +249,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     assert all(map(alive, pids))
     process.kill(signal.SIGKILL)
     assert process.wait() == -9
-    until = time.monotonic() + LATE_S
-    while any(map(alive, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not any(map(alive, pids))
+    wait_until_gone(*pids, seconds=LATE_S)
 
 
 # --- the screen
@@ -253,6 +304,18 @@ def test_numbered_machines_share_a_users_error_and_do_not_restart(tmp_path: Path
     assert since_all_were_there(tmp_path) < LATE_S
 
 
+def test_a_machine_whose_ranks_do_not_leave_with_the_others_ends_as_preempted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "SLACK_S", 0.1)
+    monkeypatch.setattr(agent, "LEAVE_S", 0.2)
+    common = replace(two(), grace_s=0.2)
+    machines = [machine(tmp_path, common, node, True, "one_is_stuck", tmp_path) for node in (0, 1)]
+    assert [m.wait() for m in machines] == [75, 75], [m.said() for m in machines]
+    assert machines[1].said()[1].startswith("error: rank 1 did not leave")
+    assert not any(line.startswith("restart") for m in machines for line in m.said())
+
+
 @pytest.mark.full
 def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
     common = two(max_restarts=1)
@@ -265,30 +328,46 @@ def test_machines_numbered_on_arrival_restart_together(tmp_path: Path) -> None:
         assert m.said()[-1] == "restart 1 of 1 in 1 s"
 
 
+def launch_of(attempt: int, pids: list[Path]) -> set[str]:
+    """The launches that the ranks of this attempt take part in, once all are there.
+
+    A machine that is back may begin with the attempt that has just failed: its rank leaves its id, and is ended.
+    """
+    found: list[dict[str, str]] = []
+
+    def there() -> bool:
+        found.clear()
+        with contextlib.suppress(OSError, ValueError, psutil.Error):
+            found.extend(psutil.Process(int(path.read_text())).environ() for path in pids)
+        return [env.get("TORCHELASTIC_RESTART_COUNT") for env in found] == [str(attempt)] * len(pids)
+
+    until(there, f"all ranks are in attempt {attempt}")
+    return {env["ERNIEKIT_LAUNCH"] for env in found}
+
+
 # Numbered on arrival, the lost machine has to miss its heartbeats first: ten seconds more.
 @pytest.mark.parametrize("numbered", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_lost_machine_joins_again_where_the_others_are(tmp_path: Path, numbered: bool) -> None:
     common, words = two(), ("save_when_told", tmp_path, 0)
     stays = machine(tmp_path, common, 0, numbered, *words)
-    time.sleep(0.5)  # numbered on arrival: the first to come is the host of the store
+    wait_for_host(common.port)  # numbered on arrival: the first to come is the host of the store
     goes = machine(tmp_path, common, 1, numbered, *words)
     pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
-    wait_for(*pids)
-    first = {psutil.Process(int(path.read_text())).environ()["ERNIEKIT_LAUNCH"] for path in pids}
+    first = launch_of(0, pids)
+    here = 0 if "rank 0 of 2" in wait_for_words(stays, "rank ")[0] else 1
     goes.kill(signal.SIGKILL)
     assert goes.wait() == -9
-    here = 0 if "rank 0" in stays.said()[0] else 1
     os.kill(int(pids[here].read_text()), signal.SIGKILL)  # as a collective with the lost rank would have ended it
     for path in pids:
         path.unlink()
     comes = machine(tmp_path, common, 1, numbered, *words)
-    wait_for(*pids)
-    names = {psutil.Process(int(path.read_text())).environ()["ERNIEKIT_LAUNCH"] for path in pids}
+    names = launch_of(1, pids)
     assert len(names) == 1, "the machine that came back takes part in the same launch"
     assert names == first
     for process in (stays, comes):
         process.kill(signal.SIGTERM)
-    assert [stays.wait(), comes.wait()] == [75, 75]
+    assert [stays.wait(), comes.wait()] == [75, 75], [stays.said(), comes.said()]
+    assert [line for line in stays.said() if line.startswith("restart")] == ["restart 1 of 3 in 1 s"], "one is spent"
     assert all("attempt 1" in (tmp_path / "logs" / f"workerlog.{rank}").read_text() for rank in (0, 1))
 
 

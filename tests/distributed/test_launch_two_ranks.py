@@ -22,8 +22,9 @@ from erniekit.train.watchdog import EXIT_CODE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import Launcher, alive, forked
+from launchers import Launcher, forked
 
+from support.processes import alive
 from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("two_ranks")  # they share the run that nobody disturbs

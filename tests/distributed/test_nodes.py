@@ -23,7 +23,9 @@ from erniekit.launch.start import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import LATE_S, WORKER, Launcher, alive, forked, wait_for
+from launchers import LATE_S, WORKER, Launcher, forked, wait_for, wait_for_words
+
+from support.processes import alive
 
 CLONE_NEWNET = 0x40000000
 STARTED: list[Launcher] = []  # by the test that runs
@@ -227,11 +229,3 @@ def test_a_host_that_stays_away_ends_the_job_with_its_name(
     finally:
         hosts[1].plug("up")
     assert any(line.startswith("error: not back within 8 s: machine 1 of 2, ") for line in waits.said()), waits.said()
-
-
-def wait_for_words(launcher: Launcher, words: str, seconds: float = 60) -> list[str]:
-    until = time.monotonic() + seconds
-    while not any(line.startswith(words) for line in launcher.said()):
-        assert time.monotonic() < until, launcher.said()
-        time.sleep(0.05)
-    return launcher.said()

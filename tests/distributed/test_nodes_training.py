@@ -26,9 +26,10 @@ from erniekit.launch import heartbeat
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import Launcher, alive, forked
+from launchers import Launcher, forked
 from test_nodes import Host, ip
 
+from support.processes import alive
 from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("nodes")  # in turn: each has four processes or more

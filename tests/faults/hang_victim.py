@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -47,6 +48,9 @@ def naps(step: int) -> None:
         hung()
         if os.environ["NAP"] == "until told":
             sys.stdin.readline()
+        elif os.environ["NAP"] == "suspended":
+            for pid in (DOG[0]._beats.monitor, os.getpid()):
+                os.kill(pid, signal.SIGSTOP)
         else:
             time.sleep(float(os.environ["NAP"]))
 

@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from faults.results import fault
+from support.clock import until
+from support.processes import alive, stopped, wait_until_gone
 
 pytestmark = pytest.mark.xdist_group("hangs")  # they take turns: their time-outs are short
 
 VICTIM = Path(__file__).with_name("hang_victim.py")
 SOFT, HARD = 1.0, 2.0  # seconds
+LATER = 3.0  # on top of HARD, for the rank that is to end after the other, whichever of them stood still before
 GRACE = 20.0  # on top of HARD, until the process is gone; for ever when nobody ends it
 
 
@@ -73,18 +76,6 @@ def start(kind: str, folder: Path, rank: int = 0, soft: float = SOFT, hard: floa
     return Victim(process, folder, rank)
 
 
-def gone(pid: int, within: float = 30.0) -> bool:
-    until = time.monotonic() + within
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     """All that hang for good, started together: they take seconds, and none of the processor."""
@@ -94,7 +85,7 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Victim]:
     os.mkfifo(dead / "hangs" / "rank-0-step-5.txt")
     (refused / "hangs").write_text("a file, not a folder")
     keys = {"STORE": str(both / "store"), "TORCH_FR_BUFFER_SIZE": "50"}
-    started = {f"rank {rank}": start("collective", both, rank, **keys) for rank in (0, 1)}
+    started = {f"rank {rank}": start("collective", both, rank, hard=HARD + rank * LATER, **keys) for rank in (0, 1)}
     started |= {"data": start("data", folder("data")), "lock": start("lock", folder("lock"))}
     return started | {"dead": start("sleep", dead), "refused": start("sleep", refused)}
 
@@ -121,7 +112,7 @@ def test_a_held_interpreter_lock_is_seen_and_ended_from_outside(victims: dict[st
     assert "step 5, phase forward/backward; its threads do not answer" in report
     assert f"stacks in {victim.folder}/hangs/rank-0-step-5.txt" in errors
     assert "killed from outside" in errors
-    assert gone(monitor)
+    wait_until_gone(monitor)
 
 
 def test_a_dead_file_system_takes_the_watchdogs_thread_but_not_the_monitor(victims: dict[str, Victim]) -> None:
@@ -129,7 +120,7 @@ def test_a_dead_file_system_takes_the_watchdogs_thread_but_not_the_monitor(victi
     monitor, code, errors = end_of(victims["dead"])
     assert code == -signal.SIGKILL
     assert "its threads do not answer" in errors
-    assert gone(monitor)
+    wait_until_gone(monitor)
 
 
 def test_stacks_that_cannot_be_written_go_to_stderr(victims: dict[str, Victim]) -> None:
@@ -152,14 +143,14 @@ def test_a_data_thread_that_never_returns_is_named_and_the_process_ends_for_a_re
     assert float(found[1]) >= SOFT
     assert f"step 5, phase data; stacks in {victim.folder}/hangs/rank-0-step-5.txt" in errors
     assert "ending with code 70" in errors
-    assert gone(monitor)
+    wait_until_gone(monitor)
 
 
 def test_a_rank_that_never_enters_a_collective_is_found_on_both_sides(victims: dict[str, Victim]) -> None:
+    # Whoever ends first breaks the other's connection: the one in the collective would then end by that error.
     waiting, missing = victims["rank 0"], victims["rank 1"]
-    # Whoever ends first breaks the other's connection: the one in the collective may then end by that error (1).
+    assert end_of(waiting)[1] == 70
     assert end_of(missing)[1] == 70
-    assert end_of(waiting)[1] in (70, 1)
     report = missing.report()
     assert "in never_joins" in report
     assert "phase forward/backward" in report
@@ -186,30 +177,28 @@ def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path:
 
 def test_the_monitor_never_outlives_its_rank_and_its_own_end_is_told(tmp_path: Path) -> None:
     naps = ("600", "0", "until told")
-    killed, ending, alone = (start("nap", tmp_path, NAP=nap, soft=10, hard=60) for nap in naps)
+    killed, ending, alone = (start("nap", tmp_path, NAP=nap, soft=120, hard=600) for nap in naps)
     monitors = [victim.monitor() for victim in (killed, ending, alone)]
     alone.hangs()
     os.kill(monitors[2], signal.SIGKILL)
     killed.hangs()
     for word in (signal.SIGTERM, signal.SIGINT):  # to the whole group, meant for the rank: it may hang while saving
         os.kill(monitors[0], word)
-    assert not gone(monitors[0], within=0.2)
+    time.sleep(0.2)  # for it to obey
+    assert alive(monitors[0])
     killed.process.kill()
-    assert gone(monitors[0])
+    wait_until_gone(monitors[0])
     killed.ends()
     assert ending.ends()[0] == 0
-    assert gone(monitors[1])
+    wait_until_gone(monitors[1])
     alone.says("the monitor process of rank 0 ended (-9); the thread watches alone")
     assert alone.ends() == (0, "")
 
 
 def test_a_suspended_job_is_not_a_hang(tmp_path: Path) -> None:
-    victim = start("nap", tmp_path, soft=1.8, hard=2.0, NAP="until told")
-    monitor = victim.monitor()
-    victim.hangs()
-    both = (victim.process.pid, monitor)
-    for pid in both:
-        os.kill(pid, signal.SIGSTOP)
+    victim = start("nap", tmp_path, soft=1.8, hard=2.0, NAP="suspended")  # by itself, however late we are
+    both = (victim.process.pid, victim.monitor())
+    until(lambda: all(map(stopped, both)), "both stand still")
     time.sleep(2.5)
     for pid in both:
         os.kill(pid, signal.SIGCONT)

@@ -32,6 +32,7 @@ from faults.rank_runs import (
     undisturbed,
 )
 from faults.results import Row, fault
+from support.processes import wait_until_gone
 
 pytestmark = pytest.mark.xdist_group("faults")  # in turn: they share a server, and their limits are in seconds
 
@@ -119,9 +120,7 @@ def test_the_launcher_starts_killed_ranks_again_and_they_resume(server: RankServ
         row.count = 1
         os.kill(ranks[1], signal.SIGKILL)
         killed = time.monotonic()
-        while psutil.pid_exists(ranks[0]) and psutil.Process(ranks[0]).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < killed + LEAVE_S
-            time.sleep(0.01)
+        wait_until_gone(ranks[0], seconds=LEAVE_S)
         row.note = f"the other rank left within {time.monotonic() - killed:.1f} s"
         ended = started.wait()
         row.hits = ended.said(0).count("error: rank 1 was ended by SIGKILL")
@@ -139,9 +138,7 @@ def test_ranks_do_not_outlive_a_killed_launcher_and_the_next_one_resumes(server:
         row.count = row.hits = 1
         os.kill(started.pids[0], signal.SIGKILL)
         began = time.monotonic()
-        while any(psutil.pid_exists(pid) for pid in ranks):
-            assert time.monotonic() < began + LEAVE_S, "ranks without a launcher hold the device and the folder"
-            time.sleep(0.01)
+        wait_until_gone(*ranks, seconds=LEAVE_S)  # without a launcher they hold the device and the folder
         row.note = f"its ranks left within {time.monotonic() - began:.1f} s"
         first = started.wait()
         again = server.start("k3-orphans", ranks=1, **words).wait()

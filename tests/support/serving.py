@@ -23,7 +23,7 @@ from erniekit.serve.loaded_models import find_models, load_models
 from erniekit.serve.server import make_application
 from support.recorded import tiny_folder as tiny_folder  # for those that serve it
 
-# Of every server that tests start: `cuda` runs the attacks against a card.
+# Of every server that tests start: `gpu` runs the attacks against a card.
 DEVICE = os.environ.get("SERVE_DEVICE", "cpu")
 
 
@@ -84,6 +84,16 @@ def until(done: Any, seconds: float, fails: bool = True) -> bool:
         time.sleep(0.01)
     assert not fails, f"not within {seconds} s"
     return False
+
+
+def stopping(url: str) -> bool:
+    """Whether the server has heard a signal: until then a request without a prompt is refused for that."""
+    try:
+        return httpx.post(url + "/v1/completions", json={}, timeout=30).status_code == 503
+    except httpx.TimeoutException:
+        return False
+    except httpx.TransportError:  # it does not listen any more
+        return True
 
 
 class Program:

@@ -38,6 +38,7 @@ SLACK_S = 5.0  # beyond a rank's grace to save: it has to get to the end of its 
 BACK_OFF_S = 1.0  # before the first restart; doubled for each after it
 LONGEST_BACK_OFF_S = 60.0
 NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+TORCH_HANDLES = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -73,7 +74,7 @@ def run_ranks(launch: LaunchPlan, command: list[str]) -> int:
                 raise Apart("the run ended without this machine", where="nnodes", fix="start one launcher per machine")
             handler.shutdown()
             return agent.exit_code
-    except SignalException as e:  # between two attempts; or in the moment between torch's handlers and ours
+    except SignalException as e:  # between two attempts
         return (agent.exit_code if agent else 0) or 128 + e.sigval
     except (RendezvousError, DistError) as e:
         raise (agent.apart(e) if agent is not None and agent.met else _apart(launch, e)) from e
@@ -147,9 +148,10 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure, self._blamed_at, self._leave_by = None, None, float("inf")
-        started = super()._start_workers(worker_group)
-        for number in ASKING:  # after torch has put in its own, which raise wherever we happen to be
+        os.environ[TORCH_HANDLES] = "SIGQUIT"  # of the others its handlers would raise wherever we happen to be
+        for number in ASKING:  # before there is a rank: one that comes while they are started is passed on to them
             signal.signal(number, signal.SIG_IGN if number in self._ignored else self._on_signal)
+        started = super()._start_workers(worker_group)
         if not self.met:
             self._introduce(worker_group)
         self.exit_code, self.met = 0, True
@@ -293,7 +295,8 @@ class Agent(LocalElasticAgent):
         """Some never got to the end of their step. Those that left before them have saved what there is to save."""
         names = ", ".join(map(str, ranks))
         what = f"error: rank {names} did not leave within {self.launch.grace_s + SLACK_S:.0f} s of the signal"
-        code, kind = (75, PREEMPTED) if preempted else (-signal.SIGTERM, CRASH)
+        # asked twice they had no time to save, so that they are to blame for nothing: as if they had obeyed
+        code, kind = (75, PREEMPTED) if preempted else (-self._signals[0] if self._passed_on > 1 else 1, CRASH)
         return Failure(ranks[0], code, kind, (what, "fix:   raise preempt_grace_s"))
 
     def _end(self, cause: Failure) -> RunResult:

@@ -89,6 +89,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._word = ""
+        self.looks = 0  # how often the others' beats were read
         self._looked = 0.0  # monotonic: when the others' beats were last read
         self._heard: list[float] = []  # monotonic, by machine: when its beat last changed
         self._said: list[str] = []
@@ -148,6 +149,7 @@ class Heartbeat:
             else:
                 self._heard = [now] * self.count
             self._said, self._looked = said, now
+            self.looks += 1
 
 
 def newest_checkpoint(output: Path) -> str:

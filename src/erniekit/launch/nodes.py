@@ -101,6 +101,7 @@ class Nodes:
         self.attempt = 0
         self.machines = [me]
         self._asked = 0.0
+        self._told: Failure | None = None
         self._server: Any = None
         self._heartbeat: Heartbeat | None = None
         if self.count > 1:
@@ -172,17 +173,30 @@ class Nodes:
         if self.count == 1:
             return failure
         name = f"erniekit/failed/{self.attempt}"
-        until = time.monotonic() + (heartbeat.QUIET_S + 2 * BEAT_INTERVAL_S if failure.peer else 0)
-        while not self.store.check([name]) and time.monotonic() < until:
-            if lost := self.lost(again, heartbeat.QUIET_S):
-                failure = lost
-                break
-            time.sleep(0.05)
+        if failure.peer:
+            failure = self._lost_rather_than(failure, name, again)
         told = Failure.from_json(self.store.compare_set(name, "", failure.to_json()))
         if told.peer and not failure.peer:  # they saw our rank go before we did
             self.store.set(name, failure.to_json())
             return failure
         return told if failure.peer or failure.lost else failure
+
+    def _lost_rather_than(self, failure: Failure, name: str, again: bool) -> Failure:
+        """The loss of a machine, where that is why a rank says its peer is gone; waits for another's word on it.
+
+        Counted in looks at the beats, not in seconds: a launcher that stood still did not listen meanwhile.
+        """
+        assert self._heartbeat is not None
+        enough = self._heartbeat.looks + round(heartbeat.QUIET_S / BEAT_INTERVAL_S) + 2
+        until = time.monotonic() + heartbeat.QUIET_S + heartbeat.LOST_S  # where nothing is heard any more
+        while not self.store.check([name]):
+            listened = self._heartbeat.looks >= enough or time.monotonic() > until
+            if lost := self.lost(again, heartbeat.QUIET_S):
+                return lost
+            if listened:
+                break
+            time.sleep(0.05)
+        return failure
 
     def lost(self, again: bool, seconds: float = 0.0) -> Failure | None:
         """The loss of machines whose launchers are silent for so long, or were restarted. again: we may restart."""
@@ -206,12 +220,13 @@ class Nodes:
         return Failure(first.ranks[0], 1, CRASH, tuple(lines), first.host, at=time.time(), lost=numbers)
 
     def elsewhere(self, at_once: bool = False) -> Failure | None:
-        """A failure another launcher told of; asks at most once a second."""
-        if self.count == 1 or (time.monotonic() - self._asked < ASK_S and not at_once):
-            return None
-        self._asked = time.monotonic()
-        name = f"erniekit/failed/{self.attempt}"
-        return Failure.from_json(self.store.get(name)) if self.store.check([name]) else None
+        """A failure another launcher told of; asks at most once a second, until there is one."""
+        due = self._told is None and (at_once or time.monotonic() - self._asked >= ASK_S)
+        if self.count > 1 and due:
+            self._asked = time.monotonic()
+            if self.store.check([name := f"erniekit/failed/{self.attempt}"]):
+                self._told = Failure.from_json(self.store.get(name))
+        return self._told
 
     def done(self) -> None:
         """The ranks of this machine have finished."""
