@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels import quack_gemm as products
-from erniekit.kernels.gate_up import gate_up_swiglu, reference, serves
+from erniekit.kernels.gate_up import gate_up_swiglu, reference
+from erniekit.kernels.selection import GateUpFacts, chosen
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,7 +33,7 @@ def apart(got: torch.Tensor, true: torch.Tensor) -> float:
 def test_gate_up_and_swiglu_in_one_op(tokens: int, hidden: int, width: int, trained: bool) -> None:
     torch.manual_seed(tokens)
     x, weight = drawn(tokens, hidden), drawn(2 * width, hidden, std=hidden**-0.5)
-    assert serves(weight, DEVICE)
+    assert chosen("feed-forward", GateUpFacts(DEVICE, hidden, 2 * width, True)) == "quack"
     ours = x.clone().requires_grad_(), weight.clone().requires_grad_(trained)
     exact = x.float().requires_grad_(), weight.float().requires_grad_(trained)
     grad = drawn(tokens, width)
@@ -49,7 +50,7 @@ def test_gate_up_and_swiglu_in_one_op(tokens: int, hidden: int, width: int, trai
 
 @pytest.mark.parametrize(("rows", "hidden", "vocab"), [(4096, 1024, 103424), (1025, 2560, 32000)])
 def test_logits_of_a_wide_head(rows: int, hidden: int, vocab: int) -> None:
-    assert products.widens(DEVICE)
+    assert products.why_not("head", DEVICE) is None
     torch.manual_seed(0)
     x, weight = drawn(rows, hidden), drawn(vocab, hidden, std=0.02)
     assert apart(products.logits(x, weight), F.linear(x.float(), weight.float())) < 0.005
@@ -57,4 +58,4 @@ def test_logits_of_a_wide_head(rows: int, hidden: int, vocab: int) -> None:
 
 def test_grouped_products_are_right_here() -> None:
     """Real sizes, skewed and empty experts are in test_cuda_experts.py, which uses them."""
-    assert products.groups(DEVICE)
+    assert products.why_not("experts", DEVICE) is None

@@ -21,15 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from erniekit.kernels import expert_reference
-from erniekit.kernels.available import has_triton, shapes_of
+from erniekit.kernels.available import shapes_of
 from erniekit.kernels.expert_reference import Low
-from erniekit.kernels.grouped_gemm import ALIGNED, on_card
 from erniekit.kernels.moe_permute import Order
 from erniekit.kernels.op_arguments import WEIGHT, OpArguments
 from erniekit.kernels.quantised_rows import Rows, quantised, quantised_by_expert
+from erniekit.kernels.selection import ExpertFacts, chosen
 from erniekit.kernels.stored import Stored, kind_of
-
-HIGHEST_RANK = 128  # what the Triton kernels hold in registers
 
 
 class Update(NamedTuple):
@@ -100,9 +98,9 @@ def _triton_steps() -> Any:
 def in_triton(x: torch.Tensor, rows: int, width: int, factors: Sequence[torch.Tensor | None]) -> bool:
     """Whether the steps between products run in Triton kernels. factors: A of each update."""
     given = [factor for factor in factors if factor is not None]
-    aligned = x.shape[1] % ALIGNED == 0 and width % ALIGNED == 0
-    low = all(factor.shape[1] <= HIGHEST_RANK for factor in given)
-    return has_triton() and rows > 0 and aligned and low and all(on_card(x, factor) for factor in (x, *given))
+    dtype = functools.reduce(torch.promote_types, (factor.dtype for factor in given), x.dtype)
+    facts = ExpertFacts(x.device, dtype, x.shape[1], width, tuple(factor.shape[1] for factor in given))
+    return rows > 0 and chosen("experts", facts) == "triton"
 
 
 def _steps(a: dict[str, Any]) -> Any | ModuleType:

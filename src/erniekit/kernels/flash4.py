@@ -26,11 +26,15 @@ def library() -> Any:
 
 
 @functools.cache
-def serves(group: int, head_dim: int, packed: bool, grad: bool, device: torch.device) -> bool:
-    """Whether it computes bf16 heads of this kind, `group` of them to a kv head: tried once, which makes the kernels.
-    grad: the gradients too."""
-    if head_dim not in HEAD_DIMS or torch.cuda.get_device_capability(device)[0] != 9 or library() is None:
-        return False
+def why_not(group: int, head_dim: int, packed: bool, grad: bool, device: torch.device) -> str | None:
+    """Why it cannot compute bf16 heads of this kind, `group` of them to a kv head; None: it can, which was tried once,
+    and made the kernels. grad: the gradients too."""
+    if head_dim not in HEAD_DIMS:
+        return f"heads of {head_dim} are not among {', '.join(map(str, HEAD_DIMS))}"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "for Hopper cards"
+    if library() is None:
+        return "flash-attn-4 is not installed"
     made = {"device": device, "dtype": torch.bfloat16}
     q, k = torch.ones(1, LEAST, group, head_dim, **made), torch.ones(1, LEAST, 1, head_dim, **made)  # type: ignore[call-overload]
     bounds = torch.tensor([0, LEAST], dtype=torch.int32).to(device, non_blocking=True) if packed else None
@@ -46,8 +50,8 @@ def serves(group: int, head_dim: int, packed: bool, grad: bool, device: torch.de
         warn_once(
             f"attention: FlashAttention-4 is installed and does not work here ({type(problem).__name__}: {problem})"
         )
-        return False
-    return True
+        return f"does not work here ({type(problem).__name__})"
+    return None
 
 
 def _documents(

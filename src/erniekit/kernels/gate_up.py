@@ -17,14 +17,6 @@ from erniekit.kernels.available import shapes_of
 from erniekit.kernels.swiglu import pairs, swiglu_gradient
 from erniekit.kernels.swiglu import reference as swiglu
 
-HIDDEN = 2048  # at most
-
-
-def serves(weight: torch.Tensor, device: torch.device) -> bool:
-    """Whether weights of this shape [2 W, H] are faster so on this device."""
-    both, hidden = weight.shape
-    return hidden <= HIDDEN and hidden % 64 == 0 and both % 128 == 0 and quack_gemm.gates(device)
-
 
 def gate_up_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., H], weight [2 W, H] whose first half is the gate's -> [..., W]."""

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels import quack_gemm
-
-ALIGNED = 8  # widths in 16 bit that the kernel's tiles can load are multiples of this; others are padded with zeros
+from erniekit.kernels.selection import ALIGNED, ProductFacts, chosen
 
 
 def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -26,13 +25,15 @@ def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [R, D], weight [E, D, W] of any strides -> [R, W]."""
-    if not (rows.shape[0] and on_card(rows, weight)):
+    by = chosen("grouped products", ProductFacts(rows.device, torch.promote_types(rows.dtype, weight.dtype)))
+    if by == "loop" or not rows.shape[0]:
         return product_reference(rows, weight, ends)
     width = weight.shape[2]
     more, wider = -weight.shape[1] % ALIGNED, -width % ALIGNED
     if more or wider:
         rows, weight = F.pad(rows, (0, more)), F.pad(weight, (0, wider, 0, more))
-    out = quack_gemm.grouped(rows.contiguous(), weight, ends)
+    rows = rows.contiguous()
+    out = quack_gemm.grouped(rows, weight, ends) if by == "quack" else F.grouped_mm(rows, weight, offs=ends)
     return out[:, :width] if wider else out
 
 

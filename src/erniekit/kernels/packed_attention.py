@@ -1,19 +1,19 @@
 """Attention over packed documents on a CUDA card, as one op that compiled layers may hold. Called by models/layers.
 
-FlashAttention-4 where its package is installed and the card is of Hopper kind, else cuDNN's varlen plan where that is,
-else FlashAttention-2; attention.py has the reference. B batch, L length, T = B * L tokens, N heads, D head_dim.
+Back ends flash4, cudnn (its varlen plan) and flash (FlashAttention-2): selection.py chooses; attention.py has the
+reference. B batch, L length, T = B * L tokens, N heads, D head_dim.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from erniekit.extras import install_command
 from erniekit.kernels import cudnn_packed, flash4
-from erniekit.kernels.available import has_triton, shapes_of
+from erniekit.kernels.available import shapes_of
+from erniekit.kernels.selection import AttentionFacts, chosen
 
 ROOM = 64  # documents a pack has room for; more of them take the next multiple, and one compilation more
 
@@ -65,26 +65,20 @@ def for_kernel(
 ) -> tuple[str | None, Packs | None]:
     """The back end for a batch and its documents; (None, None) where there is none. Once a batch, not compiled.
     group: query heads to a kv head."""
-    if not positions.is_cuda or not has_triton() or (cu_seqlens is not None and longest is None):
+    if not positions.is_cuda or (cu_seqlens is not None and longest is None):
         return None, None
     kernel = backend_for(positions.device, group, head_dim, packed=cu_seqlens is not None)
-    if cu_seqlens is None or longest is None:
+    if kernel is None or cu_seqlens is None or longest is None:
         return kernel, None
     return kernel, packs_of(cu_seqlens, longest, shared, positions.numel())
 
 
-def backend_for(device: torch.device, group: int, head_dim: int, packed: bool) -> str:
-    """By what measured fastest and is right: FlashAttention-4 on Hopper, then cuDNN (for rows of one document torch's
-    own call of it), FlashAttention-2 on other cards and where the same bits are asked for each time (cuDNN's own way to
-    those takes up to 32 GiB)."""
+def backend_for(device: torch.device, group: int, head_dim: int, packed: bool) -> str | None:
+    """By what measured fastest and is right; None: no kernel for a card, torch's own attention document by document."""
     same_bits = torch.are_deterministic_algorithms_enabled()
-    if not same_bits and flash4.serves(group, head_dim, packed, torch.is_grad_enabled(), device):
-        return "flash4"
-    if not packed:
-        return "rows"
-    if same_bits or _capability(device) < (9, 0) or cudnn_packed.library() is None:
-        return "flash"
-    return "cudnn"
+    facts = AttentionFacts(device, group, head_dim, torch.is_grad_enabled(), same_bits)
+    by = chosen("packed attention" if packed else "attention", facts)
+    return None if by == "sdpa" else by
 
 
 def faster_attention(capability: tuple[int, int], flash4_here: bool, cudnn_here: bool) -> str | None:
@@ -94,11 +88,6 @@ def faster_attention(capability: tuple[int, int], flash4_here: bool, cudnn_here:
     if capability[0] > 9 and not cudnn_here:
         return f"packed documents may be faster on this card with: {install_command('cudnn')}"
     return None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: Packs, backend: str) -> torch.Tensor:

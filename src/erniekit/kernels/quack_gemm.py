@@ -30,8 +30,14 @@ def library() -> Any:
     return loaded("quack.gemm_interface", "gemm", "gemm_act")
 
 
-def here(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and library() is not None
+@functools.cache
+def why_not(what: str, device: torch.device) -> str | None:
+    """Why it does not compute `what` (a key of TRIALS) on this device; None: it does, and agrees with torch."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "for Hopper cards"
+    if library() is None:
+        return "quack-kernels is not installed"
+    return None if agrees(what, lambda: TRIALS[what](device)) else "does not agree with torch here"
 
 
 def agrees(what: str, trial: Trial) -> bool:
@@ -53,48 +59,36 @@ def _draws(device: torch.device) -> Callable[..., torch.Tensor]:
 
 def grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [R, D] sorted by expert, weight [E, D, W], ends int32 [E] -> [R, W]."""
-    return _grouped(rows, weight, ends) if groups(rows.device) else F.grouped_mm(rows, weight, offs=ends)
-
-
-def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     bounds = F.pad(ends, (1, 0))
     out: torch.Tensor = library().gemm(rows, weight, cu_seqlens_m=bounds, dynamic_scheduler=True, tuned=False)
     return out
 
 
-@functools.cache
-def groups(device: torch.device) -> bool:
-    def trial() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """An expert has no row; weights as they lie and turned."""
-        drawn = _draws(device)
-        rows, weight = drawn(300, 128), drawn(4, 192, 128).transpose(1, 2)
-        ends = torch.tensor([70, 70, 201, 300], dtype=torch.int32).to(device, non_blocking=True)
-        answers = [_grouped(rows, weight, ends), _grouped(rows, weight.contiguous(), ends)]
-        return answers, [F.grouped_mm(rows, weight, offs=ends)] * 2
-
-    return here(device) and agrees("experts", trial)
+def _try_grouped(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """An expert has no row; weights as they lie and turned."""
+    drawn = _draws(device)
+    rows, weight = drawn(300, 128), drawn(4, 192, 128).transpose(1, 2)
+    ends = torch.tensor([70, 70, 201, 300], dtype=torch.int32).to(device, non_blocking=True)
+    answers = [grouped(rows, weight, ends), grouped(rows, weight.contiguous(), ends)]
+    return answers, [F.grouped_mm(rows, weight, offs=ends)] * 2
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [R, D], weight [V, D] -> [R, V]."""
-    large = x.shape[0] >= MANY and weight.shape[0] >= WIDE and x.dtype == weight.dtype == torch.bfloat16
-    plain = x.is_contiguous() and weight.is_contiguous() and type(weight) in (torch.Tensor, torch.nn.Parameter)
-    return _logits(x, weight) if large and plain and widens(x.device) else F.linear(x, weight)
-
-
-def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = library().gemm(x, weight.detach().t(), dynamic_scheduler=True, tuned=False)
     return out
 
 
-@functools.cache
-def widens(device: torch.device) -> bool:
-    def trial() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        drawn = _draws(device)
-        x, weight = drawn(300, 128), drawn(1024, 128)
-        return [_logits(x, weight)], [F.linear(x, weight)]
+def takes_logits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a head of these is faster so, and lies as it must."""
+    large = x.shape[0] >= MANY and weight.shape[0] >= WIDE and x.dtype == weight.dtype == torch.bfloat16
+    return large and x.is_contiguous() and weight.is_contiguous() and type(weight) in (torch.Tensor, torch.nn.Parameter)
 
-    return here(device) and agrees("head", trial)
+
+def _try_logits(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    drawn = _draws(device)
+    x, weight = drawn(300, 128), drawn(1024, 128)
+    return [logits(x, weight)], [F.linear(x, weight)]
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,12 +97,11 @@ def gated(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return act, paired
 
 
-@functools.cache
-def gates(device: torch.device) -> bool:
-    def trial() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        drawn = _draws(device)
-        x, weight = drawn(300, 128), drawn(512, 128) / 8
-        halves = F.linear(x, weight)
-        return list(gated(x, weight)), [swiglu(halves.float()), pairs(halves)]
+def _try_gated(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    drawn = _draws(device)
+    x, weight = drawn(300, 128), drawn(512, 128) / 8
+    halves = F.linear(x, weight)
+    return list(gated(x, weight)), [swiglu(halves.float()), pairs(halves)]
 
-    return here(device) and agrees("feed-forward", trial)
+
+TRIALS = {"experts": _try_grouped, "head": _try_logits, "feed-forward": _try_gated}

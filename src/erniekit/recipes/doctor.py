@@ -33,6 +33,7 @@ from erniekit.recipes import run_summary, stage_of
 from erniekit.recipes.build import build, make_optimizer
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -322,7 +323,8 @@ def doctor_command(args: list[str]) -> int:
     run_summary.show_data(data)
     built = build(plan, stage)
     run_summary.show_coverage(built)
-    prepare = stage.before_step(cfg, built, data)
-    before_training(stage, cfg, built, make_optimizer(cfg, built), data, tokenizer, data.first_batch(), prepare)
+    prepare, optimizer = stage.before_step(cfg, built, data), make_optimizer(cfg, built)
+    run_summary.show_kernels(kernel_table(built, optimizer.fused is not None))
+    before_training(stage, cfg, built, optimizer, data, tokenizer, data.first_batch(), prepare)
     say(f"next     {typed('train', *args)}")
     return 0

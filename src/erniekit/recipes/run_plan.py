@@ -124,6 +124,7 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
     check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0)
     lora, notes = adapters.decide(cfg, folder)
+    speed_decisions.force_kernels(cfg)
     cfg = speed_decisions.for_device(cfg.derive(*notes), device, world, model)
     if cfg.lora.packed_base:
         check_frozen_base(cfg.lora.frozen_base, device.handle, model.moe is not None, cfg.origin("frozen_base"))

@@ -15,8 +15,10 @@ from erniekit.data.report import short, total_lines
 from erniekit.devices.base import Device
 from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.packed_attention import faster_attention
+from erniekit.kernels.selection import Choice
 from erniekit.log import paint, say
 from erniekit.lora.coverage import coverage, coverage_table
+from erniekit.recipes import kernel_table
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.recipes.run_plan import RunPlan
@@ -90,7 +92,14 @@ def show_coverage(built: Built) -> list[Any]:
     return [vars(row) for row in coverage(built.whole)]
 
 
-def describe(record: RunRecord, cfg: RunConfig, data: TrainData, coverage: list[Any], device: Device) -> None:
+def show_kernels(table: list[Choice]) -> None:
+    for k, line in enumerate(kernel_table.lines(table)):
+        say(f"{'kernels' if k == 0 else '':<9}{line}")
+
+
+def describe(
+    record: RunRecord, cfg: RunConfig, data: TrainData, coverage: list[Any], device: Device, kernels: list[Choice]
+) -> None:
     record.describe(
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
         notes=[str(note) for note in cfg.notes],
@@ -107,4 +116,5 @@ def describe(record: RunRecord, cfg: RunConfig, data: TrainData, coverage: list[
             "max_steps": data.max_steps,
         },
         coverage=coverage,
+        kernels=[choice._asdict() for choice in kernels],
     )

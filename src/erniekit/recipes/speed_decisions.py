@@ -1,4 +1,5 @@
-"""What makes steps fast on the device at hand: whether layers are compiled, and how few of them are computed again.
+"""What makes steps fast on the device at hand: whether layers are compiled, how few of them are computed again, and
+which kernels a user wants (what the others are, kernels/selection.py decides).
 
 Called by training.py and doctor.py once device, ranks and model are known; each answer is a note with its reason.
 """
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from erniekit.config import RunConfig
 from erniekit.config.note import Note
 from erniekit.devices.base import Device
+from erniekit.errors import ConfigError
+from erniekit.kernels import selection
 from erniekit.kernels.available import why_no_triton
-from erniekit.kernels.grouped_gemm import ALIGNED
+from erniekit.kernels.selection import ALIGNED
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
     LOW_OPTIMIZER_BYTES,
@@ -35,6 +38,22 @@ EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
     cfg = cfg.derive(*_compile(cfg, device), *_recompute(cfg, device, world, model))
     return cfg.derive(*_graph(cfg, device, world, model))
+
+
+def force_kernels(cfg: RunConfig) -> None:
+    """The key `kernels`, before a model is built."""
+    wanted = {}
+    for word in cfg.model.kernels:
+        operation, _, name = word.partition("=")
+        wanted[operation.strip()] = name.strip()
+    try:
+        selection.force(wanted)
+    except ValueError as problem:
+        raise ConfigError(
+            str(problem),
+            where=f"kernels: {', '.join(cfg.model.kernels)}",
+            fix="write operation=implementation, e.g. kernels: [experts=plain]; doctor prints what is there",
+        ) from None
 
 
 def _compile(cfg: RunConfig, device: Device) -> Iterator[Note]:

@@ -26,6 +26,7 @@ from erniekit.recipes import doctor, expert_layers, finish, resume, run_summary,
 from erniekit.recipes.build import base_identity, build, make_optimizer
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
+from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
@@ -85,6 +86,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
 
         built = build(plan, stage, base)
         optimizer = make_optimizer(cfg, built)
+        kernels = kernel_table(built, optimizer.fused is not None)
         first = data.first_batch()
         coverage = run_summary.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
@@ -93,7 +95,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
 
         saver = saver_for(cfg, manager, built, optimizer, first, disks, launch)
         state = resume.restore(cfg, saver, point, data, promise)
-        run_summary.describe(record, cfg, data, coverage, plan.device)  # nothing is refused from here on
+        run_summary.describe(record, cfg, data, coverage, plan.device, kernels)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),

@@ -228,4 +228,5 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: deadline.within(AGAIN_S))
     say("stopped")
+    deadline.settle()
     return 0 if deadline.told else 1

@@ -10,10 +10,12 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from erniekit.serve.prompt_work import kill_processes
 
 AGAIN_S = 2.0  # from a second signal to the end
+TEARDOWN_S = 30.0  # for the interpreter to end, once everything is stopped
 BACKSTOP_S = 2.0  # behind the limit: for an interpreter lock that is never given up
 
 
@@ -30,14 +32,19 @@ class ShutdownDeadline:
         if at >= self._at:
             return
         self._at = at
-        try:
+        with suppress(RuntimeError, ValueError):  # there is no stderr
             # Needs no interpreter lock: ends the process, with code 1, when the thread below cannot run.
             faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=2)
-        except (RuntimeError, ValueError):
-            pass  # there is no stderr
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, name="ending", daemon=True)
             self._thread.start()
+
+    def settle(self) -> None:
+        """All is stopped, and Python's own end is left, which is slow on a loaded machine: the backstop, whose code is
+        that of a failure, gives it more time."""
+        if self.told:
+            with suppress(RuntimeError, ValueError):
+                faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=2)
 
     def _wait(self) -> None:
         while (left := self._at - time.monotonic()) > 0:

@@ -137,6 +137,7 @@ def _sections(story: Mapping[str, Any]) -> list[str]:
         ("Values derived or changed", _notes(story.get("notes") or [])),
         ("Data", value_html(story.get("data") or {})),
         ("Coverage", value_html(story.get("coverage") or [])),
+        ("Kernels", value_html(story.get("kernels") or [])),
         ("Environment", value_html(story.get("environment") or {})),
     )
     html = [

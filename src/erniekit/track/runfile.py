@@ -47,6 +47,7 @@ class RunRecord(Tracker):
             "environment": {},
             "data": {},
             "coverage": [],
+            "kernels": [],
             "events": before.get("events", []),
             "events_dropped": before.get("events_dropped", 0),
             "latest": {},
@@ -62,6 +63,7 @@ class RunRecord(Tracker):
         environment: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
         coverage: Any = None,
+        kernels: Sequence[Mapping[str, str]] | None = None,
         next_commands: Sequence[str] | None = None,
     ) -> None:
         """Set what is given. `config`: {key, value, origin}; `notes`: text or {key, old, new, reason}."""
@@ -71,6 +73,7 @@ class RunRecord(Tracker):
             environment=environment,
             data=data,
             coverage=coverage,
+            kernels=kernels,
             next_commands=next_commands,
         )
         self._story.update({name: plain(part) for name, part in given.items() if part is not None})

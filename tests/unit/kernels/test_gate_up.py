@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.kernels.gate_up import gate_up_swiglu, reference, serves
+from erniekit.kernels.gate_up import gate_up_swiglu, reference
+from erniekit.kernels.selection import GateUpFacts, select
 from erniekit.kernels.swiglu import pairs, swiglu_gradient
 from erniekit.models.layers.mlp import MLP
 
@@ -48,8 +49,9 @@ def test_the_way_back_takes_pairs_and_answers_in_halves() -> None:
 
 
 def test_no_cpu_and_no_wide_model_is_served_and_adapters_or_biases_keep_the_parts_apart() -> None:
-    assert not serves(torch.empty(128, 64), torch.device("cpu"))
-    assert not serves(torch.empty(2 * 13824, 5120, device="meta"), torch.device("cuda"))
+    assert select("feed-forward", GateUpFacts(torch.device("cpu"), 64, 128, True)).reason == "quack: not on cpu"
+    wide = select("feed-forward", GateUpFacts(torch.device("cuda"), 5120, 2 * 13824, True))
+    assert wide.implementation == "product and swiglu"
     block = MLP(64, 64, bias=False)
     block.choose_kernels(torch.device("cpu"))
     assert not block.in_one_op

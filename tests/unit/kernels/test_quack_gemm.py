@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from erniekit.kernels import quack_gemm as products
 
 CPU = torch.device("cpu")
 
 
-def test_without_a_hopper_card_torch_answers() -> None:
-    assert not any(does(CPU) for does in (products.groups, products.widens, products.gates))
-    torch.manual_seed(0)
-    x, weight = torch.randn(2000, 8), torch.randn(20000, 8)
-    torch.testing.assert_close(products.logits(x, weight), F.linear(x, weight), atol=0, rtol=0)
+def test_without_a_hopper_card_it_computes_nothing() -> None:
+    assert [products.why_not(what, CPU) for what in products.TRIALS] == ["for Hopper cards"] * 3
+
+
+def test_a_head_is_taken_from_many_rows_and_columns_on_in_bf16() -> None:
+    x, weight = torch.empty(2000, 8, dtype=torch.bfloat16), torch.empty(20000, 8, dtype=torch.bfloat16)
+    assert products.takes_logits(x, weight)
+    assert not products.takes_logits(x[:1000], weight)
+    assert not products.takes_logits(x, weight[:16000])
+    assert not products.takes_logits(x.float(), weight.float())
+    assert not products.takes_logits(x, weight.t().contiguous().t())
 
 
 @pytest.mark.parametrize(("off", "agrees"), [(0.0, True), (0.005, True), (0.3, False), (float("nan"), False)])

@@ -31,15 +31,22 @@ class ModelSection:
         "Attention kernel; all give the same result and never look across documents.",
         choices=("auto", "sdpa", "varlen", "reference"),
     )
+    kernels: tuple[str, ...] = key(
+        (),
+        "operation=implementation, for tests and measurements: use this kernel and no other, e.g. experts=plain. "
+        "`erniekit doctor` prints the operations with what was chosen, and why.",
+        commas=True,
+    )
     compile: bool | None = key(
         None,
-        "torch.compile the decoder layers: a slower first step, faster ones after. When not given: on one NVIDIA card "
+        "torch.compile the decoder layers: a slower first step, faster ones after. When not given: on NVIDIA cards "
         "with rows of one length.",
     )
     cuda_graph: bool | None = key(
         None,
         "Replay the compiled layers as CUDA graphs. When not given: where a micro-batch is so short that launching its "
-        "kernels would take longer than running them. On one NVIDIA card, SFT and PT; with experts only when given.",
+        "kernels would take longer than running them. On NVIDIA cards whose ranks exchange nothing inside the layers, "
+        "SFT and PT; with experts only when given.",
     )
     tokenizer_name: str | None = key(
         None,

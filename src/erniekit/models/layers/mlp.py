@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from erniekit.kernels.gate_up import gate_up_swiglu, serves
+from erniekit.kernels.gate_up import gate_up_swiglu
+from erniekit.kernels.selection import GateUpFacts, chosen
 from erniekit.kernels.swiglu import swiglu
 from erniekit.models.layers.linear import FusedLinear, Linear, is_watched
 
@@ -20,8 +21,13 @@ class MLP(nn.Module):
 
     def choose_kernels(self, device: torch.device) -> None:
         """Called once adapters are in and weights are cut into shards."""
+        self.in_one_op = chosen("feed-forward", self.kernel_facts(device)) == "quack"
+
+    def kernel_facts(self, device: torch.device) -> GateUpFacts:
         weight = self.gate_up.weight if type(self.gate_up) is FusedLinear else None
-        self.in_one_op = weight is not None and self.gate_up.bias is None and serves(weight, device)
+        whole = weight is not None and self.gate_up.bias is None and not is_watched(self.gate_up)
+        rows, hidden = (0, 0) if weight is None else weight.shape
+        return GateUpFacts(device, hidden, rows, whole)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor

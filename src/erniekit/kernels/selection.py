@@ -1,0 +1,194 @@
+"""Which implementation of an operation runs, and why: for each operation its implementations, the fastest first, each
+with the reason why it cannot take given facts. The last takes everything.
+
+Asked by the kernels themselves and, for a table of a whole model, by recipes/kernel_table.py. `force` overrules the
+order, for tests and benchmarks (the key `kernels`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from erniekit.kernels import cudnn_packed, flash4, quack_gemm
+from erniekit.kernels.available import why_no_triton
+
+ALIGNED = 8  # widths of 16-bit numbers that tensor cores' kernels load are multiples of this
+HIGHEST_RANK = 128  # of adapters that the expert kernels hold in registers
+GATED_HIDDEN = 2048  # widest input of gate and up that is faster with SwiGLU in the product: 0.16 for 0.24 ms at 1024
+
+
+class Choice(NamedTuple):
+    operation: str
+    implementation: str
+    reason: str
+
+
+class Implementation(NamedTuple):
+    name: str
+    why_not: Callable[[Any], str | None]
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    device: torch.device
+    group: int  # query heads to a kv head
+    head_dim: int
+    gradients: bool = True
+    same_bits: bool = False  # asked for each time
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    width: int  # of one expert's feed-forward on this rank
+    ranks: tuple[int, ...] = ()  # of its adapters
+
+
+@dataclass(frozen=True)
+class GateUpFacts:
+    device: torch.device
+    hidden: int
+    rows: int  # of gate and up together, on this rank
+    whole: bool  # one plain weight, without bias, adapters and collectives around it
+
+
+@dataclass(frozen=True)
+class ProductFacts:
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _none(facts: Any) -> None:
+    return None
+
+
+def _no_card(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"not on {device.type}"
+
+
+def _no_triton(device: torch.device) -> str | None:
+    return _no_card(device) or why_no_triton()
+
+
+def _no_flash4(packed: bool) -> Callable[[AttentionFacts], str | None]:
+    def why_not(f: AttentionFacts) -> str | None:
+        if problem := _no_triton(f.device):
+            return problem
+        if f.same_bits:
+            return "does not give the same bits each time"
+        return flash4.why_not(f.group, f.head_dim, packed, f.gradients, f.device)
+
+    return why_not
+
+
+def _no_cudnn_packs(f: AttentionFacts) -> str | None:
+    if problem := _no_triton(f.device):
+        return problem
+    if f.same_bits:
+        return "takes up to 32 GiB for the same bits each time"
+    if torch.cuda.get_device_capability(f.device) < (9, 0):
+        return "for Hopper cards and newer"
+    return None if cudnn_packed.library() is not None else "nvidia-cudnn-frontend is not installed"
+
+
+def _no_expert_kernels(f: ExpertFacts) -> str | None:
+    if problem := _no_triton(f.device):
+        return problem
+    if f.dtype != torch.bfloat16:
+        return f"for bf16, not {str(f.dtype).removeprefix('torch.')}"
+    if f.hidden % ALIGNED or f.width % ALIGNED:
+        return f"widths {f.hidden} and {f.width} are no multiples of {ALIGNED}"
+    if max(f.ranks, default=0) > HIGHEST_RANK:
+        return f"adapters of rank {max(f.ranks)} are above {HIGHEST_RANK}"
+    return None
+
+
+def _no_grouped(f: ProductFacts) -> str | None:
+    if problem := _no_card(f.device):
+        return problem
+    if f.dtype != torch.bfloat16:
+        return f"for bf16, not {str(f.dtype).removeprefix('torch.')}"
+    return None if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no grouped_mm"
+
+
+def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
+    def why_not(f: ProductFacts) -> str | None:
+        return _no_grouped(f) or quack_gemm.why_not(what, f.device)
+
+    return why_not
+
+
+def _no_gated(f: GateUpFacts) -> str | None:
+    if problem := _no_triton(f.device):
+        return problem
+    if not f.whole:
+        return "adapters, a bias, another kind of weight or a collective are between"
+    if f.hidden > GATED_HIDDEN:
+        return f"not faster above a hidden size of {GATED_HIDDEN}"
+    if f.hidden % 64 or f.rows % 128:
+        return f"widths {f.hidden} and {f.rows} are no multiples of 64 and 128"
+    return quack_gemm.why_not("feed-forward", f.device)
+
+
+OPERATIONS: dict[str, tuple[Implementation, ...]] = {
+    "attention": (
+        Implementation("flash4", _no_flash4(packed=False)),
+        Implementation("rows", lambda f: _no_triton(f.device)),  # torch's call of cuDNN or FlashAttention-2
+        Implementation("sdpa", _none),
+    ),
+    "packed attention": (
+        Implementation("flash4", _no_flash4(packed=True)),
+        Implementation("cudnn", _no_cudnn_packs),
+        Implementation("flash", lambda f: _no_triton(f.device)),  # FlashAttention-2, as torch has it
+        Implementation("sdpa", _none),
+    ),
+    "feed-forward": (Implementation("quack", _no_gated), Implementation("product and swiglu", _none)),
+    "experts": (Implementation("triton", _no_expert_kernels), Implementation("plain", _none)),
+    "grouped products": (
+        Implementation("quack", _no_quack("experts")),
+        Implementation("torch", _no_grouped),
+        Implementation("loop", _none),
+    ),
+    "head": (Implementation("quack", _no_quack("head")), Implementation("torch", _none)),
+}
+
+_forced: dict[str, str] = {}
+
+
+def force(choices: Mapping[str, str]) -> None:
+    """From now on in this process; each takes the place of a first choice and must be possible."""
+    for operation, name in choices.items():
+        if operation not in OPERATIONS:
+            raise ValueError(f"no operation {operation!r}: one of {', '.join(OPERATIONS)}")
+        names = [each.name for each in OPERATIONS[operation]]
+        if name not in names:
+            raise ValueError(f"no implementation {name!r} of {operation}: one of {', '.join(names)}")
+    _forced.clear()
+    _forced.update(choices)
+    select.cache_clear()
+
+
+@functools.cache
+def select(operation: str, facts: Any) -> Choice:
+    """Its first implementation that can, and why not those before it."""
+    reasons: list[str] = []
+    for name, why_not in OPERATIONS[operation]:
+        wanted = _forced.get(operation)
+        if wanted is not None and name != wanted:
+            continue
+        problem = why_not(facts)
+        if problem is None:
+            return Choice(operation, name, "forced by kernels" if wanted else "; ".join(reasons) or "the fastest")
+        reasons.append(f"{name}: {problem}")
+    raise ValueError(f"{operation} cannot be forced here: {reasons[0]}")
+
+
+def chosen(operation: str, facts: Any) -> str:
+    return select(operation, facts).implementation
