@@ -58,8 +58,9 @@ def computing(kernels: list) -> dict[str, float]:
 
 
 def hand_written(kernels: list) -> set[str]:
-    """Kernels of ours and of libraries, as they are called in a layer; names that compilers number are left out."""
-    return {name for name, _, _ in kernels if re.fullmatch(r"_?[a-z][a-z_]*", name)}
+    """Kernels of ours in a layer: names that compilers number are left out, and the update's (ranks form their common
+    norm otherwise)."""
+    return {name for name, _, _ in kernels if re.fullmatch(r"_?[a-z][a-z_]*", name) and kind_of(name) != "optimizer"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -74,6 +75,7 @@ def test_ranks_are_compiled_and_train_as_one_rank_does(
     got, want = [s["loss"] for s in steps], [s["loss"] for s in alone[0]]
     both = [computing(rank) for rank in kernels]
     total, one = sum(sum(found.values()) for found in both), sum(computing(alone[1]).values())
+    # Two processes take turns on the card, and a kernel's time includes the turns of others: a figure, not a bar.
     print(f"== {name}: {total:.1f} ms of kernels, one rank {one:.1f}: {total / one:.3f}; by kind {both} {got}")
     assert got == pytest.approx(want, abs=LOSS), (got, want)
     missing = hand_written(alone[1]) - set().union(*(hand_written(rank) for rank in kernels))
