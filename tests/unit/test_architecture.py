@@ -24,6 +24,7 @@ ALLOWED = {
     "weight_kinds": {"registry"},
     "lora_scale": set(),
     "loss_table": set(),
+    "model_contract": set(),
     "files": {"errors", "log"},
     "result": set(),
     "config": {"devices"},  # the table of words in its __init__, which imports no torch; so do cli and launch
@@ -58,7 +59,8 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "registry", "version", "weight_kinds",
+    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "registry", "version",
+    "weight_kinds",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.parallel.stages import cut
-from erniekit.parallel.tensor import apply_tensor_parallel, blocks
+from erniekit.parallel.tensor import apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
         config.tie_word_embeddings,
         part_rows,
     )
-    sharding.mtp_trained = bool(getattr(model, "mtp_weight", 0.0))
+    sharding.mtp_trained = bool(model.mtp_weight)
     return sharding
 
 
@@ -80,12 +80,12 @@ def parallelise(
     options: SpreadOptions,
 ) -> Engine:
     """`fill(plain name, local tensor)` writes a weight's values once it has memory, one tensor at a time."""
-    for layer in blocks(model):
+    for layer in model.blocks():  # type: ignore[operator]
         layer.attn.inner.backend = options.attention
     if world.layout.cp > 1:
         group = world.group("cp")
         assert group is not None
-        for layer in blocks(model):
+        for layer in model.blocks():  # type: ignore[operator]
             layer.attn.inner = ContextAttention(group, world.at["cp"])
     apply_tensor_parallel(model, sharding, world)
     apply_expert_parallel(model, sharding, world, options.dispatch)

@@ -27,9 +27,7 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
     import torch._dynamo.config  # seconds: only where something is compiled
 
     torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)  # a limit met ends the run
-    for layer in part.layers:  # type: ignore[union-attr]
-        if not hasattr(layer, "attn"):  # of another pipeline stage
-            continue
+    for _, layer in part.held_layers():  # type: ignore[operator]
         waiting: list[Any] = [m for m in layer.modules() if getattr(m, "waits_for_host", False)]
         for module in waiting:
             module.forward = torch._dynamo.disable(module.forward)

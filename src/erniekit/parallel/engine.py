@@ -119,7 +119,7 @@ class Engine:
 
     def _read_records(self) -> None:
         """What the layers noted of every micro-batch, into the step metrics."""
-        records: list[Any] = getattr(self.model, "records", None) or []
+        records: Any = self.model.records or []
         for (name, layer), value in (item for record in records for item in record.items()):
             if name == "usage":
                 self.usage[layer] = self.usage[layer] + value if layer in self.usage else value

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather
+from erniekit.model_contract import bare, pairs_of
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import Range, share
@@ -36,10 +37,11 @@ def apply_expert_parallel(model: nn.Module, sharding: Sharding, world: World, di
     if layout.experts_over == "none" and layout.tp == 1:
         return
     group = world.expert_group()
-    for name, module in list(model.named_modules()):
-        if isinstance(getattr(module, "exchange", None), nn.Module):
-            total = _shrink_experts(module.experts, f"{name}.experts", sharding, world)  # type: ignore[arg-type]
-            module.exchange = _exchange(module.exchange, total, world, group, dispatch)  # type: ignore[arg-type]
+    names = {module: name for name, module in model.named_modules()}
+    for layer in model.blocks():  # type: ignore[operator]
+        if layer.sparse:
+            total = _shrink_experts(layer.mlp.experts, names[layer.mlp.experts], sharding, world)
+            layer.mlp.exchange = _exchange(layer.mlp.exchange, total, world, group, dispatch)
 
 
 def _exchange(here: nn.Module, total: int, world: World, group: ProcessGroup | None, dispatch: str) -> nn.Module:
@@ -65,7 +67,7 @@ def _shrink_experts(experts: nn.Module, name: str, sharding: Sharding, world: Wo
     layout, tp, total = world.layout, world.at["tp"], 0
     place = layout.expert_place(world.rank)[0]
     for child, module in experts.named_children():
-        base: Any = getattr(module, "base", module)
+        base = bare(module)
         whole = f"{name}.{child}"
         total = sharding.expert_count(f"{whole}.weight")
         first, last = sharding.expert_share(f"{whole}.weight", place)
@@ -73,7 +75,7 @@ def _shrink_experts(experts: nn.Module, name: str, sharding: Sharding, world: Wo
         rows = base.parts
         if sharding.cuts_inside_experts and sharding.rule(f"{whole}.weight").kind == "experts":
             rows = tuple((part, _size(share(n, layout.tp, tp))) for part, n in rows)
-        for key, pair in getattr(module, "lora", {}).items():
+        for key, pair in pairs_of(module).items():
             for side in "AB":
                 shape = sharding.tp_shape(f"{whole}.lora.{key}.{side}", tp, place)
                 setattr(pair, side, local_like(getattr(pair, side), shape))

@@ -36,17 +36,16 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     again = layout.sharding_stage == 3
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     for part in parts:
-        ahead: Any = getattr(part, "mtp", ())  # in groups of their own: not gathered where they are not trained
-        for layer in (*part.layers, *ahead):  # type: ignore[misc]
-            if not any(True for _ in layer.parameters()):
-                continue
-            mlp: Any = getattr(layer, "mlp", None)
-            if hasattr(mlp, "router"):
+        for _, layer in part.held_layers():  # type: ignore[operator]
+            if layer.sparse:
+                router, experts = layer.mlp.router, layer.mlp.experts
                 # fp32, and kept gathered: it is small, and router losses read its weight as well.
-                fully_shard(mlp.router, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
+                fully_shard(router, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
                 if dealt:
-                    fully_shard(mlp.experts, reshard_after_forward=again, **dealt)
+                    fully_shard(experts, reshard_after_forward=again, **dealt)
             fully_shard(layer, reshard_after_forward=again, **options)
+        for ahead in part.mtp:  # type: ignore[union-attr]  # in groups of their own: gathered where they are trained
+            fully_shard(ahead, reshard_after_forward=again, **options)
         fully_shard(part, reshard_after_forward=False, **options)
     return layout.dp * layout.fsdp * layout.cp
 

@@ -76,7 +76,7 @@ class Pipeline:
         loss: Loss,
         schedule: str = "auto",
     ) -> None:
-        check_schedule(schedule, world.layout, any(getattr(part, "mtp_weight", 0.0) for _, part in parts))
+        check_schedule(schedule, world.layout, any(part.mtp_weight for _, part in parts))
         self.world, self.group, self.device, self.schedule = world, group, device, schedule
         self.count = world.layout.pp * world.layout.virtual_stages
         self.modules = [(number, StageModule(part, loss, world)) for number, part in parts]

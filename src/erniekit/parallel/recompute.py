@@ -24,8 +24,8 @@ def apply_recompute(
     """Wraps each layer of `model.layers` but those skipped; returns how many. inputs: where those are kept meanwhile
     (offload_recompute_inputs), one for all parts of a model; None leaves them on the device."""
     wrapped = 0
-    for i, layer in enumerate(model.layers):  # type: ignore[arg-type]
-        if i in skip_layers or not hasattr(layer, "attn"):  # a layer of another pipeline stage
+    for i, layer in model.held_layers():  # type: ignore[operator]
+        if i in skip_layers:
             continue
         owner, method = {
             "full": (layer, "forward"),

@@ -15,6 +15,8 @@ from erniekit.parallel.sharding import Sharding
 class Skip(nn.Module):
     """Where a layer of another stage would be: names and numbers of the others stay as they are."""
 
+    here = sparse = False
+
     def forward(self, x: torch.Tensor, ctx: Any) -> torch.Tensor:
         return x
 
@@ -37,7 +39,8 @@ def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, n
         if not part.first and not (part.last and sharding.embeds_last):
             part._modules.pop("embed")
         if not part.last:
-            for name in ("norm", "head", "mtp"):
+            for name in ("norm", "head"):
                 part._modules.pop(name, None)
+            part.mtp = nn.ModuleList()
         out.append((number, part))
     return out

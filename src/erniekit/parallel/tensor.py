@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from erniekit.model_contract import bare, pairs_of
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import rule_of
 from erniekit.parallel.sharding import Sharding
-from erniekit.parallel.vocab import VocabHead
+from erniekit.parallel.vocab import VocabEmbedding, VocabHead
 
 SEQUENCE = 1  # activations are [B, L, H]
 
@@ -36,19 +36,13 @@ class RepeatedKV(nn.Module):
         return result
 
 
-def blocks(model: nn.Module) -> list[Any]:
-    """Every decoder layer, those that predict further tokens too."""
-    ahead: Any = getattr(model, "mtp", ())
-    return [*model.layers, *(depth.block for depth in ahead)]  # type: ignore[misc]
-
-
 def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) -> None:
     group = world.group("tp")
     if group is None:
         return
     tp, sp = world.at["tp"], world.layout.sequence_parallel
     for name, module in list(model.named_modules()):
-        base = getattr(module, "base", module)  # an adapted linear holds the plain one
+        base = bare(module)
         if name.endswith(".base") or not isinstance(base, (nn.Linear, nn.Embedding)):
             continue
         rule = rule_of(sharding.plan, name)
@@ -57,7 +51,7 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         _shrink(module, base, name, sharding, tp)
         if rule.kind == "vocab":
             if isinstance(base, nn.Embedding):
-                _share_embedding(base, sharding, name, tp, group, sp)
+                model.embedding = VocabEmbedding(sharding, name, tp, group, sp)
         elif rule.splits_output:
             module.register_forward_pre_hook(_entering(group, sp))
         else:
@@ -91,7 +85,7 @@ def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, t
         base.parts = module.parts = _local_parts(parts, sharding, name, tp)  # type: ignore[assignment]
     elif hasattr(module, "parts"):
         module.parts = ((module.parts[0][0], base.out_features),)  # type: ignore[assignment,index]
-    for key, pair in getattr(module, "lora", {}).items():
+    for key, pair in pairs_of(module).items():
         for side in "AB":
             setattr(pair, side, local_like(getattr(pair, side), sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
         rows = dict(module.parts)  # type: ignore[arg-type]
@@ -131,25 +125,9 @@ def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: b
     module.register_forward_hook(hook)
 
 
-def _share_embedding(
-    embed: nn.Embedding, sharding: Sharding, name: str, tp: int, group: ProcessGroup, sp: bool
-) -> None:
-    cut = sharding.cut(f"{name}.weight", tp)
-    assert cut is not None
-    start, stop = cut.rows[0]
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        here = (ids >= start) & (ids < stop)
-        rows = F.embedding((ids - start).clamp(0, max(0, stop - start - 1)), embed.weight)
-        rows = rows * here[..., None]
-        return scatter_sum(rows, SEQUENCE, group) if sp else sum_from(rows, group)
-
-    embed.forward = forward  # type: ignore[method-assign,assignment]
-
-
 def _share_heads(model: nn.Module, sharding: Sharding, tp: int) -> None:
     mine = sharding.head_share(tp)
     if mine.uniform:
         return
-    for layer in blocks(model):
+    for layer in model.blocks():  # type: ignore[operator]
         layer.attn.inner = RepeatedKV(layer.attn.inner, mine.kv_of)

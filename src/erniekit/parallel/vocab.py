@@ -14,7 +14,25 @@ from torch.distributed import ProcessGroup
 from erniekit.kernels.cross_entropy import linear_cross_entropy
 from erniekit.kernels.head_gradients import Shard
 from erniekit.kernels.token_losses import linear_token_losses
-from erniekit.parallel.collectives import copy_to, gather_from
+from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
+from erniekit.parallel.sharding import Sharding
+
+
+class VocabEmbedding(nn.Module):
+    """Stands where models.layers.decoder.LocalEmbedding stands: each rank looks up the ids it has rows of."""
+
+    def __init__(self, sharding: Sharding, name: str, rank: int, group: ProcessGroup, sequence_parallel: bool) -> None:
+        super().__init__()
+        cut = sharding.cut(f"{name}.weight", rank)
+        assert cut is not None
+        self.start, self.stop = cut.rows[0]
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        here = (ids >= self.start) & (ids < self.stop)
+        rows = F.embedding((ids - self.start).clamp(0, max(0, self.stop - self.start - 1)), weight)
+        rows = rows * here[..., None]
+        return scatter_sum(rows, 1, self.group) if self.sequence_parallel else sum_from(rows, self.group)
 
 
 class VocabHead(nn.Module):

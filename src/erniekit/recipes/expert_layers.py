@@ -57,21 +57,19 @@ def install(cfg: RunConfig, engine: Engine) -> None:
         block.balance = RouterLosses(weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=whole)
     if compat.padding_attends_evenly and weights_of(cfg).metric_names() and layout.cp == 1 and layout.tp == 1:
         for part in parts:
-            for each in (layer for layer in part.layers if hasattr(layer, "attn")):
-                each.attn.inner = EvenPadding(each.attn.inner)
+            for _, layer in part.held_layers():
+                layer.attn.inner = EvenPadding(layer.attn.inner)
     whole_layers = cfg.memory.recompute and cfg.memory.recompute_granularity == "full"
     if cfg.moe.use_recompute_moe and not whole_layers:
         recompute_blocks(block for _, block in blocks(parts))
     if cfg.model.use_recompute_mtp:
-        recompute_blocks(ahead.block for part in parts for ahead in getattr(part, "mtp", ()))
+        recompute_blocks(ahead.block for part in parts for ahead in part.mtp)
 
 
 def blocks(parts: list[Any]) -> Iterator[tuple[int, MoE]]:
     """(layer, block) of every MoE block that this rank holds a part of."""
     for part in parts:
-        for number, layer in enumerate(part.layers):
-            if isinstance(getattr(layer, "mlp", None), MoE):
-                yield number, layer.mlp
+        yield from ((number, layer.mlp) for number, layer in part.held_layers() if layer.sparse)
 
 
 def _sum_over_rows(world: World) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:

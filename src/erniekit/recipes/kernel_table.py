@@ -13,6 +13,7 @@ import torch
 from erniekit.errors import ConfigError
 from erniekit.kernels import quack_gemm
 from erniekit.kernels.selection import AttentionFacts, Choice, ExpertFacts, ProductFacts, select
+from erniekit.model_contract import bare
 from erniekit.models.layers.attention import InnerAttention
 from erniekit.models.layers.experts import Experts
 from erniekit.models.layers.mlp import MLP
@@ -32,8 +33,10 @@ def kernel_table(built: Built, fused_update: bool) -> list[Choice]:
 def _layers(built: Built) -> Iterator[Choice]:
     device, dtype, config = built.device.handle, built.dtype, built.folder.config
     modules = [module for part in built.engine.parts for module in part.modules()]
-    inner = next((m.inner for m in modules if hasattr(m, "inner") and hasattr(m, "qkv")), None)
-    yield from _attention(built, inner, device)
+    parts: list[Any] = built.engine.parts
+    first = next((layer for part in parts for _, layer in part.held_layers()), None)
+    if first is not None:
+        yield from _attention(built, first.attn.inner, device)
     mlp = next((m for m in modules if isinstance(m, MLP)), None)
     if mlp is not None:
         yield select("feed-forward", mlp.kernel_facts(device))
@@ -64,8 +67,7 @@ def _attention(built: Built, inner: Any, device: torch.device) -> Iterator[Choic
 
 def _expert_facts(experts: Experts, device: torch.device, dtype: torch.dtype) -> ExpertFacts:
     updates = {**experts.gate_up.updates(), **experts.down.updates()}
-    gate_up: Any = getattr(experts.gate_up, "base", experts.gate_up)
-    down: Any = getattr(experts.down, "base", experts.down)
+    gate_up, down = bare(experts.gate_up), bare(experts.down)
     ranks = tuple(update.A.shape[1] for update in updates.values())
     return ExpertFacts(device, dtype, gate_up.in_features, down.in_features, ranks)
 

@@ -5,9 +5,11 @@ B batch, L length, H hidden, V vocab.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from erniekit.kernels.cross_entropy import CHUNK
@@ -39,6 +41,8 @@ PLAN = {
 class DecoderLayer(nn.Module):
     """number: its place among the layers, which decides whether it has experts; None is dense."""
 
+    here = True
+
     def __init__(self, config: DecoderConfig, number: int | None = None) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -68,15 +72,24 @@ def _embedding(count: int, width: int) -> nn.Embedding:
     return nn.Embedding(count, width, _weight=weight) if weight.is_meta else nn.Embedding(count, width)
 
 
+class LocalEmbedding(nn.Module):
+    """The whole vocabulary is here."""
+
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, weight)
+
+
 class Decoder(nn.Module):
+    """A SpreadModel of model_contract.py."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.embedding: nn.Module = LocalEmbedding()
         self.embed = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.mtp_layers:
-            self.mtp = nn.ModuleList(NextToken(config, DecoderLayer(config)) for _ in range(config.mtp_layers))
+        self.mtp = nn.ModuleList(NextToken(config, DecoderLayer(config)) for _ in range(config.mtp_layers))
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         elif config.head_bias:
@@ -85,6 +98,18 @@ class Decoder(nn.Module):
         self.first = self.last = True  # a pipeline stage may be neither
         self.mtp_weight = 0.0  # of the losses further ahead; 0: those layers rest
         self.records: list[dict[tuple[str, int], Any]] | None = None  # one a micro-batch, where they are read
+
+    def held_layers(self) -> Iterator[tuple[int, Any]]:
+        return ((number, layer) for number, layer in enumerate(self.layers) if layer.here)
+
+    def blocks(self) -> Iterator[Any]:
+        yield from (layer for _, layer in self.held_layers())
+        yield from (ahead.block for ahead in self.mtp)
+
+    def embed_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """[B, L] -> [B, L, H]."""
+        embedded: torch.Tensor = self.embedding(ids, self.embed.weight)
+        return embedded
 
     def head_weight(self) -> torch.Tensor:
         """[V, H]; the embedding itself when tied."""
@@ -117,8 +142,8 @@ class Decoder(nn.Module):
 
     def attends_itself(self) -> bool:
         """False where the inner attention was replaced: a server's, over its cache, needs no kernels from here."""
-        inner = (getattr(getattr(layer, "attn", None), "inner", None) for layer in self.layers)
-        return all(each is None or (isinstance(each, InnerAttention) and each.with_positions) for each in inner)
+        inner = (layer.attn.inner for _, layer in self.held_layers())
+        return all(isinstance(each, InnerAttention) and each.with_positions for each in inner)
 
     def run_layers(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -143,17 +168,19 @@ class Decoder(nn.Module):
         more: Any = None,
         per_token: bool = False,
         scale: float | None = None,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids [B, L] -> logits [B, L, V], or with labels [B, L] the SUM of their losses (fp32), times scale; with
         per_token the loss of each position [B, L], zero where ignored.
 
         A pipeline stage that lacks the embedding takes hidden states instead; one that lacks the head returns them.
-        more: data.types.More, what only some batches have. scale: see kernels/cross_entropy.py.
+        more: data.types.More, what only some batches have. scale: see kernels/cross_entropy.py. embedded [B, L, H]
+        takes the place of the ids' embeddings, where some positions hold what is no token.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         ctx = self.context(positions, cu_seqlens, max_doc, more)
-        x_BLH = self.embed(tokens) if self.first else tokens
+        x_BLH = tokens if not self.first else self.embed_ids(tokens) if embedded is None else embedded
         x_BLH = self.run_layers(x_BLH, ctx)
         if not self.last:
             return x_BLH
@@ -180,7 +207,7 @@ class Decoder(nn.Module):
         total = torch.zeros((), device=x_BLH.device)
         for depth, ahead in enumerate(self.mtp):
             labels, count = future.labels[..., depth], future.trained[depth] if future.trained else None
-            x_BLH = ahead(self.embed(future.ids[..., depth]), x_BLH, ctx)
+            x_BLH = ahead(self.embed_ids(future.ids[..., depth]), x_BLH, ctx)
             loss = self.output.loss(self.norm(x_BLH), weight, labels, bias, ignore, chunk, count, inner)
             if ctx.record is not None:
                 told = loss.detach() if inner is None else loss.detach() / inner

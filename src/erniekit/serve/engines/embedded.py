@@ -262,7 +262,7 @@ class EmbeddedEngine:
         step = Step.of([piece for _, piece in group], self.cache.size, self.device)
         for inner in self._attention[name]:
             inner.step = step
-        hidden = model.run_layers(model.embed(step.tokens), model.context(step.positions))
+        hidden = model.run_layers(model.embed_ids(step.tokens), model.context(step.positions))
         sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids)]
         if not sampled:
             return []

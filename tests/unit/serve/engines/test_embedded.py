@@ -226,7 +226,7 @@ def test_a_request_that_breaks_a_step_fails_alone(small: Found, capsys):
         if (args[0] == 666).any():
             raise RuntimeError("poisoned")
 
-    model.embed.register_forward_pre_hook(poison)
+    model.embedding.register_forward_pre_hook(poison)
     engine = engine_of({"m": model})
     try:
 
@@ -249,7 +249,7 @@ def test_a_request_that_breaks_a_step_fails_alone(small: Found, capsys):
 
 def test_an_engine_that_fails_at_everything_calls_itself_ill_and_recovers(small: Found):
     model = small.build()
-    broken = model.embed.register_forward_pre_hook(lambda *_: 1 / 0)
+    broken = model.embedding.register_forward_pre_hook(lambda *_: 1 / 0)
     engine = engine_of({"m": model})
     try:
 
@@ -275,7 +275,7 @@ def test_requests_that_fail_for_themselves_never_make_the_engine_unhealthy(small
         if (args[0] == 666).any():
             raise RuntimeError("poisoned")
 
-    model.embed.register_forward_pre_hook(poison)
+    model.embedding.register_forward_pre_hook(poison)
     engine = engine_of({"m": model})
     try:
 
@@ -295,7 +295,7 @@ def test_requests_that_fail_for_themselves_never_make_the_engine_unhealthy(small
 def test_an_unhealthy_engine_finds_out_by_itself_that_it_works_again(small: Found, monkeypatch):
     monkeypatch.setattr("erniekit.serve.engines.embedded.PROBE_S", 0.02)
     model = small.build()
-    broken = model.embed.register_forward_pre_hook(lambda *_: 1 / 0)
+    broken = model.embedding.register_forward_pre_hook(lambda *_: 1 / 0)
     engine = engine_of({"m": model})
     try:
 
