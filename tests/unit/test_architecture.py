@@ -59,8 +59,8 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "registry", "version",
-    "weight_kinds",
+    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "registry",
+    "version", "weight_kinds",
 }  # fmt: skip
 
 
