@@ -17,9 +17,10 @@ from erniekit.cli.train import train_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launchers import Launcher, alive, forked
+from launchers import Launcher, forked
 from test_nodes_training import PATIENCE_S, curve, kill, stories
 
+from support.processes import alive
 from support.recorded import tiny_folder, whole_rows
 
 pytestmark = pytest.mark.xdist_group("nodes")
