@@ -26,6 +26,11 @@ from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult, TrainStep
 from erniekit.train.trainer import Trainer
 
+ERNIE_03B = DecoderConfig(
+    family="ernie4_5", vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_layers=18, num_heads=16,
+    num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, rope_style="pairs", tie_word_embeddings=True,
+    max_positions=131072,
+)  # fmt: skip
 CONFIG = DecoderConfig(
     family="ernie4_5", vocab_size=4096, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=64, rms_norm_eps=1e-5, rope_theta=1e4, rope_style="pairs", tie_word_embeddings=True,

@@ -8,12 +8,12 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
+from device_cases.steps import ERNIE_03B
 
 from erniekit.data.collate import collate
 from erniekit.data.types import Pack, Sample
 from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
-from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.optim.adamw import AdamW
@@ -27,13 +27,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 
 def test_the_engine_adds_at_most_one_percent() -> None:
-    config = DecoderConfig(
-        family="ernie4_5", vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_layers=18, num_heads=16,
-        num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5, rope_style="pairs", tie_word_embeddings=True,
-        max_positions=131072,
-    )  # fmt: skip
     device = torch.device("cuda")
-    model = Decoder(config)
+    model = Decoder(ERNIE_03B)
     init_weights(model, 0, 0.02)
     model.to(device, torch.bfloat16).train()
     optimizer = AdamW(make_groups(model.named_parameters(), 18, 0.1), (0.9, 0.95), 1e-8, low_precision=True)

@@ -64,3 +64,16 @@ def test_what_cannot_be_forced_is_refused_in_words(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         train(tmp_path, max_steps=1, model_name_or_path=experts, kernels=word)
+
+
+def test_a_mistyped_kernel_on_the_command_line_is_three_lines_and_code_2(
+    experts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"src": ["a question"], "tgt": ["an answer"]}\n' * 8)
+    words = [f"model_name_or_path={experts}", f"train_dataset_path={rows}", f"output_dir={tmp_path / 'out'}"]
+    assert main(["train", *words, "device=cpu", "max_steps=1", "kernels=experts=fast"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said[-3:]] == ["error", "where", "fix"]
+    assert "no implementation 'fast' of experts: one of triton, plain" in said[-3]
+    assert not (tmp_path / "out").exists(), "nothing was spent"

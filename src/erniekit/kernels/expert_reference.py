@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product, on_card
+from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product, implementation
 from erniekit.kernels.quantised_rows import Scaled
 
 Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any strides, and what its product is scaled by
@@ -41,7 +41,7 @@ def _halves(
 
 def _product_in_fp32(rows: torch.Tensor, factor: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """On a card rounded to 16 bit first: there is no grouped product in fp32 that does not wait for the ends."""
-    if on_card(rows, factor):
+    if implementation(rows, factor) != "loop":
         return grouped_product(rows, factor, ends).float()
     return grouped_product(rows.float(), factor.float(), ends)
 

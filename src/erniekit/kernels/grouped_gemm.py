@@ -25,7 +25,7 @@ def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [R, D], weight [E, D, W] of any strides -> [R, W]."""
-    by = chosen("grouped products", ProductFacts(rows.device, torch.promote_types(rows.dtype, weight.dtype)))
+    by = implementation(rows, weight)
     if by == "loop" or not rows.shape[0]:
         return product_reference(rows, weight, ends)
     width = weight.shape[2]
@@ -39,7 +39,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """left [R, M], right [R, N] -> left^T @ right, expert by expert [E, M, N]."""
-    if not (left.shape[0] and on_card(left, right)):
+    if implementation(left, right) == "loop" or not left.shape[0]:
         return outer_reference(left, right, ends)
     M, N = left.shape[1], right.shape[1]
     left, right = _aligned(left), _aligned(right)
@@ -64,6 +64,6 @@ def outer_reference(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor)
     return torch.stack([left[span].t() @ right[span] for _, span in spans(ends)])
 
 
-def on_card(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    """torch's kernel does it, in 16 bit and without waiting for the ends. On a CPU a loop is quick enough."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 == other.dtype and hasattr(F, "grouped_mm")
+def implementation(rows: torch.Tensor, other: torch.Tensor) -> str:
+    """Which one multiplies these, by selection.py."""
+    return chosen("grouped products", ProductFacts(rows.device, torch.promote_types(rows.dtype, other.dtype)))

@@ -77,6 +77,10 @@ def _no_triton(device: torch.device) -> str | None:
     return _no_card(device) or why_no_triton()
 
 
+def _not_bf16(dtype: torch.dtype) -> str | None:
+    return None if dtype == torch.bfloat16 else f"for bf16, not {str(dtype).removeprefix('torch.')}"
+
+
 def _no_flash4(packed: bool) -> Callable[[AttentionFacts], str | None]:
     def why_not(f: AttentionFacts) -> str | None:
         if problem := _no_triton(f.device):
@@ -101,8 +105,8 @@ def _no_cudnn_packs(f: AttentionFacts) -> str | None:
 def _no_expert_kernels(f: ExpertFacts) -> str | None:
     if problem := _no_triton(f.device):
         return problem
-    if f.dtype != torch.bfloat16:
-        return f"for bf16, not {str(f.dtype).removeprefix('torch.')}"
+    if problem := _not_bf16(f.dtype):
+        return problem
     if f.hidden % ALIGNED or f.width % ALIGNED:
         return f"widths {f.hidden} and {f.width} are no multiples of {ALIGNED}"
     if max(f.ranks, default=0) > HIGHEST_RANK:
@@ -111,10 +115,8 @@ def _no_expert_kernels(f: ExpertFacts) -> str | None:
 
 
 def _no_grouped(f: ProductFacts) -> str | None:
-    if problem := _no_card(f.device):
+    if problem := _no_card(f.device) or _not_bf16(f.dtype):
         return problem
-    if f.dtype != torch.bfloat16:
-        return f"for bf16, not {str(f.dtype).removeprefix('torch.')}"
     return None if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no grouped_mm"
 
 

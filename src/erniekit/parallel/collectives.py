@@ -1,7 +1,7 @@
 """The collectives that sit inside a forward pass, each with the backward that makes gradients right.
 
 Used by tensor.py, context.py, expert.py and vocab.py. `group` None means one rank: the value passes through untouched.
-They are ops, so that a compiled layer holds them as it holds a product: the group is told by its name and size.
+Registered as custom ops, so that torch.compile keeps them in the graph; the process group is passed by name and size.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def kernel_table(built: Built, fused_update: bool) -> list[Choice]:
 
 def _layers(built: Built) -> Iterator[Choice]:
     device, dtype, config = built.device.handle, built.dtype, built.folder.config
-    modules = [module for part in built.engine.parts for module in part.modules()]
     parts: list[Any] = built.engine.parts
+    modules = [module for part in parts for module in part.modules()]
     first = next((layer for part in parts for _, layer in part.held_layers()), None)
     if first is not None:
         yield from _attention(built, first.attn.inner, device)
@@ -44,7 +44,7 @@ def _layers(built: Built) -> Iterator[Choice]:
     if experts is not None:
         yield select("experts", _expert_facts(experts, device, dtype))
         yield select("grouped products", ProductFacts(device, dtype))
-    if built.engine.parts[-1].last:
+    if parts[-1].last:
         wide = config.vocab_size >= quack_gemm.WIDE
         found = select("head", ProductFacts(device, dtype))
         yield found if wide else Choice("head", "torch", f"fewer than {quack_gemm.WIDE} columns")

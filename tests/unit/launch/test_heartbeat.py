@@ -16,14 +16,6 @@ from support.clock import Clock, until
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of all who listen: beats are real, silence is what the test lets pass."""
-    made = Clock()
-    monkeypatch.setattr(heartbeat, "time", made)
-    return made
-
-
-@pytest.fixture
 def pulse(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], Heartbeat]]:
     """pulse(number, launcher): one of two machines, announced; each has a connection of its own."""
     monkeypatch.setattr(heartbeat, "BEAT_INTERVAL_S", 0.05)

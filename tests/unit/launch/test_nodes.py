@@ -21,13 +21,6 @@ BROKEN = Failure(0, 1, CRASH, ("error: Connection closed by peer",), peer=True)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(heartbeat, "time", made)
-    return made
-
-
-@pytest.fixture
 def pair(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Nodes]]:
     """The launchers of two machines that have agreed on attempt 0. They beat and listen when the test says so."""
     monkeypatch.setattr(Heartbeat, "_run", lambda self: None)
