@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # bf16: products cut in two add up in another order, and a token may take another expert for it.
 LOSS = 0.02
+SLOWER = 0.05  # kernel time of all ranks together, against one rank's for the same tokens
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +50,21 @@ def alone(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 def computing(kernels: list) -> dict[str, float]:
-    """Milliseconds by kind, what NCCL and copies take left out."""
+    """Milliseconds by kind, what NCCL and copies take left out. Two processes take turns on the card, and a kernel that
+    is interrupted takes as much longer: the quicker launches of each kernel say what it takes."""
     out: dict[str, float] = {}
-    for name, _, microseconds in kernels:
+    for name, times in kernels:
         if "nccl" not in name.lower() and kind_of(name) != "copy":
-            out[kind_of(name)] = out.get(kind_of(name), 0.0) + microseconds / 1e3
+            undisturbed = sorted(times)[len(times) // 10]
+            out[kind_of(name)] = out.get(kind_of(name), 0.0) + len(times) * undisturbed / 1e3
     return out
 
 
 def hand_written(kernels: list) -> set[str]:
     """Kernels of ours in a layer: names that compilers number are left out, and the update's (ranks form their common
     norm otherwise)."""
-    return {name for name, _, _ in kernels if re.fullmatch(r"_?[a-z][a-z_]*", name) and kind_of(name) != "optimizer"}
+    names = {name.split("|")[0] for name, _ in kernels}
+    return {name for name in names if re.fullmatch(r"_?[a-z][a-z_]*", name) and kind_of(name) != "optimizer"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -75,8 +79,9 @@ def test_ranks_are_compiled_and_train_as_one_rank_does(
     got, want = [s["loss"] for s in steps], [s["loss"] for s in alone[0]]
     both = [computing(rank) for rank in kernels]
     total, one = sum(sum(found.values()) for found in both), sum(computing(alone[1]).values())
-    # Two processes take turns on the card, and a kernel's time includes the turns of others: a figure, not a bar.
     print(f"== {name}: {total:.1f} ms of kernels, one rank {one:.1f}: {total / one:.3f}; by kind {both} {got}")
+    print(f"   one rank: {computing(alone[1])} {want}")
     assert got == pytest.approx(want, abs=LOSS), (got, want)
     missing = hand_written(alone[1]) - set().union(*(hand_written(rank) for rank in kernels))
     assert not missing, f"one rank runs these, {name} does not: {missing}"
+    assert total <= one * (1 + SLOWER), (total, one, both)
