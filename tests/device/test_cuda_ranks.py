@@ -44,7 +44,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list]:
-    steps, kernels, said = run_ranks(tmp_path_factory.mktemp("one") / "run", 1, gradient_accumulation_steps=4, **keys)
+    steps, kernels, said = run_ranks(tmp_path_factory.mktemp("one") / "run", 1, gradient_accumulation_steps=8, **keys)
     assert "compile: None -> True" in said
     return steps, kernels[0]
 
@@ -73,7 +73,7 @@ def test_ranks_are_compiled_and_train_as_one_rank_does(
 ) -> None:
     layout = LAYOUTS[name]
     shares_data = not {"tensor_parallel_degree", "pipeline_parallel_degree"} & set(layout)
-    each = 2 if shares_data else 4
+    each = 4 if shares_data else 8
     steps, kernels, said = run_ranks(tmp_path / "run", 2, **keys, gradient_accumulation_steps=each, **layout)
     assert "compile: None -> True" in said
     got, want = [s["loss"] for s in steps], [s["loss"] for s in alone[0]]
