@@ -17,7 +17,7 @@ from erniekit.lora.inject import inject, is_lora_b
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.offload import states_home
-from erniekit.parallel.apply import SpreadOptions, parallelise, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import adapters, expert_layers, expert_settings, weights
@@ -58,6 +58,9 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     low_rank = None
     if plan.lora:
         low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+    fill = weights.base_and_adapters(base, low_rank)
+    if plan.stored_dtype != plan.dtype:
+        fill = weights.rounded(fill, _unsharded_dtypes(plan))
     names = (*stage.metric_names(cfg), *expert_settings.metric_names(cfg, folder.config))
     step_metrics = StepMetrics(names, device.handle) if names else None
     engine = parallelise(
@@ -67,7 +70,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
         device,
         plan.dtype,
         stage.loss(cfg, world, step_metrics),
-        weights.base_and_adapters(base, low_rank),
+        fill,
         one_document,
         SpreadOptions(
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
@@ -85,6 +88,14 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     expert_layers.install(cfg, engine)
     engine.train()
     return Built(plan, whole, engine, sharding, base_digest)
+
+
+def _unsharded_dtypes(plan: RunPlan) -> dict[str, torch.dtype]:
+    """Of every weight, where nothing is sharded: some stay fp32 whatever the run computes in."""
+    model = plan.folder.spec.cast(plan.folder.meta(), plan.dtype)
+    if plan.lora:
+        inject(model, plan.lora, plan.config.train.seed)
+    return {plain(name): param.dtype for name, param in model.named_parameters()}
 
 
 def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:

@@ -60,6 +60,18 @@ def base_and_adapters(base: Fill, adapters: Fill | None) -> Fill:
     return fill
 
 
+def rounded(fill: Fill, dtypes: Mapping[str, torch.dtype]) -> Fill:
+    """Weights kept in fp32 that are computed with in another dtype start as numbers of that dtype: as the masters of
+    16-bit weights do, so that a run is the same one whether it is sharded or not."""
+
+    def fill_rounded(name: str, piece: torch.Tensor) -> None:
+        fill(name, piece)
+        if dtypes[name] != piece.dtype:
+            piece.copy_(piece.to(dtypes[name]))
+
+    return fill_rounded
+
+
 def whole_adapters(model: nn.Module, seed: int, adapter: Adapter | None) -> dict[str, torch.Tensor]:
     """All adapters' starting values; they are small, so every rank makes them whole. The model is left on meta."""
     for _, module in lora_linears(model):
