@@ -1,4 +1,4 @@
-"""MXFP4 as the OCP MX standard has it and compressed-tensors writes it: e2m1 values, a power of two for each 32 of a row.
+"""MXFP4 as the OCP MX standard has it and compressed-tensors writes it: e2m1 values, a power of two for each 32.
 
 Called by kernels/stored/mxfp4.py and by whatever writes or reads such files. A code is 4 bits: the sign, then the index
 into VALUES. Two codes a byte, the earlier column in the low half. A scale is the byte e8m0: 2 ** (byte - 127).
@@ -10,7 +10,11 @@ Values are rounded to the nearest, ties to the code whose last bit is 0.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
+
+from erniekit.kernels.nibbles import pack, unpack
 
 GROUP = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -23,25 +27,30 @@ _SPLIT = {torch.bfloat16: (torch.int16, 7), torch.float32: (torch.int32, 23)}  #
 
 def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[.., in], in a multiple of GROUP -> codes uint8 [.., in / 2], scales uint8 [.., in / GROUP]."""
-    rows = weight.reshape(-1, weight.shape[-1])
-    codes = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(len(rows), rows.shape[1] // GROUP, dtype=torch.uint8, device=weight.device)
-    for few, out, scale in zip(rows.split(CHUNK), codes.split(CHUNK), scales.split(CHUNK), strict=True):
+    *before, width = weight.shape
+    codes = torch.empty(*before, width // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(*before, width // GROUP, dtype=torch.uint8, device=weight.device)
+    if not width:
+        return codes, scales
+    for few, out, scale in zip(*(_rows(t) for t in (weight, codes, scales)), strict=True):
         grouped = few.float().unflatten(-1, (-1, GROUP))
         scale.copy_(scale_bytes(grouped.abs().amax(-1)))
         out.copy_(pack(nearest_codes(grouped * powers(2 * BIAS - scale.int()).unsqueeze(-1)).flatten(-2)))
-    return codes.view(*weight.shape[:-1], -1), scales.view(*weight.shape[:-1], -1)
+    return codes, scales
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[.., in]. Exact in bf16 and fp32, but for scales whose products leave the dtype's range."""
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype, device=codes.device)
     out = torch.empty(*codes.shape[:-1], codes.shape[-1] * 2, dtype=dtype, device=codes.device)
-    flat = (t.reshape(-1, t.shape[-1]).split(CHUNK) for t in (codes, scales, out))
-    for few, scale, into in zip(*flat, strict=True):
+    for few, scale, into in zip(*(_rows(t) for t in (codes, scales, out)), strict=True):
         numbers = values[unpack(few).int()].unflatten(-1, (-1, GROUP))
         into.copy_((numbers * powers(scale.int()).to(dtype).unsqueeze(-1)).flatten(-2))
     return out
+
+
+def _rows(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return t.reshape(-1, t.shape[-1]).split(CHUNK)
 
 
 def scale_bytes(most: torch.Tensor) -> torch.Tensor:
@@ -61,16 +70,7 @@ def nearest_codes(values: torch.Tensor) -> torch.Tensor:
     """uint8 below 16, of values in units of their scale. What is negative and rounds to 0 keeps its sign."""
     size = values.abs()
     codes = (values < 0).to(torch.uint8) << 3
-    middles = [(a + b) / 2 for a, b in zip(VALUES, VALUES[1:])]
+    middles = [(a + b) / 2 for a, b in pairwise(VALUES)]
     for index, middle in enumerate(middles):
         codes += size > middle if index % 2 == 0 else size >= middle
     return codes
-
-
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes below 16, two a byte: the earlier in the low half."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

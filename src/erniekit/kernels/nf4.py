@@ -20,6 +20,7 @@ VALUES = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+CPU = torch.device("cpu")
 CHUNK = 1 << 22  # numbers that are encoded or decoded at a time: the steps between take several times their memory
 
 
@@ -52,7 +53,7 @@ def codes_of(weight: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 
 def decode(codes: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[.., in], rounded to dtype once."""
-    values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
+    values = table(codes.device)
     out = torch.empty(*codes.shape[:-1], codes.shape[-1] * 2, dtype=dtype, device=codes.device)
     few = zip(codes.reshape(-1).split(CHUNK // 2), absmax.reshape(-1).split(CHUNK // BLOCK), strict=True)
     for (packed, most), into in zip(few, out.view(-1).split(CHUNK), strict=True):
@@ -87,16 +88,16 @@ def decode_absmax(nested: Nested) -> torch.Tensor:
 
 def nearest_dynamic(values: torch.Tensor, signed: bool) -> torch.Tensor:
     """uint8 codes of values between -1 (0: unsigned) and 1."""
-    table = dynamic_table(signed).to(values.device)
-    return torch.bucketize(values, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+    known = dynamic_table(signed, values.device)
+    return torch.bucketize(values, (known[1:] + known[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def dynamic_values(codes: torch.Tensor, signed: bool) -> torch.Tensor:
-    return dynamic_table(signed).to(codes.device)[codes.int()]
+    return dynamic_table(signed, codes.device)[codes.int()]
 
 
 @cache
-def dynamic_table(signed: bool) -> torch.Tensor:
+def dynamic_table(signed: bool, device: torch.device = CPU) -> torch.Tensor:
     """The 8-bit "dynamic" numbers, fp32 [256] ascending: seven decades below 1, each with twice the values of the one
     below (arXiv 1511.04561)."""
     numbers = [0.0, 1.0]
@@ -104,10 +105,15 @@ def dynamic_table(signed: bool) -> torch.Tensor:
         edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1, dtype=torch.float32)
         sizes = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         numbers += sizes + ([-size for size in sizes] if signed else [])
-    return torch.tensor(sorted(numbers), dtype=torch.float32)
+    return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
+
+
+@cache
+def table(device: torch.device) -> torch.Tensor:
+    """VALUES, fp32."""
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)
 
 
 @cache
 def _middles(device: torch.device) -> torch.Tensor:
-    values = torch.tensor(VALUES, dtype=torch.float32, device=device)
-    return (values[:-1] + values[1:]) / 2
+    return (table(device)[:-1] + table(device)[1:]) / 2
