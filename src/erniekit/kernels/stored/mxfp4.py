@@ -63,7 +63,8 @@ class Mxfp4InFp8(MultipliedInFp8, Mxfp4):
         return Stored(codes, scales, most.clamp(min=LEAST), kind=self.name)
 
     def image(self, weight: Stored) -> torch.Tensor:
-        assert weight.scale is not None and weight.extra is not None
+        assert weight.scale is not None
+        assert weight.extra is not None
         if weight.data.is_cuda and _HAS_TRITON:
             from erniekit.kernels.triton import four_bit
 

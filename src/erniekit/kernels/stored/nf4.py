@@ -1,7 +1,7 @@
 """Weights in NF4, blocks of 64 columns, with double quantisation (kernels/nf4.py has the tables).
 
 The codes are those of bitsandbytes. Its second quantisation is of the difference from the mean of all blocks, 256 of
-them in a row whatever weights they belong to; here it is of a row's blocks alone, by the row's largest one: what is kept
+them at a time whichever rows they belong to; here it is of a row's blocks alone, by the row's largest one: what is kept
 of a row then depends on nothing else, and a cut between columns changes nothing.
 """
 
@@ -33,7 +33,8 @@ class Nf4(WeightKind):
         return Stored(codes, scale, most, self.name)
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
-        assert weight.scale is not None and weight.extra is not None
+        assert weight.scale is not None
+        assert weight.extra is not None
         absmax = nf4.dynamic_values(weight.scale, signed=False) * weight.extra
         if weight.data.is_cuda and _HAS_TRITON:
             from erniekit.kernels.triton import four_bit

@@ -36,7 +36,7 @@ def _unpack(
     POWERS: tl.constexpr, OVER_MOST: tl.constexpr, TOP: tl.constexpr, TURNED: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """GROUP columns have a scale, 0: all of a row. POWERS: scales are e8m0 bytes; OVER_MOST: over their row's `most`."""
+    """GROUP columns have a scale, 0: a whole row. POWERS: scales are e8m0 bytes; OVER_MOST: over their row's `most`."""
     matrix = tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) * BR
     left = tl.program_id(0) * BC

@@ -140,7 +140,7 @@ def test_the_bits_that_memory_is_counted_with_are_those_that_are_held(kind: str)
 
 
 def test_a_user_chooses_among_kinds_and_mixes_and_not_among_ways_to_multiply() -> None:
-    assert BASES == (BF16, "fp8", "int8", "int4", "int4-group", "mxfp4", "nf4", *MIXES)
+    assert (BF16, "fp8", "int8", "int4", "int4-group", "mxfp4", "nf4", *MIXES) == BASES
     assert all(kind_named(kind).exact_in_fp8 for kind in IN_FP8)
     assert all(kind_named(kind).rows_in_fp8 for kind in IN_FP8.values())
 
@@ -151,7 +151,9 @@ def test_the_image_in_fp8_times_its_scale_is_the_unpacked_weight_bit_for_bit(kin
     w = draw(96, 256).bfloat16()
     plain, small = (kind_named(name).pack(w) for name in (kind, IN_FP8[kind]))
     assert small.kind == IN_FP8[kind]
-    assert torch.equal(plain.data, small.data) and plain.scale is not None and small.scale is not None
+    assert torch.equal(plain.data, small.data)
+    assert plain.scale is not None
+    assert small.scale is not None
     assert torch.equal(plain.scale, small.scale)
     fp8, of = kind_named(small.kind), small.of_experts(3)
     exact = kind_named(kind).unpack(plain, torch.float32).unflatten(0, (3, -1))
