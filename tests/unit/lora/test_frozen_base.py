@@ -144,12 +144,12 @@ def test_a_packed_linear_compiles_whole(adapted: Callable) -> None:
 
 def test_a_device_without_fp8_is_refused_and_a_cpu_is_not() -> None:
     check("fp8", "fp8", torch.device("cpu"), True, "run.yaml")
-    with pytest.raises(ConfigError, match="frozen_base: fp8 .* NVIDIA") as caught:
+    with pytest.raises(ConfigError, match=r"frozen_base: fp8 .* NVIDIA") as caught:
         check("fp8", "fp8", torch.device("mps"), False, "run.yaml")
     assert (caught.value.where, caught.value.fix) == ("run.yaml", "frozen_base: bf16")
     check("wint4/8", "bf16", torch.device("mps"), True, "run.yaml")
     check("wint4/8", "fp8", torch.device("mps"), False, "run.yaml")
-    with pytest.raises(ConfigError, match="frozen_products: fp8 .* NVIDIA") as caught:
+    with pytest.raises(ConfigError, match=r"frozen_products: fp8 .* NVIDIA") as caught:
         check("wint4/8", "fp8", torch.device("mps"), True, "run.yaml")
     assert caught.value.fix == "frozen_products: bf16"
 
