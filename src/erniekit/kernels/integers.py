@@ -15,7 +15,12 @@ def largest(weight: torch.Tensor) -> torch.Tensor:
     """fp32 [.., 1], of each row. Without columns (a rank without heads): 0."""
     if not weight.shape[-1]:
         return weight.new_zeros(*weight.shape[:-1], 1, dtype=torch.float32)
-    return weight.abs().amax(-1, keepdim=True).float()
+    return magnitude(weight).unsqueeze(-1)
+
+
+def magnitude(weight: torch.Tensor) -> torch.Tensor:
+    """The largest of the last dimension, fp32, without a copy of the weight."""
+    return torch.maximum(weight.amax(-1), -weight.amin(-1)).float()
 
 
 def scale_of(most: torch.Tensor, highest: int) -> torch.Tensor:

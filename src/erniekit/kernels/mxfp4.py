@@ -50,7 +50,8 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _rows(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return t.reshape(-1, t.shape[-1]).split(CHUNK)
+    rows: tuple[torch.Tensor, ...] = t.reshape(-1, t.shape[-1]).split(CHUNK)
+    return rows
 
 
 def scale_bytes(most: torch.Tensor) -> torch.Tensor:

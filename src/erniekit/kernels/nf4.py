@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from erniekit.kernels.integers import magnitude
+
 BLOCK = 64
 NESTED_BLOCK = 256
 # The quantiles as bitsandbytes writes them out: the last digits are those of its table.
@@ -34,7 +36,7 @@ class Nested(NamedTuple):
 
 def encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[.., in], in a multiple of BLOCK -> codes uint8 [.., in / 2], absmax fp32 [.., in / BLOCK]."""
-    absmax = weight.unflatten(-1, (-1, BLOCK)).abs().amax(-1).float()
+    absmax = magnitude(weight.unflatten(-1, (-1, BLOCK)))
     return codes_of(weight, absmax), absmax
 
 

@@ -43,7 +43,7 @@ class Int4Group(WeightKind):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", weight.scale, dtype)
-        groups = unpack_signed(weight.data).unflatten(-1, (-1, GROUP))
+        groups: torch.Tensor = unpack_signed(weight.data).unflatten(-1, (-1, GROUP))
         return (groups * weight.scale.to(dtype).unsqueeze(-1)).flatten(-2)
 
     def shape(self, weight: Stored) -> tuple[int, int]:
