@@ -36,6 +36,14 @@ def check(base: str, products: str, device: torch.device, experts: bool, where: 
             raise ConfigError(f"{key}: {value} does not run here: {reason}", where=where, fix=f"{key}: bf16")
 
 
+def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight [rows, in] as `base` would keep it, unpacked to its dtype; as it is where that keeps it plain."""
+    kind = kind_named(kinds_of(base)[role_of(name)])
+    if kind.name == PLAIN or not kind.fits(*weight.shape):
+        return weight
+    return kind.unpack(kind.pack(weight), weight.dtype)
+
+
 def store_frozen(
     model: nn.Module, base: str, products: str, shapes: Callable[[str], Iterable[tuple[int, int]]]
 ) -> list[str]:
