@@ -106,7 +106,7 @@ def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, li
         "warmup_steps": 1,
         "max_evaluate_steps": 2,
         "per_device_eval_batch_size": 1,
-        "compute_type": "fp32",
+        "compute_type": cfg.precision.compute_type if cfg.lora.packed_base else "fp32",  # the first is fp32 on a CPU
         "device": "cpu",
         "report_to": "none",
         "output_dir": output,

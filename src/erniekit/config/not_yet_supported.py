@@ -72,12 +72,6 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
         _Row(("compute_type",), _one_of("fp8"), "fp8 training", "use bf16"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
         _Row(
-            ("compute_type",),
-            _one_of("wint8", "wint4/8", "nf4"),
-            "training on quantised weights",
-            "use bf16 with fine_tuning: LoRA",
-        ),
-        _Row(
             ("device",),
             _one_of(*later_devices()),
             "training on this kind of device",
@@ -126,7 +120,15 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             word="forward_backward_overlap_scheduler",
         ),
     ),
-    ("eval",): (_Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),),
+    ("eval",): (
+        _Row(
+            ("compute_type",),
+            _one_of("wint8", "wint4/8", "nf4"),
+            "evaluation over packed weights",
+            "use bf16: the weights as they are stored, as export merges into them",
+        ),
+        _Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),
+    ),
     ("chat",): (
         _Row(("quantization",), bool, "quantised weights when serving", "used as stored", stops=False),
         _Row(("tensor_parallel_degree",), _above(1), "chat over several devices", "runs on one", stops=False),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.note import Note
-from erniekit.config.rules import batch, kind, layout, schedule, stages
+from erniekit.config.rules import batch, frozen, kind, layout, schedule, stages
 from erniekit.config.sources import Sources
 from erniekit.config.view import Rule, View
 
@@ -49,7 +49,9 @@ RULES: tuple[Rule, ...] = (
     layout.interleaved_micro_batches_divide,
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
-    stages.fp8_base_is_of_adapters,
+    frozen.compute_type_decides_the_base,
+    frozen.a_packed_base_is_of_adapters,
+    frozen.products_fit_the_base,
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
     stages.preference_training_has_no_dropout,

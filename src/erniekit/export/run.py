@@ -19,6 +19,7 @@ from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
+from erniekit.errors import ConfigError
 from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
@@ -28,8 +29,10 @@ from erniekit.log import paint, say, typed, warn
 from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
+from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.result import RunResult
+from erniekit.weight_kinds import BF16
 
 
 def export_command(args: list[str]) -> int:
@@ -53,6 +56,7 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
             tokenizer=plan.tokenizer,
             override_base=cfg.lora.override_base,
             probe=_probe_of(plan, cfg.lora.override_base),
+            grid=cfg.export.merge_grid,
         )
     )
 
@@ -82,14 +86,19 @@ def export(
     override_base: bool = False,
     verify: bool = True,
     probe: Probe | None = None,
+    grid: str = BF16,
 ) -> Path:
     """`out` with base + adapters merged (or base rewritten) in `layout`, shards of at most max_shard_size GB.
 
     It appears whole and proven, or not at all. tokenizer: the folder whose tokenizer goes with it; the adapters', else
     the base's when not given. override_base: the adapters may have been trained on another base. `probe`: a saved
-    answer the result must give as well.
+    answer the result must give as well. grid: the frozen_base whose numbers merged weights are rounded to; the result
+    then answers as neither base + adapter nor the probe, and is not asked to.
     """
     folders = (adapters,) if isinstance(adapters, Path) else tuple(adapters or ())
+    rounded = grid != BF16
+    if rounded and not folders:
+        raise ConfigError(f"merge_grid: {grid} rounds merged weights; there is no adapter to merge", fix="leave it out")
     check_target(out, [base, *folders])
     source = _Watched(base)
     source.check_names()
@@ -104,7 +113,10 @@ def export(
     whole = combined(loaded) if loaded else None
     size = sum(file.stat().st_size for file in set(source.files.values()))
     info: dict[str, Any] = {"base": str(base), "adapters": [str(folder) for folder in folders], "layout": layout}
-    merge = _Merge(source, updates)
+    if rounded:
+        info["merge_grid"] = grid
+        whole = probe = None
+    merge = _Merge(source, updates, grid)
     proofs: list[Proof] = []
 
     def write(folder: Path) -> None:
@@ -158,8 +170,8 @@ class _Watched(ModelFolder):
 class _Merge:
     """Our tensor names -> the tensors to write, one at a time; keeps count of what rounding costs the update."""
 
-    def __init__(self, source: ModelFolder, updates: dict[str, list[WeightUpdate]]) -> None:
-        self.source, self.updates = source, updates
+    def __init__(self, source: ModelFolder, updates: dict[str, list[WeightUpdate]], grid: str = BF16) -> None:
+        self.source, self.updates, self.grid = source, updates, grid
         self.entries = {entry.ours: entry for entry in source.entries() if not entry.copy_of}
         self._rounded = self._added = 0.0  # sums of squares
 
@@ -167,9 +179,11 @@ class _Merge:
         weight = self.source.read(self.entries[name])
         if name not in self.updates:
             return weight
+        if self.grid != BF16:
+            weight = on_grid(self.grid, name, weight)
         exact = merged_in_fp32(weight, self.updates[name])
-        out = exact.to(weight.dtype)
-        if weight.dtype != torch.float32:
+        out = on_grid(self.grid, name, exact).to(weight.dtype)
+        if weight.dtype != torch.float32 or self.grid != BF16:
             self._rounded += float((out.float() - exact).square().sum())
             self._added += float((exact - weight.float()).square().sum())
         return out
@@ -189,14 +203,21 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
 def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Proof], layout: str) -> None:
     for adapter in adapters:
         say(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
+    rounded = merge.grid != BF16
+    if rounded:
+        say(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
     if merge.lost() > 0.5:
+        dtype = str(merge.source.dtype()).removeprefix("torch.")
+        kind, what, instead = (
+            (merge.grid, "grid", "leave merge_grid out") if rounded else (dtype, "dtype", "train longer")
+        )
         warn(
-            f"rounding to {str(merge.source.dtype()).removeprefix('torch.')} changes the update by {merge.lost():.0%} "
-            "of its size: it is too small for this dtype; serve base + adapter, or train longer"
+            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this {what}; "
+            f"serve base + adapter, or {instead}"
         )
     for proof in proofs:
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
-        for line in proof.lines(merged):
+        for line in ["every other tensor bit-identical to its source"] if rounded else proof.lines(merged):
             say(f"checked  {line}")
     shards = sorted(out.glob("model*.safetensors"))
     size = sum(f.stat().st_size for f in shards)

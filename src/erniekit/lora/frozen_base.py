@@ -1,4 +1,4 @@
-"""The frozen side of LoRA in another stored kind than plain: `frozen_base`. Called by recipes/build.py.
+"""The frozen side of LoRA in other stored kinds than plain: `frozen_base`. Called by recipes/build.py.
 
 The plain weights are never whole in the device's memory: each is packed as it is filled. Whatever needs them (merging,
 exporting, resuming) reads them from their folder. Embeddings, head, norms, routers and layers without adapters stay
@@ -13,27 +13,55 @@ import torch
 from torch import nn
 
 from erniekit.errors import ConfigError
-from erniekit.kernels.stored import kind_named
+from erniekit.kernels.stored import PLAIN, kind_named
 from erniekit.lora.layers import LoRAExperts, LoRALinear
+from erniekit.weight_kinds import kinds_of, with_products
+
+_ROLES = {"experts": "experts", "shared": "shared", "attn": "attention"}  # by a word of a layer's name
 
 
-def check(kind: str, device: torch.device, experts: bool, where: str) -> None:
+def role_of(name: str) -> str:
+    """As weight_kinds.py and models/costs.py have it."""
+    return next((_ROLES[word] for word in name.split(".") if word in _ROLES), "mlp")
+
+
+def check(base: str, products: str, device: torch.device, experts: bool, where: str) -> None:
     """Before anything is loaded: whether this run's device can multiply by such a base."""
-    if (reason := kind_named(kind).why_not(device, experts)) is not None:
-        raise ConfigError(f"frozen_base: {kind} does not run here: {reason}", where=where, fix="frozen_base: bf16")
+    for role, kind in kinds_of(base).items():
+        held, *_ = with_products(kind, products)
+        if role == "experts" and not experts:
+            continue
+        if (reason := kind_named(held).why_not(device, role == "experts")) is not None:
+            key, value = ("frozen_base", base) if held == kind else ("frozen_products", products)
+            raise ConfigError(f"{key}: {value} does not run here: {reason}", where=where, fix=f"{key}: bf16")
 
 
-def store_frozen(model: nn.Module, kind: str, shapes: Callable[[str], Iterable[tuple[int, int]]]) -> list[str]:
-    """Every adapted linear's and expert's frozen weight becomes of this kind; the model has no memory yet. Answers the
-    layers that stay plain: the kind does not take their widths.
+def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight [rows, in] as `base` would keep it, unpacked to its dtype; as it is where that keeps it plain."""
+    kind = kind_named(kinds_of(base)[role_of(name)])
+    if kind.name == PLAIN or not kind.fits(*weight.shape):
+        return weight
+    return kind.unpack(kind.pack(weight), weight.dtype)
+
+
+def store_frozen(
+    model: nn.Module, base: str, products: str, shapes: Callable[[str], Iterable[tuple[int, int]]]
+) -> list[str]:
+    """Every adapted linear's and expert's frozen weight becomes of its role's kind; the model has no memory yet.
+    Answers the layers that stay plain because their kind does not take their widths.
 
     shapes(weight's name): of its matrix on every rank, so that all ranks decide alike."""
-    left = []
+    left, kinds = [], kinds_of(base)
     for name, layer in model.named_modules():
         if not isinstance(layer, (LoRALinear, LoRAExperts)) or layer.base.weight is None:
             continue
-        if all(kind_named(kind).fits(*shape) for shape in shapes(f"{name}.weight")):
-            layer.base.store_as(kind)
-        else:
+        kind = kinds[role_of(name)]
+        if kind == PLAIN:
+            continue
+        widths = list(shapes(f"{name}.weight"))
+        fitting = (held for held in with_products(kind, products) if all(kind_named(held).fits(*w) for w in widths))
+        if (held := next(fitting, None)) is None:
             left.append(name)
+        else:
+            layer.base.store_as(held)
     return left

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from erniekit.weight_kinds import BF16, BITS, PLAIN, kinds_of
+
 if TYPE_CHECKING:
     from erniekit.models.config import DecoderConfig
 
@@ -218,10 +220,23 @@ def mfu(flops: float, seconds: float, peak: float | None, ranks: int = 1) -> flo
 # --- bytes
 
 
-def state_bytes(c: DecoderConfig, trained: float = 1.0, optimizer: int = OPTIMIZER_BYTES) -> float:
+def weight_bytes(c: DecoderConfig, base: str = BF16) -> float:
+    """In 16 bit, but for the roles that `base` (a frozen_base) packs."""
+    kinds = kinds_of(base)
+    return sum(count * BITS.get(kinds.get(role, ""), 8 * WEIGHT_BYTES) / 8 for role, count in weights(c).items())
+
+
+def unpacking_bytes(c: DecoderConfig, base: str = BF16) -> int:
+    """Scratch memory for the largest packed weight while it is multiplied by; gate and up are one."""
+    kinds = kinds_of(base)
+    layers = (layer_products(c, sparse) for sparse, count in _layers(c) if count)
+    packed = (p.weights for products in layers for p in products if kinds.get(p.kind, PLAIN) != PLAIN)
+    return 2 * WEIGHT_BYTES * max(packed, default=0)
+
+
+def state_bytes(c: DecoderConfig, trained: float = 1.0, optimizer: int = OPTIMIZER_BYTES, base: str = BF16) -> float:
     """Weights, and of the share that is trained the gradients and the optimizer's states."""
-    count = parameters(c)
-    return count * WEIGHT_BYTES + count * trained * (GRADIENT_BYTES + optimizer)
+    return weight_bytes(c, base) + parameters(c) * trained * (GRADIENT_BYTES + optimizer)
 
 
 def activation_bytes(c: DecoderConfig, layer: int) -> float:

@@ -47,9 +47,11 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
         for each in (whole, model):
             inject(each, plan.lora, cfg.train.seed)
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
-    if cfg.lora.packed_base and (left := store_frozen(model, cfg.lora.frozen_base, sharding.matrix_shapes)):
-        widths = f"{cfg.lora.frozen_base} does not take their widths"
-        say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
+    if cfg.lora.packed_base:
+        left = store_frozen(model, cfg.lora.frozen_base, cfg.lora.frozen_products, sharding.matrix_shapes)
+        if left:
+            widths = f"{cfg.lora.frozen_base} does not take their widths"
+            say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
     rank, seed = world.rank, cfg.train.seed
     if cfg.model.continue_training:
         base = weights.from_folder(folder, sharding, rank)

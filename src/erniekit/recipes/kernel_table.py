@@ -78,6 +78,8 @@ def _run(built: Built, fused_update: bool) -> Iterator[Choice]:
     reasons = {note.key: note.reason for note in cfg.notes}
     kind = cfg.lora.frozen_base if cfg.lora.packed_base else str(built.plan.stored_dtype).removeprefix("torch.")
     yield Choice("frozen weights" if built.lora else "weights", kind, reasons.get("frozen_base", "as configured"))
+    if cfg.lora.packed_base:
+        yield Choice("frozen products", cfg.lora.frozen_products, reasons.get("frozen_products", "as configured"))
     for key, operation in (("compile", "compiled layers"), ("cuda_graph", "CUDA graphs")):
         on = "yes" if getattr(cfg.model, key) else "no"
         yield Choice(operation, on, reasons.get(key, f"{key}: {getattr(cfg.model, key)}"))

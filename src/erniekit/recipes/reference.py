@@ -191,7 +191,7 @@ def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
         "model": built.base,
         "config": str(built.folder.config),
         "dtype": str(built.dtype),
-        **({"frozen_base": cfg.lora.frozen_base} if cfg.lora.packed_base else {}),
+        **({"frozen_base": f"{cfg.lora.frozen_base}, {cfg.lora.frozen_products}"} if cfg.lora.packed_base else {}),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 

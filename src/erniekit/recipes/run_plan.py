@@ -16,6 +16,7 @@ from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, for_world
 from erniekit.config.note import Note
+from erniekit.config.rules.frozen import PACKED
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
@@ -28,8 +29,9 @@ from erniekit.parallel.world import check_model, check_schedule, open_world
 from erniekit.recipes import adapters, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
+from erniekit.weight_kinds import BF16
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp32": torch.float32, **dict.fromkeys(("bf16", *PACKED), torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,11 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
 def open_device(cfg: RunConfig) -> DevicePlan:
     """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
-    if not device.fast_bf16 and cfg.precision.compute_type == "bf16" and not cfg.given("compute_type"):
+    kind = cfg.precision.compute_type
+    if not device.fast_bf16 and (kind in PACKED or (kind == BF16 and not cfg.given("compute_type"))):
         where = "a CPU" if device.vendor == "cpu" else device.name
-        note = Note("compute_type", "bf16", "fp32", f"bf16 is slow on {where}; write compute_type: bf16 to have it")
+        base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
+        note = Note("compute_type", kind, "fp32", f"bf16 is slow on {where}; write compute_type: bf16{base} to have it")
         say(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
@@ -127,7 +131,13 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     speed_decisions.force_kernels(cfg)
     cfg = speed_decisions.for_device(cfg.derive(*notes), device, world, model)
     if cfg.lora.packed_base:
-        check_frozen_base(cfg.lora.frozen_base, device.handle, model.moe is not None, cfg.origin("frozen_base"))
+        check_frozen_base(
+            cfg.lora.frozen_base,
+            cfg.lora.frozen_products,
+            device.handle,
+            model.moe is not None,
+            cfg.origin("frozen_base") if cfg.given("frozen_base") else cfg.origin("compute_type"),
+        )
     if not cfg.model.continue_training:
         _refuse_oversized(folder, device, world)
     return RunPlan(cfg, device, world, folder, lora, further, model_notes)

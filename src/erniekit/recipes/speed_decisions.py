@@ -24,8 +24,10 @@ from erniekit.models.costs import (
     recomputed_bytes,
     state_bytes,
     token_flops,
+    unpacking_bytes,
 )
 from erniekit.parallel.mesh import Layout, World
+from erniekit.weight_kinds import BF16
 
 GIB = 1024**3
 USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
@@ -126,7 +128,9 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     if world.size > 1 or not limit:
         return
     state = LOW_OPTIMIZER_BYTES if cfg.optim.use_lowprecision_moment else OPTIMIZER_BYTES
-    count = layers_to_recompute(model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen, state)
+    base = cfg.lora.frozen_base if cfg.lora.packed_base else BF16
+    share, rows = trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen
+    count = layers_to_recompute(model, tokens, limit, share, rows, state, base)
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
     yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
@@ -140,10 +144,16 @@ def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
 
 
 def layers_to_recompute(
-    model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int, state: int = OPTIMIZER_BYTES
+    model: DecoderConfig,
+    tokens: int,
+    limit: float,
+    trained: float,
+    rows: int,
+    state: int = OPTIMIZER_BYTES,
+    base: str = BF16,
 ) -> int:
-    """The fewest layers that must be computed again for a step to fit in `limit` bytes."""
-    fixed = state_bytes(model, trained, state) + head_bytes(model, rows)
+    """The fewest layers that must be computed again for a step to fit in `limit` bytes. base: of frozen weights."""
+    fixed = state_bytes(model, trained, state, base) + unpacking_bytes(model, base) + head_bytes(model, rows)
     kept = [activation_bytes(model, layer) * tokens for layer in range(model.num_layers)]
     start = recomputed_bytes(model) * tokens  # what a layer that is computed again starts from
     most = max(kept)

@@ -31,9 +31,9 @@ def test_a_recipe_fits_a_screen_and_says_where_values_come_from(root, capsys):
 
 
 def test_inert_and_later_keys_are_told_with_their_reason(root, capsys):
-    text = "\n".join(shown(capsys, str(root / RECIPE), "fuse_rope=1", "compute_type=wint4/8", WORDS))
+    text = "\n".join(shown(capsys, str(root / RECIPE), "fuse_rope=1", "compute_type=fp16", WORDS))
     assert "fuse_rope (a kernel choice" in text
-    assert "training on quantised weights (stops the run)" in text
+    assert "fp16 training (stops the run)" in text
     assert "pipeline_parallel_config use_dualpipev (key=value)  the DualPipeV schedule;" in text
     assert "enable_timer (step times are always in metrics.jsonl)" in text
 

@@ -17,9 +17,6 @@ from erniekit.errors import ConfigError, LaterError
         "stage=OCR-VL-SFT",
         "compute_type=fp8",
         "compute_type=fp16",
-        "compute_type=wint8",
-        "compute_type=wint4/8",
-        "compute_type=nf4",
         "moe_group_experts=1",
         "moe_dropout_prob=0.1",
         "device=npu",
@@ -38,6 +35,14 @@ def test_it_resolves_and_is_refused_by_name(word):
         refuse_later(cfg)
     assert key in e.value.where
     assert e.value.fix
+
+
+@pytest.mark.parametrize("kind", ["wint8", "wint4/8", "nf4"])
+def test_packed_weights_train_and_are_not_evaluated(kind):
+    refuse_later(load([f"compute_type={kind}"]))
+    with pytest.raises(LaterError, match="evaluation over packed weights") as e:
+        refuse_later(load([f"compute_type={kind}"], "eval"))
+    assert "use bf16" in e.value.fix
 
 
 def test_a_plain_run_needs_nothing():

@@ -1,4 +1,4 @@
-"""What follows from `stage: DPO` and its loss, and what an fp8 base goes with, before anything is read."""
+"""What follows from `stage: DPO` and its loss, and from adapters, before anything is read."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def test_attention_dropout_of_a_preference_recipe_is_off_and_says_why():
     assert not_yet_supported(cfg) == []
 
 
-def test_every_preference_recipe_asks_for_dropout_and_only_quantised_ones_are_stopped(root):
+def test_every_preference_recipe_asks_for_dropout_and_none_is_stopped(root):
     recipes = sorted((root / "examples" / "configs").glob("*/dpo/*.yaml"))
     assert len(recipes) == 20
     for recipe in recipes:
         cfg = load([str(recipe)])
         assert note(cfg, "attention_probs_dropout_prob").old == 0.1
-        assert {item.key for item in not_yet_supported(cfg) if item.stops} == (
-            {"compute_type"} if "wint8" in recipe.name else set()
-        )
+        assert not any(item.stops for item in not_yet_supported(cfg))
 
 
 def test_other_dropout_of_a_preference_recipe_is_refused():
@@ -57,25 +55,6 @@ def test_kept_log_probabilities_of_a_reference_that_changes_are_refused():
 def test_a_benchmark_neither_evaluates_nor_saves_on_the_way(words):
     cfg = load([*words, "eval_dataset_path=a.jsonl", "evaluation_strategy=epoch", "save_strategy=steps"])
     assert (cfg.train.evaluation_strategy, cfg.train.do_eval, cfg.checkpoint.save_strategy) == ("no", False, "no")
-
-
-@pytest.mark.parametrize(
-    ("word", "why", "way_out"),
-    [
-        ("fine_tuning=Full", "adapters leave frozen", "fine_tuning: LoRA"),
-        ("compute_type=wint8", "weight_only_int8", "frozen_base: bf16"),
-    ],
-)
-def test_an_fp8_base_is_refused_where_no_weight_is_frozen(word, why, way_out):
-    with pytest.raises(ConfigError, match=why) as caught:
-        load(["frozen_base=fp8", word])
-    assert way_out in caught.value.fix
-    load(["frozen_base=bf16", word])
-
-
-@pytest.mark.parametrize("words", [[], ["stage=DPO"], ["sharding=stage1"], ["tensor_parallel_degree=2"]])
-def test_an_fp8_base_goes_with_every_stage_and_layout_of_adapters(words):
-    assert load(["frozen_base=fp8", *words]).lora.frozen_base == "fp8"
 
 
 @pytest.mark.parametrize(

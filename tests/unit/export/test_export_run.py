@@ -17,11 +17,13 @@ from erniekit.checkpoint import manifest
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.probe import Probe
-from erniekit.errors import CheckpointError
+from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.run import export, export_command
 from erniekit.lora.adapter import adapter_of, attach
 from erniekit.lora.adapter_files import read_adapter, write_adapter
+from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.inject import inject
+from erniekit.lora.merge import merged_in_fp32, row_updates
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.init import init_weights
 
@@ -230,3 +232,36 @@ def test_memory_is_bounded_by_a_shard_and_a_layer_not_by_the_model(run: Path, ba
     # a shard twice (held and being written), a layer of 5 MB, activations; the model alone would be 77 MB
     assert int(done.stdout.split()[-1]) < 40e6
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(("grid", "least", "most"), [("int8", 0.0, 0.5), ("int4", 0.5, 10.0)])
+def test_an_adapter_goes_on_the_numbers_of_a_packed_base_and_the_lost_share_is_told(
+    run: Path, base: Path, tmp_path: Path, grid: str, least: float, most: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(base), f"lora_path={run / 'checkpoint-10'}", f"output_dir={tmp_path / 'out'}", f"merge_grid={grid}"]
+    assert export_command(words) == 0
+    said = capsys.readouterr().out
+    merged, source = (ModelFolder(folder).build().state_dict() for folder in (tmp_path / "out", base))
+    model = ModelFolder(base).build()
+    updates = row_updates(model, read_adapter(run / "checkpoint-10", model))
+    lost = added = 0.0
+    for name, weight in source.items():
+        if name not in updates:
+            assert torch.equal(merged[name], weight), name
+            continue
+        kept = on_grid(grid, name, weight)
+        exact = merged_in_fp32(kept, updates[name])
+        assert torch.equal(merged[name], on_grid(grid, name, exact)), name
+        lost += float((merged[name] - exact).square().sum())
+        added += float((exact - kept).square().sum())
+    share = (lost / added) ** 0.5
+    assert least < share < most
+    assert f"rounded  merged weights to what {grid} keeps: {share:.0%} of the update's size is lost" in said
+    assert "checked  every other tensor bit-identical to its source" in said
+    assert manifest.check(tmp_path / "out").info["merge_grid"] == grid
+
+
+def test_a_grid_without_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no adapter to merge"):
+        export(base, None, tmp_path / "out", grid="int4")
+    assert not (tmp_path / "out").exists()

@@ -14,11 +14,13 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
+from erniekit.kernels.stored import PLAIN, kind_of
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.lora.frozen_base import check, store_frozen
 from erniekit.lora.inject import inject, lora_linears, lora_state
 from erniekit.lora.layers import LoRARouter
 from erniekit.lora.settings import LoRASettings
+from erniekit.weight_kinds import BASES
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +49,10 @@ def shape_of(model: nn.Module, name: str) -> tuple[int, int]:
     return rows // getattr(base, "experts", 1), width
 
 
-def pack(model: nn.Module) -> list[str]:
+def pack(model: nn.Module, base: str = "fp8", products: str = "fp8") -> list[str]:
     """As parallel/apply.py fills a model, here from the weights it has."""
     plain = {n: layer.base.weight.detach().clone() for n, layer in lora_linears(model)}
-    left = store_frozen(model, "fp8", lambda name: [shape_of(model, name)])
+    left = store_frozen(model, base, products, lambda name: [shape_of(model, name)])
     for name, layer in lora_linears(model):
         if getattr(layer.base, "packed_shape", None) is not None and not layer.base.is_packed:
             layer.base.pack(plain[name])
@@ -84,7 +86,7 @@ def test_what_is_packed_is_left_alone(adapted: Callable) -> None:
     model = adapted()
     pack(model)
     before = {n: b.float() for n, b in model.named_buffers()}
-    assert store_frozen(model, "fp8", lambda name: [(16, 16)]) == []
+    assert store_frozen(model, "fp8", "fp8", lambda name: [(16, 16)]) == []
     assert all(torch.equal(b.float(), before[n]) for n, b in model.named_buffers())
 
 
@@ -141,7 +143,49 @@ def test_a_packed_linear_compiles_whole(adapted: Callable) -> None:
 
 
 def test_a_device_without_fp8_is_refused_and_a_cpu_is_not() -> None:
-    check("fp8", torch.device("cpu"), True, "run.yaml")
-    with pytest.raises(ConfigError, match="NVIDIA") as caught:
-        check("fp8", torch.device("mps"), False, "run.yaml")
+    check("fp8", "fp8", torch.device("cpu"), True, "run.yaml")
+    with pytest.raises(ConfigError, match=r"frozen_base: fp8 .* NVIDIA") as caught:
+        check("fp8", "fp8", torch.device("mps"), False, "run.yaml")
     assert (caught.value.where, caught.value.fix) == ("run.yaml", "frozen_base: bf16")
+    check("wint4/8", "bf16", torch.device("mps"), True, "run.yaml")
+    check("wint4/8", "fp8", torch.device("mps"), False, "run.yaml")
+    with pytest.raises(ConfigError, match=r"frozen_products: fp8 .* NVIDIA") as caught:
+        check("wint4/8", "fp8", torch.device("mps"), True, "run.yaml")
+    assert caught.value.fix == "frozen_products: bf16"
+
+
+@pytest.mark.parametrize(("products", "experts"), [("bf16", "int4"), ("fp8", "int4-fp8")])
+def test_a_mix_gives_each_role_its_kind(adapted: Callable, products: str, experts: str) -> None:
+    model = adapted()
+    assert pack(model, "wint4/8", products) == []
+    kinds = {name.split(".", 2)[2]: layer.base.kind for name, layer in lora_linears(model)}
+    assert kinds == {
+        "attn.qkv": "int8", "attn.out": "int8", "mlp.gate_up": "int8", "mlp.down": "int8", "mlp.shared.gate_up": PLAIN,
+        "mlp.shared.down": PLAIN, "mlp.experts.gate_up": experts, "mlp.experts.down": experts,
+    }  # fmt: skip
+
+
+def test_widths_that_fp8_does_not_take_are_multiplied_in_16_bit(adapted: Callable) -> None:
+    model = adapted(targets=["q_proj"])
+    layer = model.layers[0].attn.qkv
+    layer.base.weight = nn.Parameter(layer.base.weight[:-8].clone(), requires_grad=False)
+    assert pack(model, "int4", "fp8") == []
+    assert [model.layers[i].attn.qkv.base.kind for i in (0, 1)] == ["int4", "int4-fp8"]
+
+
+@pytest.mark.parametrize("base", [kind for kind in BASES if kind not in ("bf16", "fp8")])
+def test_answers_and_gradients_are_those_of_the_unpacked_weights(adapted: Callable, base: str) -> None:
+    """Bit for bit what a plain model has whose frozen weights are the numbers that were packed."""
+    packed, plain = adapted(), adapted()
+    pack(packed, base, "bf16")
+    with torch.no_grad():
+        for (_, layer), (_, other) in zip(lora_linears(packed), lora_linears(plain), strict=True):
+            if getattr(layer.base, "is_packed", False):
+                other.base.weight.copy_(kind_of(layer.base.stored()).unpack(layer.base.stored(), torch.float32))
+    found = []
+    for model in (packed, plain):
+        logits = model(ids())
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids()[:, 1:].flatten())
+        found.append([logits, *torch.autograd.grad(loss, list(lora_state(model).values()))])
+    for mine, want in zip(*found, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)

@@ -254,3 +254,21 @@ def test_bytes_of_the_21b_are_those_memory_decisions_were_measured_with() -> Non
     assert costs.recomputed_bytes(LARGE) == 5120
     assert costs.head_bytes(LARGE, 1024) == 103424 * (2048 + 10240)
     assert costs.cache_bytes(LARGE, 2) == 28 * 2 * 4 * 128 * 2
+
+
+def test_packed_frozen_weights_count_with_the_bits_of_their_kinds() -> None:
+    found = costs.weights(LARGE)
+    rest = 2 * (LARGE.parameters() - found["experts"] - found["attention"] - found["mlp"])
+    assert costs.weight_bytes(LARGE) == 2 * LARGE.parameters()
+    assert costs.weight_bytes(LARGE, "wint4/8") == rest + found["experts"] / 2 + found["attention"] + found["mlp"]
+    assert costs.weight_bytes(LARGE, "wint4/8") / 2**30 == pytest.approx(11.91, abs=0.01)
+    packed = sum(found[role] for role in ("experts", "attention", "mlp", "shared"))
+    assert costs.weight_bytes(LARGE, "mxfp4") == 2 * (LARGE.parameters() - packed) + packed * 4.25 / 8
+    assert costs.weight_bytes(LARGE, "of another package") == 2 * LARGE.parameters()
+    assert costs.state_bytes(LARGE, 0.5, base="int8") == costs.weight_bytes(LARGE, "int8") + 7 * LARGE.parameters()
+
+
+def test_a_packed_weight_is_unpacked_into_memory_that_counts() -> None:
+    assert costs.unpacking_bytes(LARGE) == 0
+    assert costs.unpacking_bytes(LARGE, "wint4/8") == 2 * 64 * 3072 * 2560, "gate and up of the experts"
+    assert costs.unpacking_bytes(DENSE, "wint4/8") > 0

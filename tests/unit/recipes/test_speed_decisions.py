@@ -121,3 +121,11 @@ def test_less_memory_never_means_fewer_layers_computed_again() -> None:
             layers_to_recompute(SMALL, 131072, gib * GIB, 1.0, 2048, state) for gib in (24, 32, 40, 64, 100)
         ] == known
     assert activation_bytes(LARGE, 1) > activation_bytes(SMALL, 1)
+
+
+def test_a_packed_base_leaves_room_for_more_layers() -> None:
+    counts = [
+        layers_to_recompute(LARGE, 32768, 60 * GIB, 0.025, 2048, base=base) for base in ("bf16", "int8", "wint4/8")
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[1] > counts[2]

@@ -9,6 +9,7 @@ from erniekit.config.view import View
 from erniekit.errors import ConfigError
 
 _ALGOS = {"fp8": "fp8linear", "wint8": "weight_only_int8", "wint4/8": "weight_only_mix", "nf4": "nf4"}
+_INT4 = "weight_only_int4"  # no compute_type has it
 
 
 def pre_training_files_train_pt(run: View) -> Iterator[Note]:
@@ -57,6 +58,8 @@ def script_flags_choose_compute_type(run: View) -> Iterator[Note]:
         raise ConfigError("bf16 and fp16 are both on", where=where, fix="keep one, or set compute_type")
     if run.wins("weight_quantize_algo", "compute_type") and algo in by_algo:
         yield from run.set("compute_type", by_algo[algo], f"weight_quantize_algo is {algo}")
+    elif run.wins("weight_quantize_algo", "compute_type") and algo == _INT4 and not run.given("frozen_base"):
+        yield from run.set("frozen_base", "int4", f"weight_quantize_algo is {algo}")
     elif run.wins("fp16", "compute_type") and run["fp16"]:
         yield from run.set("compute_type", "fp16", "fp16 is True")
     elif run.wins("bf16", "compute_type"):
@@ -69,7 +72,8 @@ def compute_type_decides_formats(run: View) -> Iterator[Note]:
     yield from run.set("bf16", kind not in ("fp16", "fp32"), reason, quiet=True)
     yield from run.set("fp16", kind == "fp16", reason, quiet=True)
     quiet = not run.given("weight_quantize_algo")
-    yield from run.set("weight_quantize_algo", _ALGOS.get(kind), reason, quiet=quiet)
+    if run["weight_quantize_algo"] != _INT4 or run["frozen_base"] != "int4":
+        yield from run.set("weight_quantize_algo", _ALGOS.get(kind), reason, quiet=quiet)
 
 
 def fp8_brings_its_optimiser(run: View) -> Iterator[Note]:

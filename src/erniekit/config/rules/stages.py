@@ -26,22 +26,6 @@ def alpha_follows_rank(run: View) -> Iterator[Note]:
         yield from run.set("lora_alpha", alpha, reason, quiet=not (run["lora"] and run["do_train"]))
 
 
-def fp8_base_is_of_adapters(run: View) -> tuple[Note, ...]:
-    if run["frozen_base"] == "bf16" or not run["do_train"]:
-        return ()
-    where, fix = run.origin("frozen_base"), "frozen_base: bf16"
-    if not run["lora"]:
-        raise ConfigError(
-            "frozen_base: fp8 is for weights that adapters leave frozen; fine_tuning: Full trains them all",
-            where=where,
-            fix="fine_tuning: LoRA, or frozen_base: bf16",
-        )
-    if run["weight_quantize_algo"]:
-        algo = run["weight_quantize_algo"]
-        raise ConfigError(f"frozen_base: fp8 and {algo} both say how frozen weights are held", where=where, fix=fix)
-    return ()
-
-
 def adapters_go_where_the_command_takes_them(run: View) -> tuple[Note, ...]:
     """An adapter that is left out is not noticed: the base's answers and losses look like any other's."""
     adapters, command = run["lora_path"], run.command

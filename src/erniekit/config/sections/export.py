@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.weight_kinds import BASES, BF16, WEIGHT_KINDS
 
 
 @dataclass(frozen=True)
 class ExportSection:
     max_shard_size: int = key(5, "Largest weight file, in GB.", low=1, basic=True)
     copy_tokenizer: bool = key(True, "Put the tokenizer beside the weights.", basic=True)
+    merge_grid: str = key(
+        BF16,
+        "Put the adapter on the numbers that such a frozen_base keeps, and round the sum to them; says how much of the "
+        "update is lost.",
+        choices=BASES,
+        further=WEIGHT_KINDS,
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from erniekit.config.field import key
 from erniekit.lora_scale import DERIVED_ALPHA
-from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS
+from erniekit.weight_kinds import BASES, BF16, WEIGHT_KINDS
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,19 @@ class LoraSection:
     lora_plus_scale: float = key(1.0, "Learning rate of B as a multiple of A's.", low=0, fixed=True)
     rslora_plus: bool = key(False, "rslora with lora_plus_scale 4 and lora_alpha 4.", fixed=True)
     frozen_base: str = key(
-        "bf16",
-        "Frozen weights of adapted layers: bf16 keeps them in compute_type; fp8 makes their products 1.3 to 1.5 times "
-        "as fast on Hopper cards, in half the memory, each off by 3.7 % instead of 0.2 %. Adapters stay in bf16.",
-        choices=("bf16", *(kind for kind in WEIGHT_KINDS if kind != PLAIN)),
+        BF16,
+        "Frozen weights of adapted layers: bf16 keeps them in compute_type; the others pack them into 8 or 4 bits as "
+        "they are read (docs/compression.md has their errors). wint4/8: routed experts int4, attention and dense "
+        "feed-forward int8, shared experts bf16. Adapters stay in bf16.",
+        choices=BASES,
         further=WEIGHT_KINDS,
+        fixed=True,
+    )
+    frozen_products: str = key(
+        BF16,
+        "Products with packed frozen weights: bf16 of the unpacked numbers, or fp8 where those are exact in it (int4, "
+        "mxfp4): faster on Hopper cards, and rows of activations are rounded, 2.6 % of a product.",
+        choices=(BF16, "fp8"),
         fixed=True,
     )
     lora_path: tuple[str, ...] = key(
@@ -44,4 +52,4 @@ class LoraSection:
     @property
     def packed_base(self) -> bool:
         """Frozen weights are kept as another kind than they are computed in."""
-        return self.lora and self.frozen_base != "bf16"
+        return self.lora and self.frozen_base != BF16

@@ -13,9 +13,8 @@ _FP8 = "fp8 training"
 class QuantSection:
     weight_quantize_algo: str | None = key(
         None,
-        "Quantised weights; set from compute_type.",
+        "frozen_base, in the script form; set from compute_type.",
         choices=("weight_only_mix", "weight_only_int8", "weight_only_int4", "nf4", "fp8linear"),
-        later="quantised training",
     )
     apply_hadamard: bool = key(True, "Rotate activations before quantising.", fixed=True, later=_FP8)
     hadamard_block_size: int = key(32, "Size of the rotation.", low=1, fixed=True, later=_FP8)

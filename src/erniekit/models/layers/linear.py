@@ -57,6 +57,7 @@ class HoldsWeight(nn.Module):
         """plain [rows, in]. The packed tensors are buffers outside of state dicts: what saves or fills a model's
         weights does not meet them."""
         packed = kind_named(self.kind).pack(plain, agree)
+        self.kind = packed.kind  # a kind may find that these numbers need a related one
         for slot in SLOTS:
             self.register_buffer(f"packed_{slot}", getattr(packed, slot), persistent=False)
 
