@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from timing import milliseconds
 
 from erniekit.kernels.expert_mlp import Update, expert_mlp
-from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
+from erniekit.kernels.moe_permute import Order, by_expert, combine, gather, weights_of_rows
 from erniekit.kernels.stored import Stored
 
 E, K, H, W, RANK = 64, 6, 2560, 1536, 32
@@ -130,7 +130,7 @@ def before(
     gated, upped = (torch.add(y, linear(z.contiguous(), B, ends), alpha=2.0) for y, z, B in parts)
     act = F.silu(gated) * upped
     y = torch.add(linear(act, down, ends), linear(linear(act, down_a, ends), down_b, ends), alpha=2.0)
-    return combine(y, w, order)
+    return combine(y * weights_of_rows(w, order), order, K)
 
 
 def now(

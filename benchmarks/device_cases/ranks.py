@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def run_ranks(folder: Path, ranks: int, seconds: float = 240, **keys: Any) -> tuple[list[dict], list[list], str]:
-    """The logged steps, each rank's kernels [name, times, microseconds] of some steps, and what rank 0 printed."""
+    """The logged steps, each rank's kernels [name, microseconds of its launches] of some of them, rank 0's output."""
     folder.mkdir(parents=True)
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps({**keys, "output_dir": str(folder / "out")}))

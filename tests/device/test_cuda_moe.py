@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sorting_and_combining_on_the_card_equal_the_cpu() -> None:
-    from erniekit.kernels.moe_permute import by_expert, combine, gather
+    from erniekit.kernels.moe_permute import by_expert, combine, gather, weights_of_rows
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(16, generator=generator)[:3] for _ in range(50)])
@@ -31,7 +31,7 @@ def test_sorting_and_combining_on_the_card_equal_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         tokens, shares = (t.detach().to(device).requires_grad_() for t in (x, weights))
         order = by_expert(ids.to(device), 16)
-        y = combine(2 * gather(tokens, order, 3), shares, order)
+        y = combine(2 * gather(tokens, order, 3) * weights_of_rows(shares, order), order, 3)
         results.append([y, *torch.autograd.grad(y.pow(2).sum(), (tokens, shares))])
     for a, b in zip(*results):
         assert torch.allclose(a, b.cpu(), atol=1e-5)

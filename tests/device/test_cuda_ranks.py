@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # bf16: products cut in two add up in another order, and a token may take another expert for it.
 LOSS = 0.02
+SLOWER = 0.05  # kernel time of all ranks together, against one rank's for the same tokens
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +44,27 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list]:
-    steps, kernels, said = run_ranks(tmp_path_factory.mktemp("one") / "run", 1, gradient_accumulation_steps=4, **keys)
+    steps, kernels, said = run_ranks(tmp_path_factory.mktemp("one") / "run", 1, gradient_accumulation_steps=8, **keys)
     assert "compile: None -> True" in said
     return steps, kernels[0]
 
 
 def computing(kernels: list) -> dict[str, float]:
-    """Milliseconds by kind, what NCCL and copies take left out."""
+    """Milliseconds by kind, what NCCL and copies take left out. Two processes take turns on the card, and a kernel that
+    is interrupted takes as much longer: the quicker launches of each kernel say what it takes."""
     out: dict[str, float] = {}
-    for name, _, microseconds in kernels:
+    for name, times in kernels:
         if "nccl" not in name.lower() and kind_of(name) != "copy":
-            out[kind_of(name)] = out.get(kind_of(name), 0.0) + microseconds / 1e3
+            undisturbed = sorted(times)[len(times) // 10]
+            out[kind_of(name)] = out.get(kind_of(name), 0.0) + len(times) * undisturbed / 1e3
     return out
 
 
 def hand_written(kernels: list) -> set[str]:
     """Kernels of ours in a layer: names that compilers number are left out, and the update's (ranks form their common
     norm otherwise)."""
-    return {name for name, _, _ in kernels if re.fullmatch(r"_?[a-z][a-z_]*", name) and kind_of(name) != "optimizer"}
+    names = {name.split("|")[0] for name, _ in kernels}
+    return {name for name in names if re.fullmatch(r"_?[a-z][a-z_]*", name) and kind_of(name) != "optimizer"}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -69,14 +73,15 @@ def test_ranks_are_compiled_and_train_as_one_rank_does(
 ) -> None:
     layout = LAYOUTS[name]
     shares_data = not {"tensor_parallel_degree", "pipeline_parallel_degree"} & set(layout)
-    each = 2 if shares_data else 4
+    each = 4 if shares_data else 8
     steps, kernels, said = run_ranks(tmp_path / "run", 2, **keys, gradient_accumulation_steps=each, **layout)
     assert "compile: None -> True" in said
     got, want = [s["loss"] for s in steps], [s["loss"] for s in alone[0]]
     both = [computing(rank) for rank in kernels]
     total, one = sum(sum(found.values()) for found in both), sum(computing(alone[1]).values())
-    # Two processes take turns on the card, and a kernel's time includes the turns of others: a figure, not a bar.
     print(f"== {name}: {total:.1f} ms of kernels, one rank {one:.1f}: {total / one:.3f}; by kind {both} {got}")
+    print(f"   one rank: {computing(alone[1])} {want}")
     assert got == pytest.approx(want, abs=LOSS), (got, want)
     missing = hand_written(alone[1]) - set().union(*(hand_written(rank) for rank in kernels))
     assert not missing, f"one rank runs these, {name} does not: {missing}"
+    assert total <= one * (1 + SLOWER), (total, one, both)

@@ -1,4 +1,5 @@
-"""Tokens sorted by the experts they chose, and back. Called by models/layers/moe.py and parallel/expert.py.
+"""Tokens sorted by the experts they chose, and back. Called by models/layers/moe.py and, where rows
+travel between ranks, by parallel/expert.py.
 
 T tokens, K choices of each, R = T * K rows, E experts. Nothing here waits for the device: counts stay on it.
 """
@@ -8,6 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+
+from erniekit.kernels import expert_reference
+from erniekit.kernels.available import has_triton
+
+_HAS_TRITON = has_triton()
 
 
 class Order(NamedTuple):
@@ -32,65 +38,67 @@ def count(ids: torch.Tensor, experts: int) -> torch.Tensor:
     return (ids.reshape(-1, 1) == numbers).sum(0)
 
 
-class Gather(torch.autograd.Function):
-    """x [T, H] -> the rows of an order [R, H]; the order may be cut short, where further rows are of experts elsewhere.
-    Backward sums each token's rows in a fixed order: no atomics, the same bits always."""
+def sum_choices(rows: torch.Tensor, order: Order, k: int) -> torch.Tensor:
+    """[T, H]: each token's K rows added, in fp32 and in a fixed order: no atomics, the same bits always."""
+    if rows.is_cuda and _HAS_TRITON and rows.shape[0]:
+        from erniekit.kernels.triton import expert_rows
 
+        return expert_rows.sum_choices(rows, order.place_of, k, order.ends)
+    return expert_reference.sum_choices(rows, order.place_of, k, order.ends)
+
+
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor, k: int) -> torch.Tensor:
-        ctx.save_for_backward(place_of)
+    def forward(ctx: Any, x: torch.Tensor, k: int, *order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*order)
         ctx.k = k
-        return x.index_select(0, row_of // k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        (place_of,) = ctx.saved_tensors
-        return _sum_choices(grad, place_of.view(-1, ctx.k)).to(grad.dtype), None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """rows [R, H], weights [T, K] -> y [T, H] = sum of weight * row over the choices that have a row; in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor, place_of: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, row_of)
-        return _sum_choices(rows, place_of.view_as(weights), weights).to(rows.dtype)
+        return x.index_select(0, order[0] // k)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        rows, weights, row_of = ctx.saved_tensors
-        per_row = grad.index_select(0, row_of // weights.shape[1]).float()
-        grad_rows = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = (per_row * weights.reshape(-1)[row_of, None].float()).to(rows.dtype)
-        if ctx.needs_input_grad[1]:
-            dots = (per_row * rows.float()).sum(-1).to(weights.dtype)
-            grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, row_of, dots).view_as(weights)
-        return grad_rows, grad_weights, None, None
+        return sum_choices(grad.contiguous(), Order(*ctx.saved_tensors), ctx.k), None, None, None, None
 
 
-def _sum_choices(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [T, H]: of each token the rows at place [T, K], none where that is past the last row. Choice by choice, in a
-    fixed order: no atomics, and no [T * K, H] beside the rows."""
-    out = rows.new_zeros(place.shape[0], rows.shape[1], dtype=torch.float32)
-    if rows.shape[0] == 0:
-        return out
-    for k in range(place.shape[1]):
-        there = place[:, k]
-        part = rows.index_select(0, there.clamp(max=rows.shape[0] - 1)).float()
-        if weights is not None:
-            part = part * weights[:, k, None].float()
-        out += torch.where((there < rows.shape[0])[:, None], part, 0.0)
-    return out
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, k: int, *order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order[0])
+        ctx.k = k
+        return sum_choices(rows.contiguous(), Order(*order), k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (row_of,) = ctx.saved_tensors
+        return grad.index_select(0, row_of // ctx.k), None, None, None, None
+
+
+class _WeightsOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.shape = weights.shape
+        return weights.reshape(-1).index_select(0, row_of)[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (row_of,) = ctx.saved_tensors
+        whole = grad.new_zeros(ctx.shape.numel())  # a choice without a row has no share
+        return whole.index_copy_(0, row_of, grad[:, 0]).view(ctx.shape), None
 
 
 def gather(x: torch.Tensor, order: Order, k: int) -> torch.Tensor:
-    result: torch.Tensor = Gather.apply(x, order.row_of, order.place_of, k)
+    """x [T, H] -> the rows of an order [R, H]; row_of may be cut short, where further choices have no expert."""
+    result: torch.Tensor = _Gather.apply(x, k, *order)
     return result
 
 
-def combine(rows: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
-    result: torch.Tensor = Combine.apply(rows, weights, order.row_of, order.place_of)
+def combine(rows: torch.Tensor, order: Order, k: int) -> torch.Tensor:
+    """rows [R, H], each weighed already -> y [T, H], the sum over a token's choices that have a row."""
+    result: torch.Tensor = _Combine.apply(rows, k, *order)
+    return result
+
+
+def weights_of_rows(weights: torch.Tensor, order: Order) -> torch.Tensor:
+    """weights [T, K] of choices -> [R, 1] of an order's rows."""
+    result: torch.Tensor = _WeightsOfRows.apply(weights, order.row_of)
     return result

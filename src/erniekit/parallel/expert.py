@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather
+from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather, weights_of_rows
 from erniekit.model_contract import bare, pairs_of
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
@@ -140,7 +140,7 @@ class SomeHere(nn.Module):
 
 
 class AllToAll(nn.Module):
-    """Each row goes to the rank that has its expert, and its answer comes back to be weighed."""
+    """Each row goes to the rank that has its expert together with its weight, and its weighed answer comes back."""
 
     waits_for_host = True
 
@@ -155,11 +155,12 @@ class AllToAll(nn.Module):
         first, last = self.shares[self.rank]
         sent = [sum(counts[self.rank][a:b]) for a, b in self.shares]
         got = [sum(row[first:last]) for row in counts]
-        order = order._replace(row_of=order.row_of[: sum(sent)])
-        rows = _Travel.apply(gather(x_TH, order, routing.ids.shape[1]), sent, got, self.group)
+        order, k = order._replace(row_of=order.row_of[: sum(sent)]), routing.ids.shape[1]
+        rows = _Travel.apply(gather(x_TH, order, k), sent, got, self.group)
+        weights = _Travel.apply(weights_of_rows(routing.weights, order), sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
-        answers = _Travel.apply(experts(rows, come, None), got, sent, self.group)
-        return combine(answers, routing.weights, order)
+        answers = _Travel.apply(experts(rows, come, weights), got, sent, self.group)
+        return combine(answers, order, k)
 
     @torch.no_grad()
     def _table(self, ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -169,10 +170,13 @@ class AllToAll(nn.Module):
 
 def _by_expert_from_ranks(table: torch.Tensor, rows: int) -> Order:
     """Rows come rank by rank, each rank's by expert; experts want theirs together. table: [ranks, experts here]."""
-    numbers = torch.arange(table.shape[1], device=table.device).repeat(table.shape[0])
-    expert = numbers.repeat_interleave(table.reshape(-1), output_size=rows)
-    row_of = torch.sort(expert, stable=True).indices
-    place_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(rows, device=table.device))
+    cells = table.reshape(-1)
+    come = cells.cumsum(0) - cells  # where each cell's rows begin as they come, and where among all of their expert
+    by_expert = table.t().reshape(-1)
+    wanted = (by_expert.cumsum(0) - by_expert).view(table.shape[1], -1).t().reshape(-1)
+    place = torch.arange(rows, device=table.device)
+    place_of = place + (wanted - come).repeat_interleave(cells, output_size=rows)
+    row_of = torch.empty_like(place_of).scatter_(0, place_of, place)
     return Order(row_of, place_of, table.sum(0).cumsum(0).to(torch.int32))
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from erniekit.kernels.expert_mlp import Update, expert_mlp
 from erniekit.kernels.grouped_gemm import product_reference
-from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
+from erniekit.kernels.moe_permute import Order, by_expert, combine, gather, weights_of_rows
 from erniekit.kernels.stored import Stored, kind_named, kind_of
 
 T, K, E, H, W, RANK = 60, 3, 6, 32, 16, 4
@@ -70,7 +70,8 @@ def by_pieces(x, order, weights, gate_up, down, *updates):  # type: ignore[no-un
     rows = gather(x, order, weights.shape[1])
     gate, up = times(rows, gate_up).chunk(2, dim=-1)
     act = F.silu(gate + low(rows, updates[0])) * (up + low(rows, updates[1]))
-    return combine(times(act, down) + low(act, updates[2]), weights, order)
+    answers = times(act, down) + low(act, updates[2])
+    return combine(answers * weights_of_rows(weights, order), order, weights.shape[1])
 
 
 @pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])

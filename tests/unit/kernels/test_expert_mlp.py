@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from erniekit.kernels.expert_mlp import ARGUMENTS, Update, in_triton
 from erniekit.kernels.expert_mlp import expert_mlp as op
 from erniekit.kernels.grouped_gemm import product_reference
-from erniekit.kernels.moe_permute import Order, by_expert, combine, gather
+from erniekit.kernels.moe_permute import Order, by_expert, combine, gather, weights_of_rows
 from erniekit.kernels.stored import Stored
 
 SHAPES = [(13, 3, 5, 8, 6), (1, 2, 4, 5, 3), (40, 2, 3, 6, 7)]  # tokens, choices, experts, hidden, width
@@ -56,7 +56,8 @@ def by_pieces(x, order, weights, gate_up, down, *updates):  # type: ignore[no-un
     first, second = gate_up.chunk(2, dim=1)
     rows = reference(gather(x, order, weights.shape[1]), torch.cat([first + gate, second + up], 1), order.ends)
     a, b = rows.chunk(2, dim=-1)
-    return combine(reference(F.silu(a) * b, down + last, order.ends), weights, order)
+    answers = reference(F.silu(a) * b, down + last, order.ends)
+    return combine(answers * weights_of_rows(weights, order), order, weights.shape[1])
 
 
 def leaves(*tensors: torch.Tensor, updates: Sequence[Update | None]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.kernels.moe_permute import by_expert, combine, count, gather
+from erniekit.kernels.moe_permute import by_expert, combine, count, gather, weights_of_rows
 
 SIZES = [(1, 1, 3, 1), (7, 2, 5, 4), (13, 3, 4, 9), (32, 6, 64, 16)]  # tokens, choices, width, experts
 
@@ -43,16 +43,17 @@ def test_gather_and_combine_have_the_values_and_gradients_of_plain_indexing(
 ) -> None:
     torch.manual_seed(1)
     order = by_expert(choices(tokens, k, experts, dropped), experts)
+    order = order._replace(row_of=order.row_of[: int(order.ends[-1])])  # dropped ones have no row
     x = torch.randn(tokens, width, requires_grad=True)
     weights = torch.rand(tokens, k, requires_grad=True)
-    upstream, bend = torch.randn(tokens, width), torch.randn(tokens * k, width)
+    upstream, bend = torch.randn(tokens, width), torch.randn(len(order.row_of), width)
 
     def ours() -> torch.Tensor:
-        return combine(gather(x, order, k) * bend, weights, order)
+        return combine(gather(x, order, k) * bend * weights_of_rows(weights, order), order, k)
 
     def plain() -> torch.Tensor:
         rows = x[order.row_of // k] * bend
-        back = torch.zeros_like(rows).index_copy(0, order.row_of, rows)
+        back = torch.zeros(tokens * k, width).index_copy(0, order.row_of, rows)
         return (back.view(tokens, k, width) * weights[..., None]).sum(1)
 
     torch.testing.assert_close(ours(), plain(), atol=1e-6, rtol=1e-6)
@@ -63,7 +64,7 @@ def test_gather_and_combine_have_the_values_and_gradients_of_plain_indexing(
 def test_combining_frozen_rows_gives_gradients_to_the_weights_alone() -> None:
     order = by_expert(choices(7, 2, 4), 4)
     rows, weights = torch.randn(14, 5), torch.rand(7, 2, requires_grad=True)
-    combine(rows, weights, order).sum().backward()
+    combine(rows * weights_of_rows(weights, order), order, 2).sum().backward()
     torch.testing.assert_close(weights.grad, rows[order.place_of].view(7, 2, 5).sum(-1), atol=1e-5, rtol=0)
     assert rows.grad is None
 
@@ -72,4 +73,4 @@ def test_combining_16_bit_rows_sums_in_fp32() -> None:
     """256 + 1 + 1 + 1 + 1: sums in bf16 would lose every one."""
     order = by_expert(torch.tensor([[0, 1, 2, 3, 4]]), 5)
     rows = torch.tensor([[256.0], [1], [1], [1], [1]], dtype=torch.bfloat16)
-    assert combine(rows, torch.ones(1, 5, dtype=torch.bfloat16), order).item() == 260
+    assert combine(rows, order, 5).item() == 260

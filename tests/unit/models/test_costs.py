@@ -14,7 +14,7 @@ from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Pack, Sample
 from erniekit.kernels.expert_mlp import Update
 from erniekit.kernels.grouped_gemm import product_reference
-from erniekit.kernels.moe_permute import combine, gather
+from erniekit.kernels.moe_permute import combine, gather, weights_of_rows
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
@@ -126,7 +126,8 @@ def experts_in_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = gather(x, order, weights.shape[1])
         gate, up = times(rows, gate_up.data).chunk(2, dim=-1)
         act = F.silu(gate + low(rows, updates[0])) * (up + low(rows, updates[1]))
-        return combine(times(act, down.data) + low(act, updates[2]), weights, order)
+        answers = times(act, down.data) + low(act, updates[2])
+        return combine(answers * weights_of_rows(weights, order), order, weights.shape[1])
 
     monkeypatch.setattr("erniekit.models.layers.experts.expert_mlp", run)
 
