@@ -22,6 +22,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
 from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
+from erniekit.parallel.host_layers import HostLayers
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
@@ -41,6 +42,7 @@ class SpreadOptions:
     offload_recompute_inputs: bool = False
     attention: str = "auto"
     dispatch: str = "all_to_all"  # how tokens reach experts on other ranks: all_to_all | all_gather
+    in_host_memory: tuple[int, ...] = ()  # layers whose packed weights stay there; all of them are recomputed
 
 
 def plain(name: str) -> str:
@@ -91,6 +93,7 @@ def parallelise(
     apply_expert_parallel(model, sharding, world, options.dispatch)
     parts = cut(model, sharding, world)
     inputs = HostInputs() if options.offload_recompute_inputs else None
+    hosted: list[HostLayers] = []
     for _, part in parts:
         # What is computed again inside a layer is compiled with it; a whole layer is compiled, then computed again.
         whole = options.recompute == "full"
@@ -101,6 +104,8 @@ def parallelise(
                 choose(device.handle)  # type: ignore[operator]
         if options.compile:
             compile_layers(part, packs_on_host=not device.triton, shards_inside=world.layout.fsdp > 1)
+        # Around what is compiled, inside what is computed again: brought once more for that.
+        hosted.append(HostLayers(part, options.in_host_memory, device))
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:
@@ -111,9 +116,9 @@ def parallelise(
     home = torch.device("cpu") if options.offload and world.layout.fsdp > 1 else device.handle
     with torch.no_grad():
         done: set[int] = set()
-        for part in modules:
+        for part, host in zip(modules, hosted, strict=True):
             _give_memory(part, home)
-            _pack(part, sharding, world, device.handle, compute, fill)
+            _pack(part, sharding, world, device.handle, compute, fill, host)
             for name, param in part.named_parameters():
                 if id(param) not in done:
                     done.add(id(param))
@@ -136,6 +141,7 @@ def _pack(
     device: torch.device,
     compute: torch.dtype,
     fill: Callable[[str, torch.Tensor], None],
+    host: HostLayers,
 ) -> None:
     """Frozen weights that are not kept plain, one after the other: memory holds one of them both ways at most."""
     for name, module in part.named_modules():
@@ -147,6 +153,7 @@ def _pack(
         piece = torch.empty(holder.held_shape, dtype=compute, device=device)
         fill(weight, piece)
         holder.pack(piece, _agree(world.group("tp")) if sharding.cuts_columns(weight, world.rank) else None)
+        host.take(holder)
 
 
 def _agree(group: ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:
