@@ -19,6 +19,9 @@ from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
+from erniekit.export.gguf.chat import create_command
+from erniekit.export.gguf.proof import GgufProof, prove_gguf
+from erniekit.export.gguf.run import gguf_plan, write_gguf
 from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
@@ -29,6 +32,7 @@ from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
+from erniekit.models.names import Entry
 from erniekit.result import RunResult
 
 
@@ -42,6 +46,7 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     need(cfg, "output_dir")
     tell_unread(cfg)
     plan = plan_of(cfg)
+    gguf = cfg.export.gguf_type if cfg.export.format == "gguf" else ""
     return result_of(
         export(
             plan.base,
@@ -53,7 +58,9 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
             tokenizer=plan.tokenizer,
             override_base=cfg.lora.override_base,
             probe=_probe_of(plan, cfg.lora.override_base),
-        )
+            gguf=gguf,
+        ),
+        gguf,
     )
 
 
@@ -64,8 +71,8 @@ def _probe_of(plan: ExportPlan, override_base: bool) -> Probe | None:
     return None if override_base or len(plan.adapters) > 1 else stored_probe(plan.adapters[0])
 
 
-def result_of(folder: Path) -> RunResult:
-    commands = [typed("chat", folder)]
+def result_of(folder: Path, gguf: str = "") -> RunResult:
+    commands = [create_command(folder) if gguf else typed("chat", folder)]
     say(paint(f"next     {commands[0]}", "bold"))
     return RunResult(folder, next_commands=commands)
 
@@ -82,8 +89,10 @@ def export(
     override_base: bool = False,
     verify: bool = True,
     probe: Probe | None = None,
+    gguf: str = "",
 ) -> Path:
-    """`out` with base + adapters merged (or base rewritten) in `layout`, shards of at most max_shard_size GB.
+    """`out` with base + adapters merged (or base rewritten) in `layout`, shards of at most max_shard_size GB; or as one
+    GGUF file of the type `gguf`.
 
     It appears whole and proven, or not at all. tokenizer: the folder whose tokenizer goes with it; the adapters', else
     the base's when not given. override_base: the adapters may have been trained on another base. `probe`: a saved
@@ -98,14 +107,23 @@ def export(
     loaded = [read_adapter(folder, model) for folder in folders]
     if not override_base:
         _check_bases(source, folders, loaded)
-    if copy_tokenizer and tokenizer is None:
+    if tokenizer is None and (copy_tokenizer or gguf):
         tokenizer = tokenizer_of(base, folders)
     updates = row_updates(model, *loaded)
     whole = combined(loaded) if loaded else None
     size = sum(file.stat().st_size for file in set(source.files.values()))
     info: dict[str, Any] = {"base": str(base), "adapters": [str(folder) for folder in folders], "layout": layout}
-    merge = _Merge(source, updates)
-    proofs: list[Proof] = []
+    as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
+    merge = _Merge(source, updates, rounded=as_gguf is None)
+    proofs: list[Proof | GgufProof] = []
+
+    def write_file(folder: Path) -> None:
+        assert as_gguf is not None
+        with _bar((4 if verify else 1) * size, "export") as source.advance:
+            written = write_gguf(as_gguf, folder, merge.get, out.name)
+            if verify:
+                proofs.append(prove_gguf(source, whole, written, merge.get, probe))
+                info["proof"] = vars(proofs[0])
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
@@ -124,8 +142,9 @@ def export(
 
     with one_export(out):
         check_target(out, [base, *folders])
-        publish(out.parent, out.name, write, info=info, expected_bytes=size, may_replace=check_replaceable)
-    _tell(out, loaded, merge, proofs, layout)
+        made, needed = (write, size) if as_gguf is None else (write_file, as_gguf.size)
+        publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
+    _tell(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
     return out
 
 
@@ -150,16 +169,23 @@ class _Watched(ModelFolder):
     advance: Callable[[int], object] = staticmethod(lambda size: None)
 
     def tensor(self, name: str) -> torch.Tensor:
-        out = super().tensor(name)
+        out = self.slices().read(name)  # a plain read: pages of a mapping count as memory
         self.advance(out.numel() * out.element_size())
         return out
 
+    def fill(self, entry: Entry, out: torch.Tensor) -> None:
+        before = self.slices().bytes_read
+        super().fill(entry, out)
+        self.advance(self.slices().bytes_read - before)
+
 
 class _Merge:
-    """Our tensor names -> the tensors to write, one at a time; keeps count of what rounding costs the update."""
+    """Our tensor names -> the tensors to write, one at a time; keeps count of what rounding costs the update.
 
-    def __init__(self, source: ModelFolder, updates: dict[str, list[WeightUpdate]]) -> None:
-        self.source, self.updates = source, updates
+    rounded: to the dtype of the base; else merged weights stay fp32."""
+
+    def __init__(self, source: ModelFolder, updates: dict[str, list[WeightUpdate]], rounded: bool = True) -> None:
+        self.source, self.updates, self.rounded = source, updates, rounded
         self.entries = {entry.ours: entry for entry in source.entries() if not entry.copy_of}
         self._rounded = self._added = 0.0  # sums of squares
 
@@ -168,6 +194,8 @@ class _Merge:
         if name not in self.updates:
             return weight
         exact = merged_in_fp32(weight, self.updates[name])
+        if not self.rounded:
+            return exact
         out = exact.to(weight.dtype)
         if weight.dtype != torch.float32:
             self._rounded += float((out.float() - exact).square().sum())
@@ -186,7 +214,9 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Proof], layout: str) -> None:
+def _tell(
+    out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: Sequence[Proof | GgufProof], what: str
+) -> None:
     for adapter in adapters:
         say(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
     if merge.lost() > 0.5:
@@ -198,7 +228,7 @@ def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Pr
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
         for line in proof.lines(merged):
             say(f"checked  {line}")
-    shards = sorted(out.glob("model*.safetensors"))
+    shards = [*out.glob("model*.safetensors"), *out.glob("model*.gguf")]
     size = sum(f.stat().st_size for f in shards)
     shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    say(f"saved    {out} ({layout} layout, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")
+    say(f"saved    {out} ({what}, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")

@@ -1,6 +1,6 @@
 """A model folder's forward pass with one layer in memory at a time, so that export can check any size of model.
 
-Used by verify.py. Computes in fp32 on the CPU, whatever the files hold.
+Used by verify.py and gguf/. Computes in fp32 on the CPU, whatever the files hold.
 """
 
 from __future__ import annotations
@@ -15,26 +15,37 @@ from erniekit.lora.adapter import Adapter, attach, load_adapter
 from erniekit.lora.inject import base_state
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (our name, fp32 weight) -> the weight to use
+Fill = Callable[[str, torch.Tensor], None]  # (our name, where the weight goes)
 
 
 def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change | None = None) -> nn.Module:
     """The folder's model, with the adapter if given. Embedding, norm and head stay; layers come and go."""
-    model = folder.meta()
-    if adapter is not None:
-        attach(model, adapter)
     entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
 
-    def fill(wanted: Callable[[str], bool]) -> None:
+    def fill(name: str, slot: torch.Tensor) -> None:
+        if change is None:
+            folder.fill(entries[name], slot)
+        else:
+            slot.copy_(change(name, folder.read(entries[name]).float()))
+
+    return streamed_by(folder.meta(), fill, adapter)
+
+
+def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None) -> nn.Module:
+    """A model on the meta device, its weights from anywhere."""
+    if adapter is not None:
+        attach(model, adapter)
+
+    def fill_those(wanted: Callable[[str], bool]) -> None:
         with torch.no_grad():
             for name, slot in base_state(model).items():
                 if wanted(name):
-                    value = folder.read(entries[name]).float()
-                    slot.copy_(change(name, value) if change else value)
+                    fill(name, slot)
 
     def stream(prefix: str, layer: nn.Module) -> None:
         def before(*_: object) -> None:
             layer.to_empty(device="cpu")
-            fill(lambda name: name.startswith(prefix))
+            fill_those(lambda name: name.startswith(prefix))
             if adapter is not None:
                 load_adapter(model, adapter, under=prefix)
 
@@ -45,7 +56,7 @@ def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change
     for name, child in model.named_children():
         if name != "layers":
             child.to_empty(device="cpu")
-    fill(lambda name: not name.startswith("layers."))
+    fill_those(lambda name: not name.startswith("layers."))
     for name, layer in model.get_submodule("layers").named_children():
         stream(f"layers.{name}.", layer)
     return model.eval()
