@@ -111,10 +111,11 @@ class ModelFolder:
         return entry.read([self.tensor(name) for name in entry.theirs])
 
     @torch.no_grad()
-    def fill(self, entry: Entry, out: torch.Tensor) -> None:
-        """Read straight into `out`, in its dtype: a chunk of a file is all the memory it takes besides."""
-        whole = tuple(slice(0, size) for size in out.shape)
-        fill_boxes(self.slices(), entry, [Box(whole, whole)], out)
+    def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
+        """Rows from `first` on straight into `out`, in its dtype: a chunk of a file is all the memory it takes."""
+        here = tuple(slice(0, size) for size in out.shape)
+        rows = slice(first, first + out.shape[0])
+        fill_boxes(self.slices(), entry, [Box((rows, *here[1:]), here)], out)
 
     def slices(self) -> TensorFiles:
         """The same files for reading parts of tensors (slices.py): nothing is mapped, headers are kept."""

@@ -119,10 +119,10 @@ def export(
 
     def write_file(folder: Path) -> None:
         assert as_gguf is not None
-        with _bar((4 if verify else 1) * size, "export") as source.advance:
+        with _bar((2 if verify else 1) * size, "export") as source.advance:
             written = write_gguf(as_gguf, folder, merge.get, out.name)
             if verify:
-                proofs.append(prove_gguf(source, whole, written, merge.get, probe))
+                proofs.append(prove_gguf(source, whole, written, probe))
                 info["proof"] = vars(proofs[0])
 
     def write(folder: Path) -> None:
@@ -173,9 +173,9 @@ class _Watched(ModelFolder):
         self.advance(out.numel() * out.element_size())
         return out
 
-    def fill(self, entry: Entry, out: torch.Tensor) -> None:
+    def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
         before = self.slices().bytes_read
-        super().fill(entry, out)
+        super().fill(entry, out, first)
         self.advance(self.slices().bytes_read - before)
 
 

@@ -9,48 +9,50 @@ from collections.abc import Callable
 
 import torch
 
-from erniekit.export.gguf.types import BLOCK
+from erniekit.export.gguf.types import BLOCK, BLOCK_BYTES
 
 # Between neighbours of 0, 1, 2, 3, 4, 6, 8, 12 (e2m1 doubled); a weight right on one goes to the smaller.
 _BETWEEN = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
+# The largest number below a half: added to 0.49999997 it does not reach one, as a half would.
+_UNDER_HALF = torch.tensor(0.5).nextafter(torch.zeros(()))
 _TINY = 2.0**-120  # a block of smaller weights is stored as zeros: its scale would leave the range
 
 
+class Unstorable(ValueError):
+    """A weight is inf or nan, or too large for the type."""
+
+
 def encode(weights: torch.Tensor, word: str) -> torch.Tensor:
-    """[rows, columns] -> uint8 [rows, bytes]. Values the type cannot hold become inf or nan: `is_finite` finds them."""
+    """[rows, columns] -> uint8 [rows, bytes]."""
     if word in _PLAIN:
-        return weights.to(_PLAIN[word]).contiguous().view(torch.uint8)
+        out = weights.to(_PLAIN[word]).contiguous()
+        _require_finite(out)
+        return out.view(torch.uint8)
     blocks = weights.float().reshape(-1, BLOCK)
     return _QUANTISERS[word](blocks).reshape(len(weights), -1)
 
 
-def is_finite(weights: torch.Tensor, word: str) -> bool:
-    """Whether the type can hold all of them."""
-    largest = weights.abs().amax() if weights.numel() else torch.zeros(())
-    limit = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8}.get(word, torch.finfo(torch.float32).max)
-    return bool(largest <= limit)  # NaN is not
-
-
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    out = blocks.new_empty(len(blocks), BLOCK_BYTES["Q8_0"], dtype=torch.int8)
+    scale = _largest(blocks) / 127
+    out[:, :2] = _half(scale)
     scaled = blocks * _inverse(scale)
-    size = scaled.abs()
-    whole = size.floor()
-    rounded = whole + (2 * (size - whole)).floor()  # half away from zero
-    values = (scaled.sign() * rounded).to(torch.int8)
-    return torch.cat([_half(scale), values.view(torch.uint8)], -1)
+    scaled += torch.copysign(_UNDER_HALF, scaled)
+    out[:, 2:] = scaled  # cut off towards zero: half away from zero
+    return out.view(torch.uint8)
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     """The largest weight, with its sign, is -8 times the scale; those at the other end are cut at 7."""
     scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
     values = (blocks * _inverse(scale) + 8.5).trunc().clamp(0, 15).to(torch.uint8)
-    return torch.cat([_half(scale), _nibbles(values)], -1)
+    return torch.cat([_half(scale).view(torch.uint8), _nibbles(values)], -1)
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     """The scale is a power of two, such that the largest weight lies between 8 and 16 halves of it."""
-    largest = blocks.abs().amax(-1, keepdim=True)
+    largest = _largest(blocks)
+    _require_finite(largest)
     exponent = torch.where(largest > _TINY, torch.frexp(largest).exponent + 124, 0)
     scaled = blocks * torch.where(largest > _TINY, torch.exp2(128.0 - exponent), 0.0)
     size = scaled.abs()
@@ -66,8 +68,20 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(out.isfinite(), out, 0.0)
 
 
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    return torch.maximum(high, -low).abs()  # of zeros: no minus
+
+
 def _half(scale: torch.Tensor) -> torch.Tensor:
-    return scale.to(torch.float16).view(torch.uint8)
+    out = scale.to(torch.float16)
+    _require_finite(out)
+    return out.view(torch.int8)
+
+
+def _require_finite(values: torch.Tensor) -> None:
+    if not values.isfinite().all():
+        raise Unstorable
 
 
 def _nibbles(values: torch.Tensor) -> torch.Tensor:

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
+from zlib import crc32
 
 import numpy as np
 import torch
 
 from erniekit import heartbeat
 from erniekit.errors import CheckpointError, ConfigError
-from erniekit.export.gguf.blocks import encode, is_finite
+from erniekit.export.gguf.blocks import Unstorable, encode
 from erniekit.export.gguf.types import row_bytes
 from erniekit.extras import install_command
 
 ALIGNMENT = 32
-_AT_ONCE = 1 << 20  # weights that are converted in one go: what a tensor costs beside itself
+_READ = 4 << 20  # bytes read in one go
+_AT_ONCE = 1 << 19  # weights that are converted in one go: what a tensor costs beside itself
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,27 @@ def write_header(path: Path, arch: str, fields: Mapping[str, Any], tensors: Sequ
 class GgufWriter:
     """Tensors appended behind a header, in its order."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+    def __init__(self, path: Path, source: Path) -> None:
+        """source: whose weights they are, for errors."""
+        self._file, self._source = path.open("ab"), source
+        self.checksums: dict[str, int] = {}  # of each tensor's bytes
 
     def add(self, tensor: StoredTensor, weights: torch.Tensor) -> None:
         self._pad()
+        checksum = 0
         for rows in _pieces(weights):
-            if not is_finite(rows, tensor.word):
+            try:
+                data = encode(rows, tensor.word).numpy().data
+            except Unstorable:
                 raise CheckpointError(
-                    f"{tensor.name} holds values that {tensor.word} cannot: inf, nan or too large",
-                    where=str(Path(self._file.name).parent),
-                    fix="check the weights with `erniekit doctor`, or choose another gguf_type (bf16)",
-                )
-            self._file.write(encode(rows, tensor.word).numpy().data)
+                    f"{tensor.name} holds a weight that {tensor.word} cannot: inf, nan or too large",
+                    where=str(self._source),
+                    fix="check the weights; where they are only large, choose gguf_type=bf16",
+                ) from None
+            self._file.write(data)
+            checksum = crc32(data, checksum)
             heartbeat.beat()
+        self.checksums[tensor.name] = checksum
 
     def _pad(self) -> None:
         self._file.write(bytes(-self._file.tell() % ALIGNMENT))
@@ -106,24 +115,23 @@ class GgufTensors:
             self._at[tensor.name] = tensor, offset
             offset += tensor.size + -tensor.size % ALIGNMENT
 
-    def holds(self, name: str, weights: torch.Tensor) -> bool:
-        """Whether the file has these weights, to the byte."""
+    def checksum(self, name: str) -> int:
         tensor, offset = self._at[name]
-        for rows in _pieces(weights):
-            wanted = encode(rows, tensor.word).numpy().tobytes()
-            if self._bytes(offset, len(wanted)) != wanted:
-                return False
-            offset += len(wanted)
-        return True
+        out = 0
+        for start in range(0, tensor.size, _READ):
+            out = crc32(self._bytes(offset + start, min(_READ, tensor.size - start)), out)
+        return out
 
-    def fill(self, name: str, out: torch.Tensor) -> None:
-        """fp32, dequantised by the gguf package: code that had no part in the writing."""
+    def fill(self, name: str, out: torch.Tensor, first: int = 0) -> None:
+        """Rows from `first` on, fp32, dequantised by the gguf package: code that had no part in the writing."""
         gguf = library()
         tensor, offset = self._at[name]
         kind = gguf.GGMLQuantizationType[tensor.word]
+        offset += first * row_bytes(tensor.word, out.shape[-1])
         for rows in _pieces(out):
             size = len(rows) * row_bytes(tensor.word, rows.shape[-1])
-            data = np.frombuffer(bytearray(self._bytes(offset, size)), np.uint8).reshape(len(rows), -1)
+            # One long row: the package goes by 16 rows at a time, whatever their length.
+            data = np.frombuffer(bytearray(self._bytes(offset, size)), np.uint8).reshape(1, -1)
             rows.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(rows.shape)))
             offset += size
 

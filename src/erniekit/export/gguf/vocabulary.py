@@ -37,7 +37,7 @@ _PRE = {
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """rows: of the embedding. llama.cpp wants a piece for each; ids beyond them can never be used and are left out."""
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
-        out = _sentencepiece(tokenizer)
+        out = _sentencepiece(tokenizer, tokenizer.vocabulary.added_token)
     else:
         out = _json(tokenizer)
     count = len(out["tokens"])
@@ -63,7 +63,8 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in out.items() if value is not None}
 
 
-def _sentencepiece(tokenizer: Tokenizer) -> dict[str, Any]:
+def _sentencepiece(tokenizer: Tokenizer, added: dict[int, str]) -> dict[str, Any]:
+    """added: tokens on top of the model file, by id."""
     pieces, scores, kinds = [], [], []
     trainer: dict[int, Any] = {}
     normaliser: dict[int, Any] = {}
@@ -80,8 +81,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> dict[str, Any]:
     if normaliser.get(2) or normaliser.get(4, 1):
         _warn_of_normaliser(tokenizer)
     _require_bytes(tokenizer, set(pieces))
-    added = {tokenizer.vocabulary.id_of(token): token for token in tokenizer.vocabulary.tokens()}
-    for id in range(len(pieces), tokenizer.vocab_size):  # added on top of the model file
+    for id in range(len(pieces), tokenizer.vocab_size):
         pieces.append(added.get(id, f"[PAD{id}]"))
         scores.append(-1000.0)
         kinds.append(USER_DEFINED if id in added else UNUSED)
