@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -108,7 +108,7 @@ class GgufTensors:
 
     def __init__(self, path: Path, header: int, tensors: Sequence[StoredTensor]) -> None:
         """header: its size in bytes."""
-        self._file: BinaryIO = path.open("rb", buffering=0)
+        self._file = path.open("rb")
         self._at: dict[str, tuple[StoredTensor, int]] = {}
         offset = header + -header % ALIGNMENT
         for tensor in tensors:
@@ -131,14 +131,16 @@ class GgufTensors:
         for rows in _pieces(out):
             size = len(rows) * row_bytes(tensor.word, rows.shape[-1])
             # One long row: the package goes by 16 rows at a time, whatever their length.
-            data = np.frombuffer(bytearray(self._bytes(offset, size)), np.uint8).reshape(1, -1)
+            data = np.frombuffer(self._bytes(offset, size), np.uint8).reshape(1, -1)
             rows.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(rows.shape)))
             offset += size
 
-    def _bytes(self, offset: int, size: int) -> bytes:
+    def _bytes(self, offset: int, size: int) -> bytearray:
+        out = bytearray(size)
         self._file.seek(offset)
+        self._file.readinto(out)
         heartbeat.beat()
-        return self._file.read(size)
+        return out
 
     def close(self) -> None:
         self._file.close()
