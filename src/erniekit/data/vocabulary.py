@@ -136,7 +136,7 @@ class JsonVocabulary:
         self._tok.encode_special_tokens = True  # special strings in text stay text
         self._tok.no_padding()
         self._tok.no_truncation()
-        ids = self._tok.get_vocab(withadded_tokens=True).values()
+        ids = self._tok.get_vocab(with_added_tokens=True).values()
         self.size = max(ids, default=-1) + 1
 
     def declared(self) -> dict[str, bool]:
@@ -164,7 +164,7 @@ class JsonVocabulary:
         return self._tok.id_to_token(id) or ""
 
     def tokens(self) -> Iterable[str]:
-        return self._tok.get_vocab(withadded_tokens=True)
+        return self._tok.get_vocab(with_added_tokens=True)
 
     def encode_many(self, runs: Sequence[Run]) -> list[list[int]]:
         if self._words is None or self.prefix == "never":  # the engine finds added words by itself
