@@ -40,7 +40,7 @@ ALLOWED = {
     "checkpoint": {"models", "parallel", "devices", "data"},
     "track": set(),
     "train": {"losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models"},
-    "export": {"checkpoint", "models", "lora", "data", "config", "result"},
+    "export": {"checkpoint", "models", "lora", "data", "config", "kernels", "result"},
     "api_load": {"checkpoint", "data", "export", "lora"},
     "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net"},
     "recipes": {

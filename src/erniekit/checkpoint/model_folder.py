@@ -18,7 +18,7 @@ from erniekit import heartbeat
 from erniekit.checkpoint.manifest import MANIFEST, unreadable
 from erniekit.checkpoint.model_sizes import check_sizes
 from erniekit.checkpoint.safe import check_safetensors
-from erniekit.checkpoint.slices import TensorFiles
+from erniekit.checkpoint.slices import TensorFiles, fill_boxes
 from erniekit.errors import CheckpointError
 from erniekit.files import read_object, refuse_special
 from erniekit.files.json_file import MAX_BYTES
@@ -28,6 +28,7 @@ from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
+from erniekit.parallel.sharding import Box
 
 GENERATION_FILES = ("generation_config.json",)
 SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
@@ -108,6 +109,13 @@ class ModelFolder:
 
     def read(self, entry: Entry) -> torch.Tensor:
         return entry.read([self.tensor(name) for name in entry.theirs])
+
+    @torch.no_grad()
+    def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
+        """Rows from `first` on straight into `out`, in its dtype: a chunk of a file is all the memory it takes."""
+        here = tuple(slice(0, size) for size in out.shape)
+        rows = slice(first, first + out.shape[0])
+        fill_boxes(self.slices(), entry, [Box((rows, *here[1:]), here)], out)
 
     def slices(self) -> TensorFiles:
         """The same files for reading parts of tensors (slices.py): nothing is mapped, headers are kept."""

@@ -116,6 +116,7 @@ COMMANDS: dict[str, Command] = {
             "erniekit export RECIPE.yaml",
             "erniekit export OUTPUT_DIR [--model_name_or_path BASE]             a run's, to OUTPUT_DIR/export",
             "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST   adapters from anywhere",
+            "erniekit export OUTPUT_DIR format=gguf gguf_type=q8_0              for llama.cpp and Ollama",
         ),
         (
             "model_name_or_path",

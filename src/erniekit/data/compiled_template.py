@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -28,6 +29,12 @@ BUILT_IN = (
     "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + end_token }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
+
+
+def self_contained(source: str, variables: Mapping[str, str]) -> str:
+    """The template with those of the variables it reads written into it, for programs that do not know them."""
+    read = meta.find_undeclared_variables(_environment().parse(source))
+    return "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in variables.items() if name in read) + source
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -56,10 +63,14 @@ class Compiled:
     thought_fields: tuple[str, ...]  # what it reads a message's thought as; none: it has no place for thoughts
 
 
+def _environment() -> BoundedEnvironment:
+    """Same names and blank handling as in transformers."""
+    return BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+
+
 @functools.lru_cache(maxsize=16)
 def compiled(source: str) -> Compiled:
-    """Same names and blank handling as in transformers."""
-    env = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    env = _environment()
     env.filters["tojson"] = to_json
     env.globals["raise_exception"] = _refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -118,6 +118,12 @@ def prompt_ids(
     return out
 
 
+def prompt_text(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, ask: bool = True) -> str:
+    """What the template writes for them; ask: and for the answer to begin."""
+    ready = _Rendering(Conversation(tuple(map(_message, messages))), tokenizer)
+    return ready.render(ready.messages, ask).replace(ready.mark, "")
+
+
 def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
     """How many tokens the first 0, 1, 2 ... messages have at least; nothing where only rendering each of them tells.
 

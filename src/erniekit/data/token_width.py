@@ -17,16 +17,16 @@ def sentencepiece_width(processor: Any, added: Iterable[str]) -> int | None:
     """With an identity normaliser and a piece for every byte; `added` are tokens on top of the model file."""
     if any(processor.id_to_piece(processor.piece_to_id(byte)) != byte for byte in BYTES):
         return None  # unknown characters in a row are one id
-    spec = next((data for number, data in _fields(processor.serialized_model_proto()) if number == 3), b"")
+    spec = next((data for number, data in message_fields(processor.serialized_model_proto()) if number == 3), b"")
     # NormalizerSpec: 2 is the table of replacements; 4 (remove_extra_whitespaces) is true unless the file says not.
-    found = dict(_fields(spec))
+    found = dict(message_fields(spec))
     if found.get(2, b"") or found.get(4, 1):
         return None
     pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
     return max(map(len, (*pieces, *added)))
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def message_fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """(number, value) of a protobuf message: the bytes of nested ones and strings, numbers as they are."""
     at = 0
     while at < len(message):

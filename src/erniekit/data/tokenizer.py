@@ -69,7 +69,7 @@ class Tokenizer:
         self, folder: Path, vocabulary: Vocabulary, settings: _Settings, files: list[Path], rows: int | None = None
     ) -> None:
         """rows: of the embedding that ids are for, where it is known."""
-        self.folder, self.files, self._vocabulary = folder, files, vocabulary
+        self.folder, self.files, self.vocabulary = folder, files, vocabulary
         self._rows = rows if rows is not None and rows < vocabulary.size else None  # where some ids have none
         self.chat_template, self.tool_template = settings.chat_template, settings.tool_template
         self.vocab_size = vocabulary.size
@@ -128,12 +128,12 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text that stands alone. Control strings inside it are spelled out in ordinary pieces."""
-        return self._check(self._encode_runs([(text, self._vocabulary.prefix != "never")])[0])
+        return self._check(self._encode_runs([(text, self.vocabulary.prefix != "never")])[0])
 
     @functools.cached_property
     def widest(self) -> int | None:
         """The most characters of a text that one token stands for; None where that has no bound."""
-        return self._vocabulary.widest()
+        return self.vocabulary.widest()
 
     def least_tokens(self, characters: int) -> int:
         """A text of so many characters has at least so many tokens."""
@@ -214,12 +214,12 @@ class Tokenizer:
             yield self._check(out)
 
     def _prefix_after(self, last: int | None) -> bool:
-        if self._vocabulary.prefix == "always":
+        if self.vocabulary.prefix == "always":
             return last is None or last in self._token_of
-        return self._vocabulary.prefix == "first" and last is None
+        return self.vocabulary.prefix == "first" and last is None
 
     def _encode_runs(self, runs: Sequence[Run]) -> list[list[int]]:
-        encoded = self._vocabulary.encode_many(runs)
+        encoded = self.vocabulary.encode_many(runs)
         clash = [k for k, ids in enumerate(encoded) if not self._forbidden.isdisjoint(ids)]
         if not clash:
             return encoded
@@ -228,7 +228,7 @@ class Tokenizer:
             [(piece, prefix and not n) for n, piece in enumerate(self.cut_specials(text))]
             for text, prefix in (runs[k] for k in clash)
         ]
-        pieces = iter(encode_unique([piece for one in cut for piece in one], self._vocabulary.encode_many))
+        pieces = iter(encode_unique([piece for one in cut for piece in one], self.vocabulary.encode_many))
         for k, one in zip(clash, cut):
             encoded[k] = [id for _ in one for id in next(pieces)]
         return encoded
@@ -239,11 +239,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         kept = [int(id) for id in ids if not (skip_special and id in self._token_of)]
-        return self._vocabulary.decode([id for id in kept if id < self.vocab_size], self._token_of)
+        return self.vocabulary.decode([id for id in kept if id < self.vocab_size], self._token_of)
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """One readable string an id, for showing a sample; a byte piece shows as <0xE6>."""
-        return [self._vocabulary.show(int(id)) if id < self.vocab_size else f"<id {id}>" for id in ids]
+        return [self.vocabulary.show(int(id)) if id < self.vocab_size else f"<id {id}>" for id in ids]
 
 
 def load_tokenizer(folder: str | Path, rows: int | None = None) -> Tokenizer:

@@ -49,7 +49,7 @@ class SentencePieceVocabulary:
             ) from error
         pieces = self._sp.get_piece_size()
         self._added = {token: id for token, id in added.items() if id >= pieces}
-        self._added_token = {id: token for token, id in self._added.items()}
+        self.added_token = {id: token for token, id in self._added.items()}
         self._words = any_of(self._added)
         self._pieces = pieces
         self.size = max([pieces, *(id + 1 for id in self._added.values())])
@@ -69,7 +69,7 @@ class SentencePieceVocabulary:
         return id if self._sp.id_to_piece(id) == token else None
 
     def token_of(self, id: int) -> str:
-        return self._added_token.get(id) or self._sp.id_to_piece(id)
+        return self.added_token.get(id) or self._sp.id_to_piece(id)
 
     def tokens(self) -> Iterable[str]:
         return [*self._sp.id_to_piece(list(range(self._pieces))), *self._added]
@@ -102,7 +102,7 @@ class SentencePieceVocabulary:
             run.clear()
 
         for id in ids:
-            whole = control.get(id) or self._added_token.get(id)
+            whole = control.get(id) or self.added_token.get(id)
             if whole is None and id < self._pieces:
                 run.append(id)
             elif whole is not None:

@@ -34,7 +34,7 @@ class ExportPlan:
 # All that export and split read. `lora` and `fine_tuning` say what the folder itself shows.
 READ = frozenset({
     "model_name_or_path", "download_hub", "output_dir", "lora_path", "override_base", "lora", "fine_tuning",
-    "save_format", "max_shard_size", "copy_tokenizer", "tokenizer_name", "merge_grid",
+    "save_format", "max_shard_size", "copy_tokenizer", "tokenizer_name", "merge_grid", "format", "gguf_type",
 })  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def plan_of(cfg: RunConfig) -> ExportPlan:
     output_dir = Path(str(cfg.train.output_dir)).expanduser()
     if cfg.lora.lora_path and not starts_training(cfg):
         adapters = tuple(adapter_in(path, cfg.model.download_hub) for path in cfg.lora.lora_path)
-        out = destination(output_dir)
+        out = destination(output_dir, _folder_of(cfg))
     else:
         source = find_source(output_dir)
         if source is None:
@@ -59,7 +59,7 @@ def plan_of(cfg: RunConfig) -> ExportPlan:
                 fix="set output_dir to the folder a training run wrote to; "
                 "adapters and their base from elsewhere: BASE lora_path=ADAPTER output_dir=DEST",
             )
-        out = output_dir / "export"
+        out = output_dir / _folder_of(cfg)
         if not source.is_adapter:
             if cfg.typed("model_name_or_path"):
                 say(f"note     model_name_or_path is not used: {source.path} holds a whole model, not an adapter")
@@ -101,11 +101,16 @@ def adapter_in(name: str, hub: str | None = None) -> Path:
     return source.path
 
 
-def destination(output_dir: Path) -> Path:
-    """Where base + lora_path goes: output_dir itself, or `export` in it where it is a run's folder."""
+def _folder_of(cfg: RunConfig) -> str:
+    """What the result in a run's folder is called. GGUF files of several types lie side by side."""
+    return f"gguf-{cfg.export.gguf_type}" if cfg.export.format == "gguf" else "export"
+
+
+def destination(output_dir: Path, folder: str = "export") -> Path:
+    """Where base + lora_path goes: output_dir itself, or `folder` in it where it is a run's folder."""
     source = find_source(output_dir) if output_dir.is_dir() else None
     is_run = (output_dir / RUN_FILE).is_file() or (source and (source.is_adapter or source.path != output_dir))
-    return output_dir / "export" if is_run else output_dir
+    return output_dir / folder if is_run else output_dir
 
 
 def _base(cfg: RunConfig, adapters: Sequence[Path]) -> Path:

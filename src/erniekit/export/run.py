@@ -20,6 +20,9 @@ from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import ConfigError
+from erniekit.export.gguf.chat import create_command
+from erniekit.export.gguf.proof import GgufProof, prove_gguf
+from erniekit.export.gguf.run import gguf_plan, write_gguf
 from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
@@ -31,6 +34,7 @@ from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
+from erniekit.models.names import Entry
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -45,6 +49,7 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     need(cfg, "output_dir")
     tell_unread(cfg)
     plan = plan_of(cfg)
+    gguf = cfg.export.gguf_type if cfg.export.format == "gguf" else ""
     return result_of(
         export(
             plan.base,
@@ -57,7 +62,9 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
             override_base=cfg.lora.override_base,
             probe=_probe_of(plan, cfg.lora.override_base),
             grid=cfg.export.merge_grid,
-        )
+            gguf=gguf,
+        ),
+        gguf,
     )
 
 
@@ -68,8 +75,8 @@ def _probe_of(plan: ExportPlan, override_base: bool) -> Probe | None:
     return None if override_base or len(plan.adapters) > 1 else stored_probe(plan.adapters[0])
 
 
-def result_of(folder: Path) -> RunResult:
-    commands = [typed("chat", folder)]
+def result_of(folder: Path, gguf: str = "") -> RunResult:
+    commands = [create_command(folder) if gguf else typed("chat", folder)]
     say(paint(f"next     {commands[0]}", "bold"))
     return RunResult(folder, next_commands=commands)
 
@@ -87,8 +94,10 @@ def export(
     verify: bool = True,
     probe: Probe | None = None,
     grid: str = BF16,
+    gguf: str = "",
 ) -> Path:
-    """`out` with base + adapters merged (or base rewritten) in `layout`, shards of at most max_shard_size GB.
+    """`out` with base + adapters merged (or base rewritten) in `layout`, shards of at most max_shard_size GB; or as one
+    GGUF file of the type `gguf`.
 
     It appears whole and proven, or not at all. tokenizer: the folder whose tokenizer goes with it; the adapters', else
     the base's when not given. override_base: the adapters may have been trained on another base. `probe`: a saved
@@ -99,6 +108,12 @@ def export(
     rounded = grid != BF16
     if rounded and not folders:
         raise ConfigError(f"merge_grid: {grid} rounds merged weights; there is no adapter to merge", fix="leave it out")
+    if rounded and gguf:
+        raise ConfigError(
+            f"merge_grid: {grid} and format: gguf each round weights in a way of their own",
+            where="merge_grid and format",
+            fix="leave merge_grid out",
+        )
     check_target(out, [base, *folders])
     source = _Watched(base)
     source.check_names()
@@ -107,7 +122,7 @@ def export(
     loaded = [read_adapter(folder, model) for folder in folders]
     if not override_base:
         _check_bases(source, folders, loaded)
-    if copy_tokenizer and tokenizer is None:
+    if tokenizer is None and (copy_tokenizer or gguf):
         tokenizer = tokenizer_of(base, folders)
     updates = row_updates(model, *loaded)
     whole = combined(loaded) if loaded else None
@@ -116,8 +131,17 @@ def export(
     if rounded:
         info["merge_grid"] = grid
         whole = probe = None
-    merge = _Merge(source, updates, grid)
-    proofs: list[Proof] = []
+    as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
+    merge = _Merge(source, updates, grid, rounded=as_gguf is None)
+    proofs: list[Proof | GgufProof] = []
+
+    def write_file(folder: Path) -> None:
+        assert as_gguf is not None
+        with _bar((2 if verify else 1) * size, "export") as source.advance:
+            written = write_gguf(as_gguf, folder, merge.get, out.name)
+            if verify:
+                proofs.append(prove_gguf(source, whole, written, probe))
+                info["proof"] = vars(proofs[0])
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
@@ -136,8 +160,9 @@ def export(
 
     with one_export(out):
         check_target(out, [base, *folders])
-        publish(out.parent, out.name, write, info=info, expected_bytes=size, may_replace=check_replaceable)
-    _tell(out, loaded, merge, proofs, layout)
+        made, needed = (write, size) if as_gguf is None else (write_file, as_gguf.size)
+        publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
+    _tell(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
     return out
 
 
@@ -162,16 +187,25 @@ class _Watched(ModelFolder):
     advance: Callable[[int], object] = staticmethod(lambda size: None)
 
     def tensor(self, name: str) -> torch.Tensor:
-        out = super().tensor(name)
+        out = self.slices().read(name)  # a plain read: pages of a mapping count as memory
         self.advance(out.numel() * out.element_size())
         return out
 
+    def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
+        before = self.slices().bytes_read
+        super().fill(entry, out, first)
+        self.advance(self.slices().bytes_read - before)
+
 
 class _Merge:
-    """Our tensor names -> the tensors to write, one at a time; keeps count of what rounding costs the update."""
+    """Our tensor names -> the tensors to write, one at a time; keeps count of what rounding costs the update.
 
-    def __init__(self, source: ModelFolder, updates: dict[str, list[WeightUpdate]], grid: str = BF16) -> None:
-        self.source, self.updates, self.grid = source, updates, grid
+    grid: whose numbers merged weights are; rounded: to the dtype of the base; else they stay fp32."""
+
+    def __init__(
+        self, source: ModelFolder, updates: dict[str, list[WeightUpdate]], grid: str = BF16, rounded: bool = True
+    ) -> None:
+        self.source, self.updates, self.grid, self.rounded = source, updates, grid, rounded
         self.entries = {entry.ours: entry for entry in source.entries() if not entry.copy_of}
         self._rounded = self._added = 0.0  # sums of squares
 
@@ -182,8 +216,10 @@ class _Merge:
         if self.grid != BF16:
             weight = on_grid(self.grid, name, weight)
         exact = merged_in_fp32(weight, self.updates[name])
-        out = on_grid(self.grid, name, exact).to(weight.dtype)
-        if weight.dtype != torch.float32 or self.grid != BF16:
+        out = exact if self.grid == BF16 else on_grid(self.grid, name, exact)
+        if self.rounded:
+            out = out.to(weight.dtype)
+        if self.grid != BF16 or (self.rounded and weight.dtype != torch.float32):
             self._rounded += float((out.float() - exact).square().sum())
             self._added += float((exact - weight.float()).square().sum())
         return out
@@ -200,7 +236,9 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Proof], layout: str) -> None:
+def _tell(
+    out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: Sequence[Proof | GgufProof], what: str
+) -> None:
     for adapter in adapters:
         say(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
     rounded = merge.grid != BF16
@@ -208,18 +246,18 @@ def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Pr
         say(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
     if merge.lost() > 0.5:
         dtype = str(merge.source.dtype()).removeprefix("torch.")
-        kind, what, instead = (
+        kind, word, instead = (
             (merge.grid, "grid", "leave merge_grid out") if rounded else (dtype, "dtype", "train longer")
         )
         warn(
-            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this {what}; "
+            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this {word}; "
             f"serve base + adapter, or {instead}"
         )
     for proof in proofs:
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
         for line in ["every other tensor bit-identical to its source"] if rounded else proof.lines(merged):
             say(f"checked  {line}")
-    shards = sorted(out.glob("model*.safetensors"))
+    shards = [*out.glob("model*.safetensors"), *out.glob("model*.gguf")]
     size = sum(f.stat().st_size for f in shards)
     shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    say(f"saved    {out} ({layout} layout, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")
+    say(f"saved    {out} ({what}, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")

@@ -67,16 +67,16 @@ def prove(
         want = experts.run(streamed(base, adapter), ids)
     got = experts.run(streamed(written), ids)
     if adapter is not None:
-        difference = _largest(got - want)
-        allowed = FP32_RELATIVE * max(10.0, _largest(want))
+        difference = largest(got - want)
+        allowed = FP32_RELATIVE * max(10.0, largest(want))
         if base.dtype() != torch.float32:
-            allowed += ROUNDING_MARGIN * _largest(experts.run(_shaken(base, adapter, changed), ids) - want)
-        _require(difference, allowed, "the merged weights do not answer as base + adapter", base)
+            allowed += ROUNDING_MARGIN * largest(experts.run(_shaken(base, adapter, changed), ids) - want)
+        require(difference, allowed, "the merged weights do not answer as base + adapter", base)
     if probe is None or probe.rows is None:
         return Proof(difference, allowed)
-    saved = _largest(got[-KEPT_ROWS:] - probe.rows)
+    saved = largest(got[-KEPT_ROWS:] - probe.rows)
     saved_allowed = probe_tolerance(probe, written.dtype())
-    _require(saved, saved_allowed, "the exported weights do not answer as the checkpoint did when saved", base)
+    require(saved, saved_allowed, "the exported weights do not answer as the checkpoint did when saved", base)
     return Proof(difference, allowed, saved, saved_allowed)
 
 
@@ -131,7 +131,7 @@ def _shaken(base: ModelFolder, adapter: Adapter, changed: set[str]) -> nn.Module
     return streamed(base, adapter, moved)
 
 
-def _largest(values: torch.Tensor) -> float:
+def largest(values: torch.Tensor) -> float:
     return float(values.abs().max())
 
 
@@ -143,7 +143,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8) if t.ndim else t.reshape(1).view(torch.uint8)
 
 
-def _require(difference: float, allowed: float, what: str, base: ModelFolder) -> None:
+def require(difference: float, allowed: float, what: str, base: ModelFolder) -> None:
     if not difference <= allowed:  # NaN fails, too
         raise CheckpointError(
             f"{what}: logits differ by {difference:.2e}, allowed {allowed:.2e}; nothing was published",

@@ -26,16 +26,16 @@ def one_by_one(tokenizer: Tokenizer, parts: Sequence[Sequence[tuple[str, bool]]]
     last: int | None = None
 
     def encode(text: str, prefix: bool) -> list[int]:
-        ids = tokenizer._vocabulary.encode_many([(text, prefix)])[0]
+        ids = tokenizer.vocabulary.encode_many([(text, prefix)])[0]
         if tokenizer._forbidden.isdisjoint(ids):
             return ids
         cut: list[int] = []
         start = at = 0
         while found := tokenizer.special_pattern.search(text, at):
             at = found.start() + 1
-            cut += tokenizer._vocabulary.encode_many([(text[start:at], prefix and not start)])[0]
+            cut += tokenizer.vocabulary.encode_many([(text[start:at], prefix and not start)])[0]
             start = at
-        return cut + tokenizer._vocabulary.encode_many([(text[start:], prefix and not start)])[0]
+        return cut + tokenizer.vocabulary.encode_many([(text[start:], prefix and not start)])[0]
 
     for spans in parts:
         ids: list[int] = []
@@ -103,9 +103,9 @@ def test_a_text_full_of_control_strings_takes_few_calls_and_no_more_characters(
     unit: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    real = tokenizer._vocabulary.encode_many
+    real = tokenizer.vocabulary.encode_many
     monkeypatch.setattr(
-        tokenizer._vocabulary, "encode_many", lambda runs: calls.append(sum(len(t) for t, _ in runs)) or real(runs)
+        tokenizer.vocabulary, "encode_many", lambda runs: calls.append(sum(len(t) for t, _ in runs)) or real(runs)
     )
     text = unit * (20_000 // len(unit))
     prompt_ids([ChatMessage("user", text)], tokenizer)
@@ -115,8 +115,8 @@ def test_a_text_full_of_control_strings_takes_few_calls_and_no_more_characters(
 
 def test_a_prompt_that_cannot_fit_is_known_before_it_is_encoded(tokenizer: Tokenizer, monkeypatch) -> None:
     calls: list[int] = []
-    real = tokenizer._vocabulary.encode_many
-    monkeypatch.setattr(tokenizer._vocabulary, "encode_many", lambda runs: calls.append(len(runs)) or real(runs))
+    real = tokenizer.vocabulary.encode_many
+    monkeypatch.setattr(tokenizer.vocabulary, "encode_many", lambda runs: calls.append(len(runs)) or real(runs))
     with pytest.raises(PromptTooLong) as error:
         prompt_ids([ChatMessage("user", "the river " * 10_000)], tokenizer, most=50)
     assert error.value.tokens > 50
@@ -125,9 +125,9 @@ def test_a_prompt_that_cannot_fit_is_known_before_it_is_encoded(tokenizer: Token
 
 def test_many_messages_are_encoded_only_until_there_are_too_many(tokenizer: Tokenizer, monkeypatch) -> None:
     sizes: list[int] = []
-    real = tokenizer._vocabulary.encode_many
+    real = tokenizer.vocabulary.encode_many
     monkeypatch.setattr(
-        tokenizer._vocabulary, "encode_many", lambda runs: sizes.append(sum(len(t) for t, _ in runs)) or real(runs)
+        tokenizer.vocabulary, "encode_many", lambda runs: sizes.append(sum(len(t) for t, _ in runs)) or real(runs)
     )
     monkeypatch.setattr(module, "BATCH", 1000)
     talk = [ChatMessage(("user", "assistant")[k % 2], "the quiet river") for k in range(2001)]

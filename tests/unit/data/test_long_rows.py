@@ -71,7 +71,7 @@ def test_the_work_grows_with_the_row_not_with_its_square(
     tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work: Counter[str] = Counter()
-    plain, encode = template._Rendering._plain, tokenizer._vocabulary.encode_many
+    plain, encode = template._Rendering._plain, tokenizer.vocabulary.encode_many
 
     def counted_plain(self, message):
         work["messages"] += 1
@@ -82,7 +82,7 @@ def test_the_work_grows_with_the_row_not_with_its_square(
         return encode(runs)
 
     monkeypatch.setattr(template._Rendering, "_plain", counted_plain)
-    monkeypatch.setattr(tokenizer._vocabulary, "encode_many", counted_encode)
+    monkeypatch.setattr(tokenizer.vocabulary, "encode_many", counted_encode)
     done = []
     for rounds in (60, 600):
         work.clear()

@@ -137,7 +137,7 @@ def test_the_work_grows_with_the_turns_not_with_their_square(name: str, with_tem
     """Counted: messages handed to the template, and characters handed to the vocabulary."""
     tokenizer = with_template(LINEAR[name])
     work: Counter[str] = Counter()
-    plain, encode = template._Rendering._plain, tokenizer._vocabulary.encode_many
+    plain, encode = template._Rendering._plain, tokenizer.vocabulary.encode_many
 
     def counted_plain(self, message):
         work["messages"] += 1
@@ -148,7 +148,7 @@ def test_the_work_grows_with_the_turns_not_with_their_square(name: str, with_tem
         return encode(runs)
 
     monkeypatch.setattr(template._Rendering, "_plain", counted_plain)
-    monkeypatch.setattr(tokenizer._vocabulary, "encode_many", counted_encode)
+    monkeypatch.setattr(tokenizer.vocabulary, "encode_many", counted_encode)
     for ask in (lambda t: turns(Conversation(t), tokenizer), lambda t: prompt_ids(t[:-1], tokenizer)):
         done = []
         for count in (300, 3000):

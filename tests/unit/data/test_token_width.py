@@ -21,7 +21,7 @@ def tokenizer(request: pytest.FixtureRequest, paddle: Path, tmp_path: Path) -> T
 
 def test_a_text_never_has_fewer_tokens_than_its_characters_allow(tokenizer: Tokenizer) -> None:
     luck = random.Random(7)
-    words = [token for token in tokenizer._vocabulary.tokens()]
+    words = [token for token in tokenizer.vocabulary.tokens()]
     longest = sorted(words, key=len)[-20:]
     assert tokenizer.widest is not None
     assert tokenizer.widest >= len(longest[-1])

@@ -19,3 +19,15 @@ class ExportSection:
         choices=BASES,
         further=WEIGHT_KINDS,
     )
+    format: str = key(
+        "safetensors",
+        "What export writes: a model folder (safetensors), or one file for llama.cpp and Ollama (gguf).",
+        choices=("safetensors", "gguf"),
+        basic=True,
+    )
+    gguf_type: str = key(
+        "q8_0",
+        "How a GGUF file stores weights; mxfp4 and q4_0 take about 4.5 bits each.",
+        choices=("f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4"),
+        basic=True,
+    )
