@@ -70,13 +70,19 @@ def _signed(word: int) -> int:
 
 @torch.no_grad()
 def reference(
-    slots: Sequence[Slot], rates: Rates, scale: torch.Tensor | None = None, good: torch.Tensor | None = None
+    slots: Sequence[Slot],
+    rates: Rates,
+    scale: torch.Tensor | None = None,
+    good: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
 ) -> None:
-    """scale: [], what gradients are multiplied by. good: [], 0 where nothing may change."""
+    """scale: [], what gradients are multiplied by. good: [], 0 where nothing may change; count: [], what is added to
+    the number of updates all the same, where it is given."""
     (beta1, beta2), go = rates.betas, good is None or bool(good)
+    for slot in slots:
+        slot.step.add_(float(go) if count is None else count)
     for slot in slots if go else ():
         g = slot.grad.float() if scale is None else slot.grad.float() * scale
-        slot.step.add_(1)
         p, m, v = unpacked(slot)
         p.mul_(1 - rates.lr * rates.weight_decay)
         m.lerp_(g, 1 - beta1)
@@ -172,16 +178,18 @@ class FusedAdamW:
         rates: Rates,
         scale: torch.Tensor | None = None,
         good: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
     ) -> None:
-        """As `reference`; fp32 `scale` and `good` stay on the device."""
+        """As `reference`; fp32 `scale`, `good` and `count` stay on the device."""
         if not slots:
             return
         from erniekit.kernels.triton.adamw import update
 
         device = slots[0].grad.device
         one = self.tables.one(device)
+        counted = good if count is None else count
         # One addend for each: a single tensor for all would be read by the host.
-        torch._foreach_add_([slot.step for slot in slots], [one if good is None else good] * len(slots))
+        torch._foreach_add_([slot.step for slot in slots], [one if counted is None else counted] * len(slots))
         (beta1, beta2), lr = rates.betas, rates.lr
         lean_adamw.update(self.tables, key, [slot for slot in slots if slot.lean], rates, scale, good)
         for kind, rows, written in _by_kind([slot for slot in slots if not slot.lean]):

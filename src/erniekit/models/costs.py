@@ -24,8 +24,10 @@ FORMULA = (
 )
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
-OPTIMIZER_BYTES = 12  # of a trained weight beside itself: an fp32 copy and two moments
-LOW_OPTIMIZER_BYTES = 8  # with moments in 16 bit
+# Of a trained weight beside itself, by master_weights and optim_states. 8 bit: two codes, and three fp32 scales a block.
+MASTER_BYTES = {"fp32": 4.0, "exact16": 2.0, "none": 0.0}
+MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 3 * 4 / 256}
+OPTIMIZER_BYTES = MASTER_BYTES["fp32"] + MOMENT_BYTES["fp32"]
 
 
 class Product(NamedTuple):
@@ -218,10 +220,17 @@ def mfu(flops: float, seconds: float, peak: float | None, ranks: int = 1) -> flo
 # --- bytes
 
 
-def state_bytes(c: DecoderConfig, trained: float = 1.0, optimizer: int = OPTIMIZER_BYTES) -> float:
+def optimizer_bytes(states: str = "fp32", masters: str = "fp32") -> float:
+    """Of a trained weight: its master and its moments, by the keys optim_states and master_weights."""
+    return MASTER_BYTES[masters] + MOMENT_BYTES[states]
+
+
+def state_bytes(
+    c: DecoderConfig, trained: float = 1.0, optimizer: float = OPTIMIZER_BYTES, gradient: float = GRADIENT_BYTES
+) -> float:
     """Weights, and of the share that is trained the gradients and the optimizer's states."""
     count = parameters(c)
-    return count * WEIGHT_BYTES + count * trained * (GRADIENT_BYTES + optimizer)
+    return count * WEIGHT_BYTES + count * trained * (gradient + optimizer)
 
 
 def activation_bytes(c: DecoderConfig, layer: int) -> float:

@@ -5,18 +5,13 @@ Called by recipes/training.py and doctor.py; this is where config values meet co
 
 from __future__ import annotations
 
-import torch
-
 from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.collate import one_document
 from erniekit.log import say
 from erniekit.lora.frozen_base import store_frozen
-from erniekit.lora.inject import inject, is_lora_b
-from erniekit.optim.adamw import AdamW
-from erniekit.optim.groups import make_groups
-from erniekit.optim.offload import states_home
+from erniekit.lora.inject import inject
 from erniekit.parallel.apply import SpreadOptions, parallelise, sharding_of
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.step_metrics import StepMetrics
@@ -85,27 +80,3 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     expert_layers.install(cfg, engine)
     engine.train()
     return Built(plan, whole, engine, sharding, base_digest)
-
-
-def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
-    scale_b = built.lora.lora_plus_scale if built.lora else 1.0
-    ratio = cfg.moe.moe_gate_lr_ratio
-    router = 1.0 if ratio is None else ratio
-    groups = make_groups(
-        built.parameters(),
-        built.folder.config.num_layers,
-        cfg.optim.weight_decay,
-        cfg.optim.layerwise_lr_decay_bound,
-        lambda name: (scale_b if is_lora_b(name) else 1.0) * (router if ".router." in name else 1.0),
-    )
-    betas = (cfg.optim.adam_beta1, cfg.optim.adam_beta2)
-    home = states_home(cfg.memory.offload_optim, cfg.memory.tensorwise_offload_optimizer)
-    return AdamW(
-        groups,
-        betas,
-        cfg.optim.adam_epsilon,
-        low_precision=built.dtype != torch.float32,
-        home=home,
-        moments=torch.bfloat16 if cfg.optim.use_lowprecision_moment else torch.float32,
-        stochastic_rounding=not cfg.compat.moments_round_to_nearest,
-    )

@@ -25,7 +25,7 @@ from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
 from erniekit.parallel.mesh import World
 from erniekit.parallel.world import check_model, check_schedule, open_world
-from erniekit.recipes import adapters, same_run, speed_decisions
+from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
 
@@ -124,8 +124,10 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
     check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0)
     lora, notes = adapters.decide(cfg, folder)
+    memory_decisions.check_backward_updates(cfg, world)
     speed_decisions.force_kernels(cfg)
     cfg = speed_decisions.for_device(cfg.derive(*notes), device, world, model)
+    memory_decisions.advise(cfg, device, world, model)
     if cfg.lora.packed_base:
         check_frozen_base(cfg.lora.frozen_base, device.handle, model.moe is not None, cfg.origin("frozen_base"))
     if not cfg.model.continue_training:

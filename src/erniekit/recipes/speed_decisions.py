@@ -16,20 +16,10 @@ from erniekit.kernels import selection
 from erniekit.kernels.available import why_no_triton
 from erniekit.kernels.selection import ALIGNED
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import (
-    LOW_OPTIMIZER_BYTES,
-    OPTIMIZER_BYTES,
-    activation_bytes,
-    head_bytes,
-    recomputed_bytes,
-    state_bytes,
-    token_flops,
-)
+from erniekit.models.costs import token_flops
 from erniekit.parallel.mesh import Layout, World
+from erniekit.recipes.memory_decisions import GIB, USABLE, kept_bytes, layers_to_recompute, trained_share
 
-GIB = 1024**3
-USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
-SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
@@ -80,6 +70,8 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
         why_not = "this kind of device replays no graphs"
     elif problem := _collectives_inside(world.layout):
         why_not = problem
+    elif cfg.optim.update_in_backward:
+        why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif asked is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
     elif not cfg.model.compile:
@@ -125,32 +117,9 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     if world.size > 1 or not limit:
         return
-    state = LOW_OPTIMIZER_BYTES if cfg.optim.use_lowprecision_moment else OPTIMIZER_BYTES
-    count = layers_to_recompute(model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen, state)
+    count = layers_to_recompute(
+        model, tokens, limit, trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen, *kept_bytes(cfg, model)
+    )
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
     yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
-
-
-def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
-    """Of the weights, how many are trained; an adapter's are a few in a hundred at most."""
-    if not cfg.lora.lora:
-        return 1.0
-    return min(1.0, 2.0 * cfg.lora.lora_rank / model.hidden_size)
-
-
-def layers_to_recompute(
-    model: DecoderConfig, tokens: int, limit: float, trained: float, rows: int, state: int = OPTIMIZER_BYTES
-) -> int:
-    """The fewest layers that must be computed again for a step to fit in `limit` bytes."""
-    fixed = state_bytes(model, trained, state) + head_bytes(model, rows)
-    kept = [activation_bytes(model, layer) * tokens for layer in range(model.num_layers)]
-    start = recomputed_bytes(model) * tokens  # what a layer that is computed again starts from
-    most = max(kept)
-    need = fixed + sum(kept) + 2 * most + SPARE  # and a layer's gradients and what they are made of
-    for count in range(model.num_layers + 1):
-        if need <= limit:
-            return count
-        if count < model.num_layers:
-            need -= kept[count] - start
-    return model.num_layers
