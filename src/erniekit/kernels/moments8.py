@@ -73,13 +73,13 @@ def encode(
 def decode(
     code_u: torch.Tensor, code_v: torch.Tensor, scales: Scales, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> m, v, fp32 [R, C]."""
+    """-> m, v, fp32 [R, C], each in one piece: torch's fused update reads memory past a row's end otherwise."""
     columns = code_u.shape[1]
     most, largest, span = (scale.unsqueeze(-1) for scale in scales)
     cu, cv = _blocks(code_u.float(), block), _blocks(code_v.float(), block)
     v = torch.where(cv > 0, _log_value(largest, span / CODES, 255 - cv), 0.0)
     m = (cu - (HALF + 1)) * (most / HALF) * v.sqrt()
-    return m.flatten(-2)[:, :columns], v.flatten(-2)[:, :columns]
+    return m.flatten(-2)[:, :columns].contiguous(), v.flatten(-2)[:, :columns].contiguous()
 
 
 def _log_value(largest: torch.Tensor, step: torch.Tensor, below: torch.Tensor) -> torch.Tensor:

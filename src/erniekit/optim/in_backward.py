@@ -2,7 +2,8 @@
 more than a layer's gradients are ever held. For train/step.py (`update_in_backward`) and recipes/doctor.py.
 
 The norm of all gradients is known only when all updates are made, so gradients cannot be clipped by it. What stands in
-for it is the norm of the last sound step, and in a run's first step each tensor's own; or each tensor's own always.
+for it is the norm of the last sound step (a run's first step is computed twice, the first time for its norm alone), or
+each tensor's own.
 
 Where a gradient holds values that are not numbers, that tensor alone is left as it is; the step counts as a bad one.
 Where the loss is not a number, nothing is changed.
@@ -33,6 +34,19 @@ class BackwardUpdates:
         self._order: list[str] = []
         self._before: list[str] = []
         self._handles = after_gradients(optimizer, self._ready)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Before a run's first step: a backward pass within `measured` gives the norm that it clips by."""
+        return self.limit > 0 and not self.per_tensor and self.optimizer.last_norm is None
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Within: a backward pass that changes nothing and leaves no gradient, but for its norm."""
+        norms: list[torch.Tensor] = []
+        with each_gradient(self.optimizer, lambda name, grad: norms.append(self.optimizer.norm_of(name, grad))):
+            yield
+        self.optimizer.last_norm = norm_reference(norms)
 
     def begin(self, lr: float) -> None:
         self._lr, self._norms = lr, []
@@ -111,14 +125,25 @@ def seen_gradients(optimizer: AdamW) -> Iterator[dict[str, Looked]]:
     """Within: backward passes change nothing and leave no gradient; of each parameter that got one, what it was."""
     found: dict[str, Looked] = {}
 
-    def look(name: str) -> None:
+    def look(name: str, grad: torch.Tensor) -> None:
+        found[name] = looked_at(grad)
+
+    with each_gradient(optimizer, look):
+        yield found
+
+
+@contextmanager
+def each_gradient(optimizer: AdamW, look: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Within: every gradient is looked at once it is complete, and let go."""
+
+    def ready(name: str) -> None:
         if (grad := optimizer.gradient_of(name)) is not None:
-            found[name] = looked_at(grad)
+            look(name, grad)
             optimizer.drop_gradient(name)
 
-    handles = after_gradients(optimizer, look)
+    handles = after_gradients(optimizer, ready)
     try:
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -131,6 +131,11 @@ class Engine:
                 self.step_metrics.add(name, *value)
         records.clear()
 
+    def forget_records(self) -> None:
+        """Of a pass that was only a rehearsal."""
+        self.told()
+        self.usage.clear()
+
     def told(self) -> torch.Tensor:
         """The step metrics' means over all ranks, in the order of their names."""
         if self.step_metrics is None:

@@ -225,8 +225,7 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
 def _one_backward(built: Built, batch: Batch) -> None:
     copies = built.engine.fewest_micro_batches
     built.engine.forward_backward([batch] * copies, [copies * max(1, batch.weight)] * copies)
-    built.engine.told()
-    built.engine.usage.clear()
+    built.engine.forget_records()
 
 
 def first_tokens(batch: Batch, count: int, multiple: int = 1) -> Batch:

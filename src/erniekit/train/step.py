@@ -149,6 +149,10 @@ class TrainStep:
         inside = self.in_backward
         if inside is not None:
             assert len(batches) == 1
+            if inside.needs_norm:
+                with inside.measured():
+                    engine.forward_backward(batches, self._shares(batches, weight))
+                engine.forget_records()
             inside.begin(lr)
             engine.saw_loss = inside.saw_loss
         total = engine.forward_backward(batches, self._shares(batches, weight))
