@@ -112,6 +112,9 @@ class Streamed(InHost):
     def _brought(self, state: torch.Tensor) -> torch.Tensor:
         return state.to(self.device.handle, non_blocking=True)
 
+    def _send(self, value: torch.Tensor, kept: torch.Tensor) -> None:
+        kept.copy_(value, non_blocking=True)
+
     def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
         self.expect((kept,))
         now = self.device.current_stream()
@@ -125,7 +128,7 @@ class Streamed(InHost):
             return
         self._leaving.wait_stream(self.device.current_stream())
         with self.device.on_stream(self._leaving):
-            kept.copy_(value, non_blocking=True)
+            self._send(value, kept)
         self.device.record_stream(value, self._leaving)
         self._left.add(id(kept))
         self._busy.add(value.device)
