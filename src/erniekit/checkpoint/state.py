@@ -115,7 +115,9 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     numbers = raw.setdefault("optimizer", {})
     if not isinstance(numbers, dict) or not all(_fits(value, "float") for value in numbers.values()):
         raise CheckpointError(
-            f"{FILE} has no numbers of the optimiser", where=f"{path}, key optimizer", fix="resume from another checkpoint"
+            f"{FILE} has no numbers of the optimiser",
+            where=f"{path}, key optimizer",
+            fix="resume from another checkpoint",
         )
     return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
 

@@ -16,7 +16,7 @@ import torch
 from erniekit.kernels import exact_master, lean_adamw, moments8
 from erniekit.kernels.available import has_triton
 from erniekit.kernels.launch_tables import LaunchTables, log_of, triton_type
-from erniekit.kernels.position_noise import Place, draws, high16
+from erniekit.kernels.position_noise import TensorPart, draws, high16
 from erniekit.kernels.rounding_noise import SALTS, SPREADS
 
 ALIGN = 16  # bytes read at once
@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     weight: torch.Tensor | None = None  # 16-bit, becomes the master's rounded value; None: the master is the weight
     remainder: torch.Tensor | None = None  # int16: exact_master.py
     scales: moments8.Scales | None = None  # of 8-bit moments
-    place: Place | None = None  # of whatever is drawn by position: 8-bit moments, weights without a master
+    place: TensorPart | None = None  # of whatever is drawn by position: 8-bit moments, weights without a master
 
     @property
     def lean(self) -> bool:
@@ -103,21 +103,15 @@ def unpacked(slot: Slot) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         p = exact_master.join(slot.weight, slot.remainder) if exact else slot.weight.float()  # type: ignore[arg-type]
     if slot.scales is None:
         return p, slot.average.float(), slot.square.float()
-    assert slot.place is not None
-    return p, *moments8.decode(slot.average, slot.square, slot.scales, slot.place.block)
+    return p, *moments8.decode(slot.average, slot.square, slot.scales, _place(slot).block)
 
 
 def pack(slot: Slot, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, fair: bool) -> None:
     """What an update made of them, stored. slot.step counts this update. fair: see Rates."""
-    drawn = None
-    if slot.place is not None:
-        flat = p if p.dim() == 2 else p.reshape(-1, 1)
-        drawn = draws(slot.place, slot.step, *flat.shape).view(p.shape)
     if slot.scales is None:
         keep_moments((slot.average, slot.square), (m, v), slot.step, fair)
     else:
-        assert slot.place is not None and drawn is not None
-        *codes, scales = moments8.encode(m, v, drawn, slot.place.block)
+        *codes, scales = moments8.encode(m, v, _draws(slot, p, 1), _place(slot).block)
         for old, new in zip((slot.average, slot.square, *slot.scales), (*codes, *scales)):
             old.copy_(new)
     if slot.weight is None:
@@ -128,8 +122,17 @@ def pack(slot: Slot, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, fair: bo
         for old, new in zip((slot.weight, slot.remainder), exact_master.split(p)):
             old.copy_(new)
     else:
-        assert drawn is not None
-        slot.weight.copy_(by_chance16(p, drawn))
+        slot.weight.copy_(by_chance16(p, _draws(slot, p, 0)))
+
+
+def _draws(slot: Slot, like: torch.Tensor, which: int) -> torch.Tensor:
+    rows, columns = like.shape if like.dim() == 2 else (like.numel(), 1)
+    return draws(_place(slot), slot.step, rows, columns, which).view(like.shape)
+
+
+def _place(slot: Slot) -> TensorPart:
+    assert slot.place is not None
+    return slot.place
 
 
 def by_chance16(value: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from erniekit.kernels.launch_tables import LaunchTables, log_of, triton_type
-from erniekit.kernels.position_noise import Place
+from erniekit.kernels.position_noise import TensorPart
 
 if TYPE_CHECKING:
     from erniekit.kernels.adamw import Rates, Slot
@@ -75,7 +75,7 @@ def _by_kind(slots: Sequence[Slot]) -> dict[Kind, list[Slot]]:
         # Weights and states are this optimiser's own, or a model's parameters: in one piece.
         assert all(t.is_contiguous() for t in held)
         columns = _shape(slot)[1]
-        block = slot.place.block if slot.place is not None else Place().block
+        block = slot.place.block if slot.place is not None else TensorPart().block
         even = columns % block == 0 and block % ALIGN == 0 and all(t.data_ptr() % ALIGN == 0 for t in held)
         mode = 0 if slot.master is not None else 1 if slot.remainder is not None else 2
         weight = torch.float32 if slot.weight is None else slot.weight.dtype
@@ -94,7 +94,7 @@ def _shape(slot: Slot) -> tuple[int, int]:
 
 
 def _addresses(slot: Slot) -> list[int]:
-    place = slot.place or Place()
+    place = slot.place or TensorPart()
     held = (slot.master, slot.weight, slot.remainder, slot.average, slot.square, *(slot.scales or (None,) * 3))
     places = [0 if t is None else t.data_ptr() for t in (*held, slot.step, place.rows)]
     return [*places, *_shape(slot), place.first_column, place.salt]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.position_noise import high16, low16, second
+from erniekit.kernels.position_noise import high16, low16
 
 BLOCK = 256
 SHORTEST = 64  # columns; tensors with fewer, and those of one dim, keep wide moments: they are few
@@ -46,11 +46,10 @@ def fits8(shape: tuple[int, ...]) -> bool:
 def encode(
     m: torch.Tensor, v: torch.Tensor, drawn: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, Scales]:
-    """m, v: fp32 [R, C]; drawn: position_noise.draws of them. -> codes uint8 [R, C] of both, and their scales."""
+    """m, v: fp32 [R, C]; drawn: position_noise.draws for moments. -> codes uint8 [R, C] of both, and their scales."""
     columns = m.shape[1]
-    chance = second(drawn)
     m, v = _blocks(m, block), _blocks(v.clamp(max=HUGE), block)
-    chance_v, chance_u = (_blocks(half(chance).float() / 65536, block) for half in (high16, low16))
+    chance_v, chance_u = (_blocks(half(drawn).float() / 65536, block) for half in (high16, low16))
     present = v >= TINY
     largest = torch.where(present, v, 0.0).amax(-1, keepdim=True)
     smallest = torch.where(present, v, HUGE).amin(-1, keepdim=True)
@@ -70,9 +69,7 @@ def encode(
     return codes[0], codes[1], Scales(*(scale.squeeze(-1) for scale in (most, largest, span)))
 
 
-def decode(
-    code_u: torch.Tensor, code_v: torch.Tensor, scales: Scales, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(code_u: torch.Tensor, code_v: torch.Tensor, scales: Scales, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """-> m, v, fp32 [R, C], each in one piece: torch's fused update reads memory past a row's end otherwise."""
     columns = code_u.shape[1]
     most, largest, span = (scale.unsqueeze(-1) for scale in scales)
@@ -83,7 +80,8 @@ def decode(
 
 
 def _log_value(largest: torch.Tensor, step: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    return largest * (-(step * below)).exp2()
+    value: torch.Tensor = largest * (-(step * below)).exp2()
+    return value
 
 
 def _blocks(rows: torch.Tensor, block: int) -> torch.Tensor:

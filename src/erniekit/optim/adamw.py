@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from erniekit.kernels import exact_master, moments8
 from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fits, norm_reference, pack, unpacked
-from erniekit.kernels.position_noise import Place
+from erniekit.kernels.position_noise import TensorPart
 from erniekit.optim.groups import Group
 from erniekit.optim.loading import load_moments
 from erniekit.optim.offload import OnDevice
@@ -48,7 +48,7 @@ class AdamW:
         self.masters: dict[str, torch.Tensor] = {}  # fp32; the parameter itself when it is fp32 already
         self.remainders: dict[str, torch.Tensor] = {}  # int16, of exact16 masters
         self.params: dict[str, nn.Parameter] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPart] = {}
         self.group_of: dict[str, Group] = {}
         self._summed: dict[str, Any] = {}  # whose `grad` is a parameter's fp32 gradient
         self._states: dict[str, dict[str, torch.Tensor]] = {}  # "step" and the moments, from a parameter's first update
@@ -249,8 +249,9 @@ class AdamW:
         value, place = _own(self.params[name].detach()), self.places[name]
         own, blocks = value.dtype == torch.float32, self.storage.blocks(place)
         by_place = blocks or not (own or "master" in here or REMAINDER in here)
+        average, square = (here[key] for key in MOMENTS)
         return Slot(
-            grad, value if own else here.get("master"), *(here[key] for key in MOMENTS), self._states[name]["step"],
+            grad, value if own else here.get("master"), average, square, self._states[name]["step"],
             None if own else value, here.get(REMAINDER),
             moments8.Scales(*(here[key] for key in SCALES)) if blocks else None,
             place if by_place else None,

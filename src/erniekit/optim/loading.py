@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels import moments8
-from erniekit.kernels.position_noise import Place, draws
+from erniekit.kernels.position_noise import TensorPart, draws
 from erniekit.optim.storage import MOMENTS, SCALES, stored_name
 
 BLOCKS = tuple(2**k for k in range(8, 3, -1))  # that a checkpoint may have
 
 
 def load_moments(
-    name: str, state: dict[str, torch.Tensor], place: Place, stored: Mapping[str, torch.Tensor]
+    name: str, state: dict[str, torch.Tensor], place: TensorPart, stored: Mapping[str, torch.Tensor]
 ) -> bool:
     """Into `state`; False where the checkpoint has none."""
     if any(f"{name}/{key}" not in stored for key in MOMENTS):
@@ -39,7 +39,7 @@ def load_moments(
         for key, value in zip(MOMENTS, (m, v)):
             state[key].copy_(value)
         return True
-    drawn = draws(place, state["step"], *m.shape).to(m.device)
+    drawn = draws(place, state["step"], m.shape[0], m.shape[1], 1).to(m.device)
     *codes, scales = moments8.encode(m.float(), v.float(), drawn, wanted)
     for key, value in zip((*MOMENTS, *SCALES), (*codes, *scales)):
         state[key].copy_(value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from erniekit.kernels.moments8 import BLOCK, fits8
-from erniekit.kernels.position_noise import Place, salt_of
+from erniekit.kernels.position_noise import TensorPart, salt_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale", "exp_avg_sq_span")  # in the order of moments8.Scales
@@ -28,11 +28,15 @@ class Storage:
     masters: str = "fp32"
     fair: bool = True
     seed: int = 0
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, TensorPart] = field(default_factory=dict)
 
-    def place(self, name: str, value: torch.Tensor) -> Place:
+    def place(self, name: str, value: torch.Tensor) -> TensorPart:
         given = self.places.get(name)
-        return Place(salt_of(self.seed, name), block=BLOCK if fits8(tuple(value.shape)) else 0) if given is None else given
+        return (
+            TensorPart(salt_of(self.seed, name), block=BLOCK if fits8(tuple(value.shape)) else 0)
+            if given is None
+            else given
+        )
 
     def master_of(self, value: torch.Tensor) -> str:
         """own (the weight is fp32 itself), fp32, exact16 or none. Norms and biases always have one: they are few, and
@@ -41,11 +45,11 @@ class Storage:
             return "own"
         return "exact16" if self.masters == "none" and value.dim() != 2 else self.masters
 
-    def blocks(self, place: Place) -> bool:
+    def blocks(self, place: TensorPart) -> bool:
         """Whether a tensor's moments are in 8 bit."""
         return self.moments == "8bit" and place.block > 0
 
-    def state_kinds(self, shape: tuple[int, ...], place: Place) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def state_kinds(self, shape: tuple[int, ...], place: TensorPart) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> shape and dtype of what an update keeps of a parameter beside its master."""
         if not self.blocks(place):
             dtype = WIDE.get(self.moments, torch.float32)

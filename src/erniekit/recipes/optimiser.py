@@ -11,7 +11,7 @@ import torch
 
 from erniekit.config import RunConfig
 from erniekit.kernels.moments8 import BLOCK, fits8
-from erniekit.kernels.position_noise import Place, salt_of
+from erniekit.kernels.position_noise import TensorPart, salt_of
 from erniekit.lora.inject import is_lora_b
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
@@ -53,7 +53,7 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
     )
 
 
-def place_of(name: str, sharding: Sharding, rank: int, seed: int, device: torch.device) -> Place:
+def place_of(name: str, sharding: Sharding, rank: int, seed: int, device: torch.device) -> TensorPart:
     """Which rows and columns of the whole tensor this rank holds."""
     whole, boxes = sharding.shape(name), sharding.boxes(name, rank)
     rows = torch.zeros(sharding.local_shape(name, rank)[0], dtype=torch.int32)
@@ -63,7 +63,9 @@ def place_of(name: str, sharding: Sharding, rank: int, seed: int, device: torch.
         rows[box.local_slices[0]] = torch.arange(there.start, there.stop, dtype=torch.int32)
         first_column = box.global_slices[1].start if len(whole) > 1 else 0
     in_order = torch.equal(rows, torch.arange(whole[0], dtype=torch.int32))
-    return Place(salt_of(seed, name), None if in_order else rows.to(device), first_column, block_of(name, sharding))
+    return TensorPart(
+        salt_of(seed, name), None if in_order else rows.to(device), first_column, block_of(name, sharding)
+    )
 
 
 def block_of(name: str, sharding: Sharding) -> int:

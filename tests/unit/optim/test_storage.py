@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from erniekit.kernels.exact_master import join, split
-from erniekit.kernels.position_noise import Place, salt_of
+from erniekit.kernels.position_noise import TensorPart, salt_of
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.storage import Storage
@@ -162,10 +162,10 @@ def test_a_rank_with_some_rows_and_columns_draws_what_the_whole_tensor_would() -
     start, grads = torch.randn(12, 512).bfloat16(), [torch.randn(12, 512).bfloat16() for _ in range(3)]
     rows = [9, 2, 3]
     salt = salt_of(5, "w")
-    part_place = Place(salt, torch.tensor(rows, dtype=torch.int32), 256, 256)
+    part_place = TensorPart(salt, torch.tensor(rows, dtype=torch.int32), 256, 256)
     out = []
     for value, place, cut in (
-        (start, Place(salt), (slice(None), slice(None))),
+        (start, TensorPart(salt), (slice(None), slice(None))),
         (start[rows, 256:].contiguous(), part_place, (rows, slice(256, None))),
     ):
         model = nn.ParameterDict({"w": nn.Parameter(value.clone())})

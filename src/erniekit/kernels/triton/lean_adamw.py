@@ -22,6 +22,7 @@ _SALT, _OTHER = tl.constexpr(SALTS[0]), tl.constexpr(SALTS[1])
 _SHIFT_A, _FACTOR_A, _SHIFT_B, _FACTOR_B = (tl.constexpr(n) for spread in SPREADS for n in spread)
 _SHIFT_C = tl.constexpr(position_noise.LAST_SHIFT)
 _ROW, _COLUMN = tl.constexpr(position_noise.ROW), tl.constexpr(position_noise.COLUMN)
+_TURN = tl.constexpr(position_noise.TURN)
 _NAN = tl.constexpr(exact_master.QUIET_NAN)
 _TINY, _HUGE, _SPAN = tl.constexpr(moments8.TINY), tl.constexpr(moments8.HUGE), tl.constexpr(moments8.SPAN)
 _CODES, _HALF = tl.constexpr(moments8.CODES), tl.constexpr(moments8.HALF)
@@ -105,7 +106,7 @@ def update(
         numbers, rows, columns = tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
         first_column, salt = tl.load(row + 12), tl.load(row + 13).to(tl.uint32)
         value_salt = count.to(tl.uint32) * _SALT
-        key = value_salt + salt
+        turned = count.to(tl.uint32) * _TURN
         step = count.to(tl.float64)
         factor = tl.load(scale)
         size = tl.div_rn(lr, (1.0 - tl.exp(step * log_beta1)).to(tl.float32))
@@ -128,7 +129,7 @@ def update(
                 number = tl.load(numbers.to(tl.pointer_type(tl.int32)) + r, valid, other=0).to(tl.uint32)
             else:
                 number = r.to(tl.uint32)
-            h = _mix(_mix(key + number * _ROW)[:, None] ^ ((column + first_column).to(tl.uint32) * _COLUMN))
+            h = _mix(_mix(number * _ROW + salt)[:, None] ^ ((column + first_column).to(tl.uint32) * _COLUMN))
 
             g = tl.load(grad + at, own, other=0.0).to(tl.float32) * factor
             if MODE == MASTER:
@@ -149,7 +150,7 @@ def update(
                 m, v = m.to(tl.float32), v.to(tl.float32)
             p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
             if tl.uint8 == MOMENT:
-                code_u, code_v, most, largest, span = _encoded(m, v, own, _mix(h + _OTHER))
+                code_u, code_v, most, largest, span = _encoded(m, v, own, _mix(h + _OTHER) + turned)
                 tl.store(average + at, code_u, own)
                 tl.store(square + at, code_v, own)
                 tl.store(of_update + j, most, valid)
@@ -167,5 +168,5 @@ def update(
                 tl.store(weight + at, _bf16(bits + 0x8000), own)
                 tl.store(remainder + at, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), own)
             else:
-                bits = tl.where(p != p, _NAN, p.to(tl.uint32, bitcast=True) + (h >> 16))
+                bits = tl.where(p != p, _NAN, p.to(tl.uint32, bitcast=True) + ((h + turned) >> 16))
                 tl.store(weight + at, _bf16(bits), own)
