@@ -28,10 +28,10 @@ MODES: dict[str, dict[str, Any]] = {
     "none": dict(master_weights="none"),
     "exact16 8bit in backward": dict(master_weights="exact16", optim_states="8bit", update_in_backward=True),
     "none 8bit in backward": dict(master_weights="none", optim_states="8bit", update_in_backward=True),
-    "in backward, each tensor clipped": dict(update_in_backward=True, grad_clip="tensor"),
+    "in backward": dict(update_in_backward=True),
 }
 STEPS, MANY = 20, 200
-FEW = ("exact16 8bit in backward", "none 8bit in backward")  # at every commit; the others in the full suite
+FEW = ("exact16 8bit in backward",)  # at every commit; the others in the full suite
 NEVER = -1
 
 
@@ -81,10 +81,11 @@ def wide() -> dict[int, list[float]]:
 def test_the_loss_stays_within_half_a_percent_of_fp32_adamw(
     mode: str, steps: int, go: Callable, wide: dict[int, list[float]], tmp_path: Path
 ) -> None:
-    data = dict(train_dataset_path=ROWS, max_steps=steps)
+    """Nothing is clipped: by which norm is another question, which docs/optimiser-memory.md answers in numbers."""
+    data = dict(train_dataset_path=ROWS, max_steps=steps, learning_rate=5e-4, max_grad_norm=0)
     if steps not in wide:
         wide[steps] = go(tmp_path / "wide", **data)
-    assert wide[steps][-1] < wide[steps][0] - 0.5, "it learns"
+    assert wide[steps][-1] < wide[steps][0] - 0.3, "it learns"
     assert largest_gap(go(tmp_path / "lean", **data, **MODES[mode]), wide[steps]) < 0.005
 
 
@@ -118,7 +119,7 @@ def test_a_stop_in_the_middle_changes_no_bit(
     """late: as on a card, where the device decides whether an update is made."""
     if late:
         results_come_late(monkeypatch)
-    keys = dict(max_steps=4, **MODES[mode])
+    keys = dict(max_steps=4, train_dataset_path=ROWS, **MODES[mode])
     go(tmp_path / "whole", **keys)
     stop_at(2)
     with pytest.raises(Preempted):

@@ -10,6 +10,7 @@ from typing import Any
 
 from erniekit.config import RunConfig
 from erniekit.config.note import shown
+from erniekit.devices import pick
 from erniekit.devices.base import GIB, Device
 from erniekit.errors import ConfigError
 from erniekit.log import warn
@@ -28,6 +29,7 @@ from erniekit.parallel.mesh import World
 
 USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
+HOST = 0.8  # of the host's memory that pinned states may take
 SPARE = GIB  # kernels' own workspaces
 SUMMED_BYTES = 4  # of a gradient that several micro-batches are added to
 
@@ -73,9 +75,16 @@ def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     return states + head_bytes(model, cfg.memory.loss_subbatch_seqlen) + again + one + SPARE
 
 
-def advise(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> str | None:
+def host_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
+    """What offloaded states take of the host's memory."""
+    away = cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer
+    each = optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
+    return parameters(model) * trained_share(cfg, model) * each if away else 0.0
+
+
+def advise(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, host: float | None = None) -> str | None:
     """Before anything is loaded: a full fine-tuning that cannot fit is told what would make it. It is tried all the
-    same, as an estimate may be wrong."""
+    same, as an estimate may be wrong. host: bytes of its memory; this machine's when not given."""
     if world.size > 1 or cfg.lora.lora or not device.counts_memory or cfg.precision.compute_type != "bf16":
         return None
     limit = FULL * device.total_memory
@@ -83,15 +92,16 @@ def advise(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
     if need <= limit:
         return None
     what = f"all {parameters(model) / 1e9:.1f} billion weights on one device take {need / GIB:.0f} GiB of its"
-    line = f"{what} {device.total_memory / GIB:.0f}: {advice(cfg, limit, model)}"
+    host = host or pick("cpu").total_memory
+    line = f"{what} {device.total_memory / GIB:.0f}: {advice(cfg, limit, HOST * host, model)}"
     warn(line)
     return line
 
 
-def advice(cfg: RunConfig, limit: float, model: DecoderConfig) -> str:
+def advice(cfg: RunConfig, limit: float, host: float, model: DecoderConfig) -> str:
     for keys in LADDER:
         tried = changed(cfg, keys)
-        if least_bytes(tried, model) <= limit:
+        if least_bytes(tried, model) <= limit and host_bytes(tried, model) <= host:
             missing = {key: value for key, value in keys.items() if cfg[key] != value}
             missing |= {} if cfg.memory.recompute else {"recompute": True}
             if keys.get("update_in_backward") and cfg.train.gradient_accumulation_steps > 1:
