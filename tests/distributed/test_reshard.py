@@ -144,3 +144,35 @@ def test_the_curve_goes_on_when_the_layout_changes(
         go(ranks, place, target, mine.name)
         row.hits, row.differing = 1, 0
         assert curve(mine) == pytest.approx(curve(started("one")), abs=2e-6)
+
+
+LEAN = {
+    "8bit": dict(optim_states="8bit"),
+    "exact16 8bit": dict(optim_states="8bit", master_weights="exact16", compute_type="bf16"),
+    "none": dict(master_weights="none", compute_type="bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("lean", "source", "target"),
+    [
+        ("8bit", "one", "fsdp2"),
+        *(
+            pytest.param(*p, marks=pytest.mark.full)
+            for p in (("8bit", "fsdp2", "pp2"), ("exact16 8bit", "one", "pp2"), ("none", "pp2", "dp2"))
+        ),
+    ],
+)
+def test_states_in_few_bytes_come_through_bit_for_bit(
+    lean: str, source: str, target: str, ranks: Ranks, place: Path
+) -> None:
+    first = go(ranks, place, source, f"{lean} from-{source}", max_steps=2, **LEAN[lean])
+    keys = dict(resume_from_checkpoint=first / "checkpoint-2", max_steps=2, override_resume=True)
+    again = go(ranks, place, target, f"{lean} {source}-to-{target}", **keys, **LEAN[lean])
+    one, other = (
+        {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (folder / "checkpoint-2").glob("*.safetensors")}
+        for folder in (first, again)
+    )
+    assert {"model.safetensors", "optimizer.safetensors"} <= set(one)
+    assert ("master_weights.safetensors" in one) == (lean != "8bit")
+    assert one == other

@@ -22,8 +22,9 @@ class PlainAdamW:
         rates: Rates,
         scale: torch.Tensor | None = None,
         good: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
     ) -> None:
-        reference(slots, rates, scale, good)
+        reference(slots, rates, scale, good, count)
 
     def norm(self, key: str, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         return norm_reference(grads)

@@ -35,7 +35,7 @@ ALLOWED = {
     "models": {"kernels", "parallel"},
     "data": set(),
     "losses": {"data", "kernels"},
-    "optim": {"kernels"},
+    "optim": {"kernels", "devices"},
     "lora": {"models", "kernels", "checkpoint"},
     "checkpoint": {"models", "parallel", "devices", "data"},
     "track": set(),

@@ -16,10 +16,11 @@ from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.parallel.world import open_world
 from erniekit.recipes import stage_of
-from erniekit.recipes.build import build, make_optimizer
+from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.expert_layers import balance_hook
 from erniekit.recipes.model_config import changes_of
+from erniekit.recipes.optimiser import make_optimizer
 from erniekit.recipes.run_plan import decide
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.training import step_for

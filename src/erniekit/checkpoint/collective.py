@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from erniekit.checkpoint.blocks import param_of, stored_shape
 from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, plain
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.writer import AsyncSaver
@@ -65,11 +66,11 @@ class CollectiveSaves:
         held = {_key(group, name): plain(t) for group, tensors in pieces.items() for name, t in tensors.items()}
         keys = self._catalogue(held)
         if self.manager.async_save and not final:
-            held = self._copies.take({k: t for k, t in held.items() if _param(k) in self._asked_for})
+            held = self._copies.take({k: t for k, t in held.items() if param_of(k) in self._asked_for})
         rank = self.world.rank
         exchange = Exchange(list(keys), held.get, self.sharding, rank, self.group, timeout=self.timeout)
         whole = {group: _Whole(exchange, group) for group in pieces}
-        size = sum(prod(self.sharding.shape(_param(key))) * item for key, item in keys.items())
+        size = sum(prod(stored_shape(self.sharding, key)) * item for key, item in keys.items())
 
         def run() -> None:
             if self.world.is_main:
@@ -133,10 +134,10 @@ class CollectiveSaves:
         for theirs in self.world.gather([(key, t.element_size()) for key, t in held.items()]):
             seen.update(theirs)
         order = {name: i for i, name in enumerate(self.sharding.names())}
-        strange = [key for key in seen if _param(key) not in order]
+        strange = [key for key in seen if param_of(key) not in order]
         if strange:
-            raise CheckpointError(f"the layout knows nothing of {_param(strange[0])}, so no rank can save it")
-        return dict(sorted(seen.items(), key=lambda item: (order[_param(item[0])], item[0])))
+            raise CheckpointError(f"the layout knows nothing of {param_of(strange[0])}, so no rank can save it")
+        return dict(sorted(seen.items(), key=lambda item: (order[param_of(item[0])], item[0])))
 
     def _publish(
         self, exchange: Exchange, step: int, write: Callable[[Path], None], info: dict[str, Any], size: int
@@ -205,7 +206,3 @@ class _Whole(Mapping[str, torch.Tensor]):
 
 def _key(group: str, name: str) -> str:
     return f"{name}/@{group}"
-
-
-def _param(key: str) -> str:
-    return key.partition("/")[0]

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes
 from erniekit.checkpoint.slices import CHUNK, Slices, TensorFiles, fill_boxes
 from erniekit.models.names import verbatim
 
@@ -116,8 +117,8 @@ class StoredState(Mapping[str, torch.Tensor]):
     def _held(self, name: str) -> tuple[tuple[Box, ...], tuple[int, ...]]:
         if self.sharding is None:
             return (_all_of(self.shape(name)),), self.shape(name)
-        param = name.partition("/")[0]  # a moment is cut as its parameter is
-        return self.sharding.boxes(param, self.rank), self.sharding.local_shape(param, self.rank)
+        boxes = self.sharding.boxes(param_of(name), self.rank)  # a moment is cut as its parameter is
+        return stored_boxes(boxes, name), local_shape(self.sharding, name, self.rank)
 
     def fill(self, name: str, boxes: Iterable[Box], out: torch.Tensor) -> None:
         """Into a rank's own tensor, on any device."""

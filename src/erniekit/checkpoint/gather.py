@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from erniekit import heartbeat
+from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
 from erniekit.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -92,11 +93,10 @@ class Exchange:
             return self._fetch(name)
 
     def _fetch(self, name: str) -> torch.Tensor:
-        param = name.partition("/")[0]
-        out = _Assembled(name, self.sharding.shape(param))
+        out = _Assembled(name, stored_shape(self.sharding, name))
         asked = []
         # Whatever fails, the answers of the ranks that were asked are on their way and must be received.
-        for rank, boxes in self.sharding.holders(param):
+        for rank, boxes in self._holders(name):
             with out.noting_errors():
                 if rank != self.rank:
                     self.wire.send_numbers(rank, _SEND, self._index[name])
@@ -151,8 +151,7 @@ class Exchange:
             return outcome
 
     def _answer(self, name: str) -> None:
-        param = name.partition("/")[0]
-        boxes = next(boxes for rank, boxes in self.sharding.holders(param) if rank == self.rank)
+        boxes = next(boxes for rank, boxes in self._holders(name) if rank == self.rank)
         try:
             part = self._part(name)
             code = _DTYPES.index(part.dtype)
@@ -168,13 +167,16 @@ class Exchange:
 
     # --- both ---
 
+    def _holders(self, name: str) -> list[tuple[int, tuple[Box, ...]]]:
+        return [(rank, stored_boxes(boxes, name)) for rank, boxes in self.sharding.holders(param_of(name))]
+
     @torch.no_grad()
     def _part(self, name: str) -> torch.Tensor:
-        part, param = self.local(name), name.partition("/")[0]
+        part = self.local(name)
         if part is None:
             raise CheckpointError(f"has nothing of {name}, which the layout gives it a part of")
         part = plain(part)
-        wanted = self.sharding.local_shape(param, self.rank)
+        wanted = local_shape(self.sharding, name, self.rank)
         if tuple(part.shape) != tuple(wanted):
             raise CheckpointError(f"holds {name} as {tuple(part.shape)}; the layout says {tuple(wanted)}")
         return part

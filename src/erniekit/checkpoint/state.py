@@ -112,6 +112,13 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         raise CheckpointError(
             f"{FILE} has no random states", where=f"{path}, key random", fix="resume from another checkpoint"
         )
+    numbers = raw.setdefault("optimizer", {})
+    if not isinstance(numbers, dict) or not all(_fits(value, "float") for value in numbers.values()):
+        raise CheckpointError(
+            f"{FILE} has no numbers of the optimiser",
+            where=f"{path}, key optimizer",
+            fix="resume from another checkpoint",
+        )
     return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
 
 

@@ -93,7 +93,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
         ),
     ),
     ("train", "doctor"): (
-        _Row(("optim",), _one_of("adafactor", "adamw_mini", "adamw_custom"), "this optimiser", "use adamw"),
+        _Row(("optim",), _one_of("adafactor", "adamw_mini"), "this optimiser", "use adamw"),
         _Row(
             ("hidden_dropout_prob", "attention_probs_dropout_prob", "moe_dropout_prob"),
             _above(0),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.note import Note
-from erniekit.config.rules import batch, frozen, kind, layout, schedule, stages
+from erniekit.config.rules import batch, frozen, kind, layout, optimiser, schedule, stages
 from erniekit.config.sources import Sources
 from erniekit.config.view import Rule, View
 
@@ -47,6 +47,9 @@ RULES: tuple[Rule, ...] = (
     batch.accumulation_is_positive,
     batch.global_batch_follows,
     layout.interleaved_micro_batches_divide,
+    optimiser.moments_have_one_name,
+    optimiser.masters_are_of_16_bit_weights,
+    optimiser.backward_updates_one_micro_batch,
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
     frozen.compute_type_decides_the_base,
@@ -72,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     schedule.keep_at_least_two,
     schedule.all_options_are_two,
     schedule.quantised_states_can_be_disabled,
+    optimiser.compressed_states_are_saved_as_they_are,
     schedule.saves_happen_within_the_run,
     stages.keys_of_another_stage,
 )

@@ -90,7 +90,7 @@ class Device:
         raise NotImplementedError
 
     def current_stream(self) -> Any:
-        """Has wait_stream(other)."""
+        """Has wait_stream(other) and wait_event(event)."""
         raise NotImplementedError
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:

@@ -250,8 +250,8 @@ def _tell(
             (merge.grid, "grid", "leave merge_grid out") if rounded else (dtype, "dtype", "train longer")
         )
         warn(
-            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this {word}; "
-            f"serve base + adapter, or {instead}"
+            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this "
+            f"{word}; serve base + adapter, or {instead}"
         )
     for proof in proofs:
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"

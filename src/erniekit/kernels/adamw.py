@@ -1,7 +1,8 @@
 """One AdamW update of many tensors, and the norm of many gradients, as a few launches. Called by optim/adamw.py.
 
-`reference` is the definition. `FusedAdamW` is for NVIDIA cards: it reads 16-bit or fp32 gradients as they are, writes
-fp32 weights, moments and 16-bit weights in one sweep, and the device itself decides whether anything is written.
+`reference` is the definition, `unpacked` and `pack` say how weights and moments are stored between updates.
+`FusedAdamW` is for NVIDIA cards: it reads 16-bit or fp32 gradients as they are, writes weights and states in one sweep,
+and the device itself decides whether anything is written. lean_adamw.py launches what is stored in fewer bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from erniekit.kernels import exact_master, lean_adamw, moments8
 from erniekit.kernels.available import has_triton
+from erniekit.kernels.launch_tables import LaunchTables, log_of, triton_type
+from erniekit.kernels.position_noise import TensorPart, draws, high16
 from erniekit.kernels.rounding_noise import SALTS, SPREADS
 
 ALIGN = 16  # bytes read at once
@@ -22,11 +26,19 @@ class Slot(NamedTuple):
     """One parameter: its gradient and what an update changes."""
 
     grad: torch.Tensor  # 16-bit or fp32
-    master: torch.Tensor  # fp32
-    average: torch.Tensor  # fp32 or bf16, as the next
+    master: torch.Tensor | None  # fp32; None: the weight itself is all there is, or the weight and its remainder
+    average: torch.Tensor  # fp32, bf16 or 8-bit codes, as the next
     square: torch.Tensor
     step: torch.Tensor  # fp32 [], updates so far
     weight: torch.Tensor | None = None  # 16-bit, becomes the master's rounded value; None: the master is the weight
+    remainder: torch.Tensor | None = None  # int16: exact_master.py
+    scales: moments8.Scales | None = None  # of 8-bit moments
+    place: TensorPart | None = None  # of whatever is drawn by position: 8-bit moments, weights without a master
+
+    @property
+    def lean(self) -> bool:
+        """Stored in fewer bytes than an fp32 master and wide moments."""
+        return self.master is None or self.scales is not None
 
 
 class Rates(NamedTuple):
@@ -58,23 +70,76 @@ def _signed(word: int) -> int:
 
 @torch.no_grad()
 def reference(
-    slots: Sequence[Slot], rates: Rates, scale: torch.Tensor | None = None, good: torch.Tensor | None = None
+    slots: Sequence[Slot],
+    rates: Rates,
+    scale: torch.Tensor | None = None,
+    good: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
 ) -> None:
-    """scale: [], what gradients are multiplied by. good: [], 0 where nothing may change."""
+    """scale: [], what gradients are multiplied by. good: [], 0 where nothing may change; count: [], what is added to
+    the number of updates all the same, where it is given."""
     (beta1, beta2), go = rates.betas, good is None or bool(good)
-    for grad, master, average, square, step, weight in slots if go else ():
-        g = grad.float() if scale is None else grad.float() * scale
-        step += 1
-        m, v = average.float(), square.float()  # the moments themselves where they are fp32
-        master.mul_(1 - rates.lr * rates.weight_decay)
+    for slot in slots:
+        slot.step.add_(float(go) if count is None else count)
+    for slot in slots if go else ():
+        g = slot.grad.float() if scale is None else slot.grad.float() * scale
+        p, m, v = unpacked(slot)
+        p.mul_(1 - rates.lr * rates.weight_decay)
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        taken = float(step)
+        taken = float(slot.step)
         root = v.sqrt().div_(math.sqrt(1 - beta2**taken)).add_(rates.eps)
-        master.addcdiv_(m, root, value=-rates.lr / (1 - beta1**taken))
-        keep_moments((average, square), (m, v), step, rates.fair)
-        if weight is not None:
-            weight.copy_(master)
+        p.addcdiv_(m, root, value=-rates.lr / (1 - beta1**taken))
+        pack(slot, p, m, v, rates.fair)
+
+
+def unpacked(slot: Slot) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weight and moments in fp32; what is stored in fp32 itself, not a copy."""
+    if slot.master is not None:
+        p = slot.master
+    else:
+        assert slot.weight is not None
+        exact = slot.remainder is not None
+        p = exact_master.join(slot.weight, slot.remainder) if exact else slot.weight.float()  # type: ignore[arg-type]
+    if slot.scales is None:
+        return p, slot.average.float(), slot.square.float()
+    return p, *moments8.decode(slot.average, slot.square, slot.scales, _place(slot).block)
+
+
+def pack(slot: Slot, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, fair: bool) -> None:
+    """What an update made of them, stored. slot.step counts this update. fair: see Rates."""
+    if slot.scales is None:
+        keep_moments((slot.average, slot.square), (m, v), slot.step, fair)
+    else:
+        *codes, scales = moments8.encode(m, v, _draws(slot, p, 1), _place(slot).block)
+        for old, new in zip((slot.average, slot.square, *slot.scales), (*codes, *scales)):
+            old.copy_(new)
+    if slot.weight is None:
+        return
+    if slot.master is not None:
+        slot.weight.copy_(slot.master)
+    elif slot.remainder is not None:
+        for old, new in zip((slot.weight, slot.remainder), exact_master.split(p)):
+            old.copy_(new)
+    else:
+        slot.weight.copy_(by_chance16(p, _draws(slot, p, 0)))
+
+
+def _draws(slot: Slot, like: torch.Tensor, which: int) -> torch.Tensor:
+    rows, columns = like.shape if like.dim() == 2 else (like.numel(), 1)
+    return draws(_place(slot), slot.step, rows, columns, which).view(like.shape)
+
+
+def _place(slot: Slot) -> TensorPart:
+    assert slot.place is not None
+    return slot.place
+
+
+def by_chance16(value: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """fp32 -> bf16, up or down by the draw's high half, so that the mean is the value."""
+    bits = value.contiguous().view(torch.int32)
+    bits = torch.where(value.isnan(), exact_master.QUIET_NAN, bits + high16(drawn))
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def keep_moments(
@@ -101,13 +166,12 @@ def fits(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class FusedAdamW:
-    """Launches over tensors given by address. What it sends to the device (addresses, and which program works on what)
-    is kept under a `key` of the caller's, and sent again only when it changed."""
+    """Launches over tensors given by address, which are kept on the device under a `key` of the caller's."""
 
     # Four elements a thread: of more, 16-bit and fp32 values would trade places between threads.
     def __init__(self, block: int = 512, blocks: int = 8, warps: int = 4) -> None:
         self.block, self.blocks, self.warps = block, blocks, warps
-        self._sent: dict[Any, tuple[Any, torch.Tensor]] = {}
+        self.tables = LaunchTables()
 
     @torch.no_grad()
     def update(
@@ -117,29 +181,32 @@ class FusedAdamW:
         rates: Rates,
         scale: torch.Tensor | None = None,
         good: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
     ) -> None:
-        """As `reference`; fp32 `scale` and `good` stay on the device."""
+        """As `reference`; fp32 `scale`, `good` and `count` stay on the device."""
         if not slots:
             return
         from erniekit.kernels.triton.adamw import update
 
-        device = slots[0].master.device
-        one = self._one(device)
+        device = slots[0].grad.device
+        one = self.tables.one(device)
+        counted = good if count is None else count
         # One addend for each: a single tensor for all would be read by the host.
-        torch._foreach_add_([slot.step for slot in slots], [one if good is None else good] * len(slots))
+        torch._foreach_add_([slot.step for slot in slots], [one if counted is None else counted] * len(slots))
         (beta1, beta2), lr = rates.betas, rates.lr
-        for kind, rows, written in _by_kind(slots):
+        lean_adamw.update(self.tables, key, [slot for slot in slots if slot.lean], rates, scale, good)
+        for kind, rows, written in _by_kind([slot for slot in slots if not slot.lean]):
             fixed, grads, lengths = _addresses(rows), [slot.grad.data_ptr() for slot in rows], _lengths(rows)
-            chunks = self._chunks((key, kind), lengths, device)
+            chunks = self.tables.chunks((key, kind), lengths, self.block * self.blocks, device)
             if len(chunks):
                 update[(len(chunks),)](
-                    self._table((key, kind, "tensors"), fixed, device),
-                    self._table((key, kind, "grads"), grads, device),
+                    self.tables.table((key, kind, "tensors"), fixed, device),
+                    self.tables.table((key, kind, "grads"), grads, device),
                     chunks,
                     one if scale is None else scale,
                     one if good is None else good,
-                    *(float(x) for x in (lr, lr * rates.weight_decay, 1 - beta1, _log(beta1))),
-                    *(float(x) for x in (beta2, 1 - beta2, _log(beta2), rates.eps)),
+                    *(float(x) for x in (lr, lr * rates.weight_decay, 1 - beta1, log_of(beta1))),
+                    *(float(x) for x in (beta2, 1 - beta2, log_of(beta2), rates.eps)),
                     *_kinds(kind), FAIR=rates.fair, BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
                 )  # fmt: skip
             for target, made in written:
@@ -159,39 +226,17 @@ class FusedAdamW:
             groups.setdefault((grad.dtype, grad.data_ptr() % ALIGN == 0), []).append(grad)
         for kind, group in groups.items():
             lengths = [grad.numel() for grad in group]
-            chunks = self._chunks((key, kind), lengths, device)
+            chunks = self.tables.chunks((key, kind), lengths, self.block * self.blocks, device)
             if len(chunks):
                 parts.append(torch.empty(len(chunks), dtype=torch.float32, device=device))
                 squares[(len(chunks),)](
-                    self._table((key, kind, "grads"), [grad.data_ptr() for grad in group], device),
-                    self._table((key, kind, "lengths"), lengths, device),
-                    chunks, parts[-1], _triton_type(kind[0]), kind[1],
+                    self.tables.table((key, kind, "grads"), [grad.data_ptr() for grad in group], device),
+                    self.tables.table((key, kind, "lengths"), lengths, device),
+                    chunks, parts[-1], triton_type(kind[0]), kind[1],
                     BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
                 )  # fmt: skip
         total = torch.cat(parts).sum(dtype=torch.float64) if parts else torch.zeros((), device=device)
         return total.sqrt().float()
-
-    def _one(self, device: torch.device) -> torch.Tensor:
-        if device not in self._sent:
-            self._sent[device] = (None, torch.ones((), device=device))
-        return self._sent[device][1]
-
-    def _table(self, key: Any, values: list[Any], device: torch.device) -> torch.Tensor:
-        """int64 on the device; the host does not wait for the copy."""
-        sent = self._sent.get(key)
-        if sent is None or sent[0] != values:
-            sent = self._sent[key] = (values, _send(torch.tensor(values, dtype=torch.int64), device))
-        return sent[1]
-
-    def _chunks(self, key: Any, lengths: list[int], device: torch.device) -> torch.Tensor:
-        """int32 [programs, 2]: the tensor, and which of its chunks."""
-        sent = self._sent.get(key)
-        if sent is None or sent[0] != lengths:
-            counts = -(-torch.tensor(lengths) // (self.block * self.blocks))
-            tensor = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-            place = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
-            sent = self._sent[key] = (lengths, _send(torch.stack((tensor, place), 1).to(torch.int32), device))
-        return sent[1]
 
 
 # Of the gradients, of the moments, of the weights to be written; whether all lie on ALIGN bytes.
@@ -204,9 +249,10 @@ def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[t
     for slot in slots:
         whole = slot
         # A model with experts has a thousand of these every step: what is in one piece already is left alone.
-        if not all(t is None or t.is_contiguous() for t in slot):
-            whole = Slot(*(None if t is None else t.contiguous() for t in slot))  # type: ignore[arg-type]
-        grad, master, average, square, _, weight = whole
+        if not all(t is None or t.is_contiguous() for t in slot[:6]):
+            whole = Slot(*(None if t is None else t.contiguous() for t in slot[:6]))  # type: ignore[arg-type]
+        grad, master, average, square, _, weight = whole[:6]
+        assert master is not None
         places = grad.data_ptr() | master.data_ptr() | average.data_ptr() | square.data_ptr()
         if weight is not None:
             places |= weight.data_ptr()
@@ -215,35 +261,26 @@ def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[t
         rows, written = found.setdefault(kind, ([], []))
         rows.append(whole)
         if whole is not slot:
-            written += [(a, b) for a, b in zip(slot[1:], whole[1:]) if a is not None and b is not None and a is not b]
+            written += [(a, b) for a, b in zip(slot[1:6], whole[1:6]) if a is not None and b is not None and a is not b]
     return [(kind, *found[kind]) for kind in found]
 
 
 def _addresses(slots: list[Slot]) -> list[list[int]]:
     return [
-        [s.master.data_ptr(), s.average.data_ptr(), s.square.data_ptr(), 0 if s.weight is None else s.weight.data_ptr(),
-         s.step.data_ptr(), s.master.numel()]
+        [_master(s).data_ptr(), s.average.data_ptr(), s.square.data_ptr(), 0 if s.weight is None else s.weight.data_ptr(),
+         s.step.data_ptr(), _master(s).numel()]
         for s in slots
     ]  # fmt: skip
 
 
 def _lengths(slots: list[Slot]) -> list[int]:
-    return [slot.master.numel() for slot in slots]
+    return [_master(slot).numel() for slot in slots]
 
 
 def _kinds(kind: Kind) -> tuple[Any, ...]:
-    return *(_triton_type(dtype) for dtype in kind[:3]), kind[3]
+    return *(triton_type(dtype) for dtype in kind[:3]), kind[3]
 
 
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def _master(slot: Slot) -> torch.Tensor:
+    assert slot.master is not None
+    return slot.master

@@ -26,8 +26,10 @@ FORMULA = (
 )
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
-OPTIMIZER_BYTES = 12  # of a trained weight beside itself: an fp32 copy and two moments
-LOW_OPTIMIZER_BYTES = 8  # with moments in 16 bit
+# Of a trained weight beside itself, by master_weights and optim_states. 8 bit: two codes, and three fp32 scales a block.
+MASTER_BYTES = {"fp32": 4.0, "exact16": 2.0, "none": 0.0}
+MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 3 * 4 / 256}
+OPTIMIZER_BYTES = MASTER_BYTES["fp32"] + MOMENT_BYTES["fp32"]
 
 
 class Product(NamedTuple):
@@ -131,6 +133,12 @@ def adapters_met(c: DecoderConfig, rank: int) -> int:
     return sum(count * p.adapter(rank) for count, products in kinds for p in products if p.kind != "router")
 
 
+def adapter_weights(c: DecoderConfig, rank: int) -> int:
+    """All of them, every expert's counted."""
+    kinds = ((count, layer_products(c, sparse)) for sparse, count in _layers(c))
+    return sum(count * p.copies * p.adapter(rank) // p.met for count, ps in kinds for p in ps if p.kind != "router")
+
+
 def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]]) -> int:
     """The same of adapters that a model has, by the names and sizes of its parameters. A router's update is added to
     its weight once a step, whatever the tokens: it is no product of theirs."""
@@ -226,6 +234,13 @@ def weight_bytes(c: DecoderConfig, base: str = BF16) -> float:
     return sum(count * BITS.get(kinds.get(role, ""), 8 * WEIGHT_BYTES) / 8 for role, count in weights(c).items())
 
 
+def packed_bytes(c: DecoderConfig, layer: int, base: str) -> float:
+    """Of one layer's weights those that `base` packs."""
+    kinds = kinds_of(base)
+    packed = (p for p in layer_products(c, c.sparse(layer)) if kinds.get(p.kind, PLAIN) != PLAIN)
+    return sum(p.weights * BITS.get(kinds[p.kind], 8 * WEIGHT_BYTES) / 8 for p in packed)
+
+
 def unpacking_bytes(c: DecoderConfig, base: str = BF16) -> int:
     """Scratch memory for the largest packed weight while it is multiplied by; gate and up are one."""
     kinds = kinds_of(base)
@@ -234,9 +249,20 @@ def unpacking_bytes(c: DecoderConfig, base: str = BF16) -> int:
     return 2 * WEIGHT_BYTES * max(packed, default=0)
 
 
-def state_bytes(c: DecoderConfig, trained: float = 1.0, optimizer: int = OPTIMIZER_BYTES, base: str = BF16) -> float:
+def optimizer_bytes(states: str = "fp32", masters: str = "fp32") -> float:
+    """Of a trained weight: its master and its moments, by the keys optim_states and master_weights."""
+    return MASTER_BYTES[masters] + MOMENT_BYTES[states]
+
+
+def state_bytes(
+    c: DecoderConfig,
+    trained: float = 1.0,
+    optimizer: float = OPTIMIZER_BYTES,
+    gradient: float = GRADIENT_BYTES,
+    base: str = BF16,
+) -> float:
     """Weights, and of the share that is trained the gradients and the optimizer's states."""
-    return weight_bytes(c, base) + parameters(c) * trained * (GRADIENT_BYTES + optimizer)
+    return weight_bytes(c, base) + parameters(c) * trained * (gradient + optimizer)
 
 
 def activation_bytes(c: DecoderConfig, layer: int) -> float:

@@ -1,23 +1,28 @@
 """AdamW with fp32 master weights and fp32 gradient accumulation whatever the parameters' dtype. For train/step.py.
 
-The update itself is torch's, or on an NVIDIA card kernels/adamw.py's; this file keeps the fp32 copies, the moments, the
-names and the state's way to disk and back. offload.py says where copies and moments live between updates.
+The update itself is torch's, or on an NVIDIA card kernels/adamw.py's; this file keeps masters, moments, names and the
+state's way to disk and back. storage.py says in what form they are stored, offload.py where they live between updates,
+in_backward.py updates while gradients are still being computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fits, keep_moments, norm_reference
+from erniekit.kernels import exact_master, moments8
+from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fits, norm_reference, pack, unpacked
+from erniekit.kernels.position_noise import TensorPart
 from erniekit.optim.groups import Group
+from erniekit.optim.loading import load_moments
 from erniekit.optim.offload import OnDevice
+from erniekit.optim.storage import MOMENTS, SCALES, Storage, stored_name
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+REMAINDER = "remainder"  # of an exact16 master, as checkpoints call it
 
 
 class Sum:
@@ -34,44 +39,58 @@ class AdamW:
         eps: float,
         low_precision: bool = False,
         home: OnDevice | None = None,
-        moments: torch.dtype = torch.float32,
-        stochastic_rounding: bool = True,
+        storage: Storage | None = None,
     ) -> None:
-        """low_precision: the model computes in 16 bit from fp32 parameters, so what is saved has masters as well.
-        moments: fp32 or bf16, between updates. stochastic_rounding: of bf16 moments,
-        else to the nearest; see kernels/adamw.py."""
+        """low_precision: the model computes in 16 bit from fp32 parameters, so what is saved has masters as well."""
         self.groups, self.betas, self.eps = groups, betas, eps
-        self.moments, self.stochastic_rounding = moments, stochastic_rounding
+        self.storage = storage or Storage()
         self.low_precision, self.home = low_precision, home or OnDevice()
         self.masters: dict[str, torch.Tensor] = {}  # fp32; the parameter itself when it is fp32 already
+        self.remainders: dict[str, torch.Tensor] = {}  # int16, of exact16 masters
         self.params: dict[str, nn.Parameter] = {}
+        self.places: dict[str, TensorPart] = {}
+        self.group_of: dict[str, Group] = {}
         self._summed: dict[str, Any] = {}  # whose `grad` is a parameter's fp32 gradient
         self._states: dict[str, dict[str, torch.Tensor]] = {}  # "step" and the moments, from a parameter's first update
         for group in groups:
             for name, param in zip(group.names, group.params):
-                self.params[name] = param
+                self.params[name], self.group_of[name] = param, group
+                self.places[name] = self.storage.place(name, _own(param.detach()))
                 if param.dtype == torch.float32:
                     self.masters[name] = self._summed[name] = param
                 else:
                     self._add_master(name, param)
         self.fused = FusedAdamW() if fits(_own(param.detach()) for param in self.params.values()) else None
         self._clip: torch.Tensor | None = None  # what the next fused update multiplies gradients by
+        self.last_norm: torch.Tensor | None = None  # of the last sound step's gradients, where in_backward.py updates
 
     def _add_master(self, name: str, param: nn.Parameter) -> None:
         value = _own(param.detach())
-        self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
+        kind = self.storage.master_of(value)
+        if kind == "fp32":
+            self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
+        elif kind == "exact16":
+            self.remainders[name] = self.home.room(value.shape, value.device, torch.int16).zero_()
         holder = self._summed[name] = Sum()
         # Of the gradient alone: a hook that knew this object would keep both, and the parameter, alive for good.
         param.register_post_accumulate_grad_hook(lambda ready: _sum(ready, holder))
 
     @property
     def has_masters(self) -> bool:
-        return self.low_precision or any(self.masters[n] is not p for n, p in self.params.items())
+        return self.low_precision or any(self.masters.get(n) is not p for n, p in self.params.items())
 
     @property
-    def bytes_a_weight(self) -> int:
+    def bytes_a_weight(self) -> float:
         """What a checkpoint holds of a trained weight beside the weight itself."""
-        return 4 * self.has_masters + 2 * self.moments.itemsize
+        count = sum(_own(p.detach()).numel() for p in self.params.values())
+        held = 0.0
+        for name, param in self.params.items():
+            value = _own(param.detach())
+            kind = self.storage.master_of(value)
+            each = {"own": 4 * self.low_precision, "fp32": 4, "exact16": 2, "none": 0}[kind]
+            kinds = self.storage.state_kinds(tuple(value.shape), self.places[name]).values()
+            held += each * value.numel() + sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds)
+        return held / max(1, count)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """All in fp32: what other ranks' are added to."""
@@ -121,52 +140,129 @@ class AdamW:
         grads = self.gradients() if self.fused is None else self._gathered()
         for group in self.groups:
             names = [n for n in group.names if n in grads]
-            rates = Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.stochastic_rounding)
-            for part in [[n] for n in names] if self.home.one_by_one else [names]:
-                self._update(part, [_own(grads[n]) for n in part], rates, good)
+            rates = self._rates(group, lr)
+            if not self._one_by_one:
+                self._update(names, [_own(grads[n]) for n in names], rates, self._clip, good)
+                continue
+            for k, name in enumerate(names):
+                after = names[k + 1 : k + 1 + self.home.ahead]
+                self._update([name], [_own(grads[name])], rates, self._clip, good, after=after)
         self._clip = None
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Elementwise, so it does not matter for the result what is updated in one call: one by one where states come
+        from elsewhere, or where torch's update needs them unpacked."""
+        unpacks = self.fused is None and (self.storage.moments == "8bit" or self.storage.masters != "fp32")
+        return self.home.one_by_one or unpacks
+
+    def _rates(self, group: Group, lr: float) -> Rates:
+        return Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.storage.fair)
+
+    def update_one(
+        self,
+        name: str,
+        lr: float,
+        scale: torch.Tensor | None,
+        good: torch.Tensor,
+        count: torch.Tensor,
+        after: Sequence[str] = (),
+    ) -> None:
+        """One parameter from its gradient, which is let go. good: 0 leaves it as it is. count: what is added to its
+        number of updates even so. after: the parameters that are next."""
+        grad = _own(self._summed[name].grad)
+        self._update([name], [grad], self._rates(self.group_of[name], lr), scale, good, count, after)
+        self.drop_gradient(name)
+
+    def gradient_of(self, name: str) -> torch.Tensor | None:
+        grad = self._summed[name].grad
+        return None if grad is None else _own(grad)
+
+    def drop_gradient(self, name: str) -> None:
+        self.params[name].grad = self._summed[name].grad = None
+
+    def norm_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        return norm_reference([grad]) if self.fused is None else self.fused.norm(name, [grad])
 
     @torch.no_grad()
     def _update(
-        self, names: Sequence[str], grads: list[torch.Tensor], rates: Rates, good: torch.Tensor | None = None
+        self,
+        names: Sequence[str],
+        grads: list[torch.Tensor],
+        rates: Rates,
+        scale: torch.Tensor | None = None,
+        good: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
+        after: Sequence[str] = (),
     ) -> None:
-        """Elementwise, so it does not matter which parameters are updated in one call."""
-        states = [self._state(n) for n in names]
-        devices = [grad.device for grad in grads]
-        masters = [self._fetch_master(n, device) for n, device in zip(names, devices)]
-        averages, squares = (
-            [self.home.fetch(state[key], device) for state, device in zip(states, devices)] for key in MOMENTS
-        )
-        weights = [None if self.masters[n] is self.params[n] else _own(self.params[n]) for n in names]
-        steps = [state["step"] for state in states]
+        slots, moved = [], []
+        for name, grad in zip(names, grads):
+            fetched = {k: (kept, self.home.fetch(kept, grad.device)) for k, kept in self._stored(name).items()}
+            slots.append(self._slot(name, grad, {key: here for key, (_, here) in fetched.items()}))
+            moved += [(here, kept) for kept, here in fetched.values()]
+        self.expect(after)
         if self.fused is not None:
-            slots = [Slot(*each) for each in zip(grads, masters, averages, squares, steps, weights)]
-            self.fused.update(names[0] if names else "", slots, rates, self._clip, good)
+            self.fused.update(names[0] if names else "", slots, rates, scale, good, count)
         else:
-            m, v = [t.float() for t in averages], [t.float() for t in squares]  # themselves where they are fp32
-            adamw(
-                masters, grads, m, v, [], steps, fused=True, amsgrad=False, lr=rates.lr,
-                beta1=self.betas[0], beta2=self.betas[1], weight_decay=rates.weight_decay, eps=self.eps, maximize=False,
-            )  # fmt: skip
-            for kept, made, step in zip(zip(averages, squares), zip(m, v), steps):
-                keep_moments(kept, made, step, self.stochastic_rounding)
-        for name, state, master, weight, *moments in zip(names, states, masters, weights, averages, squares):
-            if weight is not None:
-                if self.fused is None:
-                    weight.copy_(master)
-                self.home.store(master, self.masters[name])
-            for key, moment in zip(MOMENTS, moments):
-                self.home.store(moment, state[key])
+            self._update_by_torch(slots, rates, scale, good, count)
+        for here, kept in moved:
+            self.home.store(here, kept)
 
-    def _fetch_master(self, name: str, device: torch.device) -> torch.Tensor:
-        master = self.masters[name]
-        return _own(master) if master is self.params[name] else self.home.fetch(master, device)
+    def _update_by_torch(
+        self,
+        slots: list[Slot],
+        rates: Rates,
+        scale: torch.Tensor | None,
+        good: torch.Tensor | None,
+        count: torch.Tensor | None,
+    ) -> None:
+        steps = [slot.step for slot in slots]
+        if good is not None and not bool(good):
+            for step in steps if count is not None else ():
+                step.add_(count)  # type: ignore[arg-type]
+            return
+        parts = [unpacked(slot) for slot in slots]
+        p, m, v = ([part[k] for part in parts] for k in range(3))
+        grads = [slot.grad.float() if scale is None else slot.grad.float() * scale for slot in slots]
+        adamw(
+            p, grads, m, v, [], steps, fused=True, amsgrad=False, lr=rates.lr,
+            beta1=self.betas[0], beta2=self.betas[1], weight_decay=rates.weight_decay, eps=self.eps, maximize=False,
+        )  # fmt: skip
+        for slot, made in zip(slots, parts):
+            pack(slot, *made, rates.fair)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These parameters are updated next."""
+        for name in names:
+            self.home.expect(self._stored(name).values())
+
+    def _stored(self, name: str) -> dict[str, torch.Tensor]:
+        """What an update reads and writes of a parameter beside the parameter itself, where it is kept."""
+        state = {key: tensor for key, tensor in self._state(name).items() if key != "step"}
+        if name in self.remainders:
+            state[REMAINDER] = self.remainders[name]
+        elif name in self.masters and self.masters[name] is not self.params[name]:
+            state["master"] = self.masters[name]
+        return state
+
+    def _slot(self, name: str, grad: torch.Tensor, here: Mapping[str, torch.Tensor]) -> Slot:
+        value, place = _own(self.params[name].detach()), self.places[name]
+        own, blocks = value.dtype == torch.float32, self.storage.blocks(place)
+        by_place = blocks or not (own or "master" in here or REMAINDER in here)
+        average, square = (here[key] for key in MOMENTS)
+        return Slot(
+            grad, value if own else here.get("master"), average, square, self._states[name]["step"],
+            None if own else value, here.get(REMAINDER),
+            moments8.Scales(*(here[key] for key in SCALES)) if blocks else None,
+            place if by_place else None,
+        )  # fmt: skip
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self._states:
             param = _own(self.params[name].detach())
-            moments = {key: self.home.room(param.shape, param.device, self.moments).zero_() for key in MOMENTS}
-            self._states[name] = {"step": torch.zeros((), device=param.device), **moments}
+            kinds = self.storage.state_kinds(tuple(param.shape), self.places[name])
+            made = {k: self.home.room(shape, param.device, dtype).zero_() for k, (shape, dtype) in kinds.items()}
+            self._states[name] = {"step": torch.zeros((), device=param.device), **made}
         return self._states[name]
 
     def zero_grad(self) -> None:
@@ -176,48 +272,78 @@ class AdamW:
 
     def refresh_masters(self) -> None:
         """After the parameters were loaded: the fp32 copies follow them."""
+        self.home.settle()
         with torch.no_grad():
-            for name, param in self.params.items():
-                if self.masters[name] is not param:
-                    self.masters[name].copy_(_own(param))
+            for name, master in self.masters.items():
+                if master is not self.params[name]:
+                    master.copy_(_own(self.params[name]))
+            for remainder in self.remainders.values():
+                remainder.zero_()
 
-    # --- to disk and back: plain named tensors ---
+    # --- to disk and back: plain named tensors, and the last norm ---
+
+    def numbers(self) -> dict[str, float]:
+        last = float(self.last_norm) if self.last_norm is not None else torch.nan
+        return {"last_norm": last} if last == last else {}
+
+    def load_numbers(self, numbers: Mapping[str, float]) -> None:
+        device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        last = numbers.get("last_norm")
+        self.last_norm = None if last is None else torch.tensor(float(last), device=device)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's pieces of the moments."""
         self.home.settle()
         for name in self.params:
-            for key in MOMENTS if name in self._states else ():
-                yield f"{name}/{key}", self._states[name][key]
+            for key, tensor in self._states.get(name, {}).items():
+                if key != "step":
+                    yield stored_name(name, key, self.places[name].block), tensor
 
     def master_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's pieces of the fp32 weights behind a model that is saved in 16 bit."""
+        """This rank's pieces of the fp32 weights behind a model that is saved in 16 bit: whole, or what the 16-bit
+        weight lacks of them."""
         self.home.settle()
         for name, param in self.params.items():
-            if self.low_precision or self.masters[name] is not param:
+            if name in self.remainders:
+                yield f"{name}/{REMAINDER}", self.remainders[name]
+            elif name in self.masters and (self.low_precision or self.masters[name] is not param):
                 yield name, _own(self.masters[name].detach())
 
     @torch.no_grad()
     def load(self, steps: int, moments: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> list[str]:
-        """Restores in place from this rank's pieces; returns the names that were expected and not given."""
+        """Restores in place from this rank's pieces; returns the names that were expected and not given. The parameters
+        have the checkpoint's weights already. Also from a checkpoint that stored masters or moments in another form."""
         self.home.settle()
         missing = []
         for name, param in self.params.items():
-            master = self.masters[name]
-            if name in masters:
-                _own(master).copy_(masters[name])
-            elif master is not param:
+            if not self._load_master(name, _own(param), masters):
                 missing.append(name)
-            if steps == 0:
-                continue
-            state = self._state(name)
-            state["step"].fill_(steps)
-            for key in MOMENTS:
-                if f"{name}/{key}" in moments:
-                    state[key].copy_(moments[f"{name}/{key}"])
-                else:
-                    missing.append(f"{name}/{key}")
+            if steps:
+                state = self._state(name)
+                state["step"].fill_(steps)
+                if not load_moments(name, state, self.places[name], moments):
+                    missing.append(f"{name}/{MOMENTS[0]}")
         return missing
+
+    def _load_master(self, name: str, value: torch.Tensor, masters: Mapping[str, torch.Tensor]) -> bool:
+        """False: there is none, and this parameter needs one."""
+        kind, rest = self.storage.master_of(value), f"{name}/{REMAINDER}"
+        if rest in masters:
+            if name in self.remainders:
+                self.remainders[name].copy_(masters[rest])
+            elif kind != "none":
+                whole = exact_master.join(value.to(torch.bfloat16).cpu(), masters[rest].cpu())
+                _own(self.masters[name]).copy_(whole)
+        elif name in masters:
+            if name in self.remainders:
+                weight, remainder = exact_master.split(masters[name])
+                value.copy_(weight)
+                self.remainders[name].copy_(remainder)
+            elif kind != "none":
+                _own(self.masters[name]).copy_(masters[name])
+        else:
+            return kind in ("own", "none")
+        return True
 
 
 def _sum(param: torch.Tensor, holder: Sum) -> None:

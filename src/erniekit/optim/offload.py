@@ -5,10 +5,14 @@ States are moved, never changed, so every number is the same; what changes is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from erniekit.devices.base import Device, Event
 
 BLOCK = 256 << 20  # bytes pinned at once; torch rounds each pinned block up to a power of two, so small ones waste
 _ALIGN = 512  # bytes
@@ -17,11 +21,15 @@ _ALIGN = 512  # bytes
 class OnDevice:
     """States stay beside their parameters: nothing is moved. Also what a test or another place derives from."""
 
-    one_by_one = False  # update one parameter at a time, so that the states of no more than one are on the device
+    one_by_one = False  # update one parameter at a time, so that the states of few are on the device
+    ahead = 0  # parameters whose states are expected while one is updated
 
     def room(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory, with nothing in it yet, where a state of a parameter on `device` is kept."""
         return torch.empty(*shape, dtype=dtype, device=device)
+
+    def expect(self, kept: Iterable[torch.Tensor]) -> None:
+        """These will be fetched soon: a place that can starts to bring them."""
 
     def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A state for an update; not a copy where it is kept there already."""
@@ -76,6 +84,70 @@ class InHost(OnDevice):
         return block[:size]
 
 
-def states_home(offload: bool, one_by_one: bool) -> OnDevice:
+class Streamed(InHost):
+    """As InHost, on a device with streams: while one parameter is updated, the states of those after it arrive on one
+    stream and those of the one before leave on another. So the states of a few parameters are on the device at once,
+    never all of them, and copies cost no time while there is as much to compute."""
+
+    def __init__(self, device: Device, ahead: int) -> None:
+        super().__init__(one_by_one=True)
+        self.device, self.ahead = device, ahead
+        self._arriving, self._leaving = device.stream(), device.stream()
+        self._coming: dict[int, tuple[torch.Tensor, Event]] = {}  # id of a kept state -> its copy, and when it is there
+        self._left: set[int] = set()  # ids of states that were stored, and may still be on their way
+
+    def expect(self, kept: Iterable[torch.Tensor]) -> None:
+        for state in kept:
+            if id(state) in self._coming:
+                continue
+            if id(state) in self._left:  # the next step has come to it: all that left in the last one has arrived
+                self._arriving.wait_stream(self._leaving)
+                self._left.clear()
+            arrived = self.device.event()
+            with self.device.on_stream(self._arriving):
+                here = self._brought(state)
+                arrived.record()
+            self._coming[id(state)] = here, arrived
+
+    def _brought(self, state: torch.Tensor) -> torch.Tensor:
+        return state.to(self.device.handle, non_blocking=True)
+
+    def _send(self, value: torch.Tensor, kept: torch.Tensor) -> None:
+        kept.copy_(value, non_blocking=True)
+
+    def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.expect((kept,))
+        now = self.device.current_stream()
+        here, arrived = self._coming.pop(id(kept))
+        now.wait_event(arrived)  # and not for those that were expected after it
+        self.device.record_stream(here, now)
+        return here
+
+    def store(self, value: torch.Tensor, kept: torch.Tensor) -> None:
+        if value is kept:
+            return
+        self._leaving.wait_stream(self.device.current_stream())
+        with self.device.on_stream(self._leaving):
+            self._send(value, kept)
+        self.device.record_stream(value, self._leaving)
+        self._left.add(id(kept))
+        self._busy.add(value.device)
+
+    def settle(self) -> None:
+        """And what was expected is forgotten: the host may write to it now."""
+        self._coming.clear()
+        self.device.synchronise()
+        self._busy.clear()
+        self._left.clear()
+
+
+AHEAD = {False: 4, True: 1}  # parameters whose states are on their way: offload_optim, tensorwise_offload_optimizer
+
+
+def states_home(offload: bool, one_by_one: bool, device: Device | None = None) -> OnDevice:
     """From the two keys offload_optim and tensorwise_offload_optimizer; the second alone is enough."""
-    return InHost(one_by_one) if offload or one_by_one else OnDevice()
+    if not offload and not one_by_one:
+        return OnDevice()
+    if device is not None and device.asynchronous and device.pins_memory:
+        return Streamed(device, AHEAD[one_by_one])
+    return InHost(one_by_one)

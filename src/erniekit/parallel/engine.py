@@ -54,6 +54,8 @@ class Engine:
         # Sequences are cut in cp x 2 chunks and those in tp slices.
         self.length_multiple = layout.length_multiple
         self._copies: Any = None  # a stream beside the one that computes
+        # Called with a micro-batch's loss before its backward pass, where updates are made inside that.
+        self.saw_loss: Callable[[torch.Tensor], None] = lambda loss: None
 
     @property
     def model(self) -> nn.Module:
@@ -108,10 +110,12 @@ class Engine:
                 sync_gradients(self.parts, k == len(mine) - 1, self.world)
                 if self.hardware.scales_in_loss:  # told before, the head forms its gradients once and for all
                     loss = self.loss(self.model, batch, scale=self.averaged_over / share)
+                    self.saw_loss(loss)
                     loss.backward()
                     total += loss.detach() / self.averaged_over
                     continue
                 loss = self.loss(self.model, batch) / share
+                self.saw_loss(loss)
                 (loss * self.averaged_over).backward()
                 total += loss.detach()
         self._read_records()
@@ -126,6 +130,11 @@ class Engine:
             elif self.step_metrics is not None:
                 self.step_metrics.add(name, *value)
         records.clear()
+
+    def forget_records(self) -> None:
+        """Of a pass that was only a rehearsal."""
+        self.told()
+        self.usage.clear()
 
     def told(self) -> torch.Tensor:
         """The step metrics' means over all ranks, in the order of their names."""

@@ -13,10 +13,7 @@ from erniekit.config import RunConfig
 from erniekit.data.collate import one_document
 from erniekit.log import say
 from erniekit.lora.frozen_base import store_frozen
-from erniekit.lora.inject import inject, is_lora_b
-from erniekit.optim.adamw import AdamW
-from erniekit.optim.groups import make_groups
-from erniekit.optim.offload import states_home
+from erniekit.lora.inject import inject
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.step_metrics import StepMetrics
@@ -83,6 +80,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
             offload="offload" in cfg.parallel.sharding,
             offload_recompute_inputs=cfg.memory.offload_recompute_inputs,
             attention=cfg.model.attention,
+            in_host_memory=plan.host_layers,
             dispatch=dispatch_of(cfg.moe.moe_multimodal_dispatch_use_allgather),
         ),
     )
@@ -98,27 +96,3 @@ def _unsharded_dtypes(plan: RunPlan) -> dict[str, torch.dtype]:
     if plan.lora:
         inject(model, plan.lora, plan.config.train.seed)
     return {plain(name): param.dtype for name, param in model.named_parameters()}
-
-
-def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
-    scale_b = built.lora.lora_plus_scale if built.lora else 1.0
-    ratio = cfg.moe.moe_gate_lr_ratio
-    router = 1.0 if ratio is None else ratio
-    groups = make_groups(
-        built.parameters(),
-        built.folder.config.num_layers,
-        cfg.optim.weight_decay,
-        cfg.optim.layerwise_lr_decay_bound,
-        lambda name: (scale_b if is_lora_b(name) else 1.0) * (router if ".router." in name else 1.0),
-    )
-    betas = (cfg.optim.adam_beta1, cfg.optim.adam_beta2)
-    home = states_home(cfg.memory.offload_optim, cfg.memory.tensorwise_offload_optimizer)
-    return AdamW(
-        groups,
-        betas,
-        cfg.optim.adam_epsilon,
-        low_precision=built.dtype != torch.float32,
-        home=home,
-        moments=torch.bfloat16 if cfg.optim.use_lowprecision_moment else torch.float32,
-        stochastic_rounding=not cfg.compat.moments_round_to_nearest,
-    )

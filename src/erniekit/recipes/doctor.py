@@ -27,13 +27,15 @@ from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, paint, say, typed
 from erniekit.lora.inject import is_lora
 from erniekit.optim.adamw import AdamW
+from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.recipes import run_summary, stage_of
-from erniekit.recipes.build import build, make_optimizer
+from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.kernel_table import kernel_table
+from erniekit.recipes.optimiser import make_optimizer
 from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -184,26 +186,26 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
     batch = first if first.pairs is not None else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
     batch = with_future(batch, built.mtp_tokens) if built.mtp_tokens else batch
     batch = batch if prepare is None else prepare([batch])[0]
-    copies = built.engine.fewest_micro_batches
-    built.engine.forward_backward([batch] * copies, [copies * max(1, batch.weight)] * copies)
-    built.engine.told()
-    built.engine.usage.clear()
-    formed = set(optimizer.gradients())  # before zeros take the places of those that other ranks have
-    if built.engine.sync is not None:
+    if built.engine.sync is None:
+        with seen_gradients(optimizer) as seen:  # each is let go at once: all of them may not fit
+            _one_backward(built, batch)
+        formed = set(seen)
+    else:
+        _one_backward(built, batch)
+        formed = set(optimizer.gradients())  # before zeros take the places of those that other ranks have
         built.engine.sync.reduce(optimizer.all_gradients())
+        seen = {name: looked_at(local(grad)) for name, grad in optimizer.gradients().items()}
     parameters = dict(built.parameters())
-    heard, here = set(), set(optimizer.masters)
-    grads = optimizer.gradients()  # an offloaded master has none of its own
-    for name in optimizer.masters:
+    heard, here = set(), set(optimizer.params)
+    for name in optimizer.params:
         partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
         excused = name in formed and partner is not None and not bool(local(partner).any())
-        if excused or (name in grads and bool(local(grads[name]).any())):
+        if excused or (name in seen and bool(seen[name].any)):
             heard.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
     heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
     silent = sorted(here - heard)
-    finite = all(bool(local(g).isfinite().all()) for g in optimizer.gradients().values())
-    finite = all(built.world.gather(finite))
+    finite = all(built.world.gather(all(bool(gradient.finite) for gradient in seen.values())))
     optimizer.zero_grad()
     count = len(here)
     if not finite:
@@ -218,6 +220,12 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
         else f"{len(silent)} of {count} trainable tensors get no gradient, e.g. {silent[0]}",
         "those weights would not be trained: check lora_target_modules and the first rows of the data",
     )
+
+
+def _one_backward(built: Built, batch: Batch) -> None:
+    copies = built.engine.fewest_micro_batches
+    built.engine.forward_backward([batch] * copies, [copies * max(1, batch.weight)] * copies)
+    built.engine.forget_records()
 
 
 def first_tokens(batch: Batch, count: int, multiple: int = 1) -> Batch:

@@ -26,7 +26,7 @@ from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
 from erniekit.parallel.mesh import World
 from erniekit.parallel.world import check_model, check_schedule, open_world
-from erniekit.recipes import adapters, same_run, speed_decisions
+from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
 from erniekit.weight_kinds import BF16
@@ -68,6 +68,16 @@ class RunPlan(DevicePlan):
         if not self.config.model.cuda_graph:
             return None
         return t.per_device_train_batch_size, self.config.data.max_seq_len, t.gradient_accumulation_steps
+
+    @property
+    def host_layers(self) -> tuple[int, ...]:
+        """Layers whose packed weights wait in host memory."""
+        count = self.config.memory.frozen_layers_in_host
+        return (
+            memory_decisions.numbers_of(self.folder.config, count, memory_decisions.base_of(self.config))
+            if count
+            else ()
+        )
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -128,8 +138,10 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
     check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0)
     lora, notes = adapters.decide(cfg, folder)
+    memory_decisions.check_backward_updates(cfg, world)
     speed_decisions.force_kernels(cfg)
     cfg = speed_decisions.for_device(cfg.derive(*notes), device, world, model)
+    memory_decisions.advise(cfg, device, world, model)
     if cfg.lora.packed_base:
         check_frozen_base(
             cfg.lora.frozen_base,

@@ -16,22 +16,18 @@ from erniekit.kernels import selection
 from erniekit.kernels.available import why_no_triton
 from erniekit.kernels.selection import ALIGNED
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import (
-    LOW_OPTIMIZER_BYTES,
-    OPTIMIZER_BYTES,
-    activation_bytes,
-    head_bytes,
-    recomputed_bytes,
-    state_bytes,
-    token_flops,
-    unpacking_bytes,
-)
+from erniekit.models.costs import token_flops
 from erniekit.parallel.mesh import Layout, World
-from erniekit.weight_kinds import BF16
+from erniekit.recipes.memory_decisions import (
+    GIB,
+    base_of,
+    host_layers,
+    kept_bytes,
+    layers_to_recompute,
+    limit_of,
+    trained_share,
+)
 
-GIB = 1024**3
-USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
-SPARE = GIB  # kernels' own workspaces
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
@@ -39,6 +35,7 @@ EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
     cfg = cfg.derive(*_compile(cfg, device), *_recompute(cfg, device, world, model))
+    cfg = cfg.derive(*host_layers(cfg, device, world, model))
     return cfg.derive(*_graph(cfg, device, world, model))
 
 
@@ -82,6 +79,8 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
         why_not = "this kind of device replays no graphs"
     elif problem := _collectives_inside(world.layout):
         why_not = problem
+    elif cfg.optim.update_in_backward:
+        why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif asked is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
     elif not cfg.model.compile:
@@ -123,44 +122,19 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     if not m.recompute or m.recompute_granularity != "auto":
         return
     yield Note("recompute_granularity", "auto", "full", "whole layers, as few as needed")
-    limit = m.memory_limit * GIB if m.memory_limit else (device.total_memory or 0) * USABLE
+    limit = limit_of(cfg, device)
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     if world.size > 1 or not limit:
         return
-    state = LOW_OPTIMIZER_BYTES if cfg.optim.use_lowprecision_moment else OPTIMIZER_BYTES
-    base = cfg.lora.frozen_base if cfg.lora.packed_base else BF16
-    share, rows = trained_share(cfg, model), cfg.memory.loss_subbatch_seqlen
-    count = layers_to_recompute(model, tokens, limit, share, rows, state, base)
+    count = layers_to_recompute(
+        model,
+        tokens,
+        limit,
+        trained_share(cfg, model),
+        cfg.memory.loss_subbatch_seqlen,
+        *kept_bytes(cfg, model),
+        base_of(cfg),
+    )
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
     yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
-
-
-def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
-    """Of the weights, how many are trained; an adapter's are a few in a hundred at most."""
-    if not cfg.lora.lora:
-        return 1.0
-    return min(1.0, 2.0 * cfg.lora.lora_rank / model.hidden_size)
-
-
-def layers_to_recompute(
-    model: DecoderConfig,
-    tokens: int,
-    limit: float,
-    trained: float,
-    rows: int,
-    state: int = OPTIMIZER_BYTES,
-    base: str = BF16,
-) -> int:
-    """The fewest layers that must be computed again for a step to fit in `limit` bytes. base: of frozen weights."""
-    fixed = state_bytes(model, trained, state, base) + unpacking_bytes(model, base) + head_bytes(model, rows)
-    kept = [activation_bytes(model, layer) * tokens for layer in range(model.num_layers)]
-    start = recomputed_bytes(model) * tokens  # what a layer that is computed again starts from
-    most = max(kept)
-    need = fixed + sum(kept) + 2 * most + SPARE  # and a layer's gradients and what they are made of
-    for count in range(model.num_layers + 1):
-        if need <= limit:
-            return count
-        if count < model.num_layers:
-            need -= kept[count] - start
-    return model.num_layers

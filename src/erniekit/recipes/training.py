@@ -23,10 +23,11 @@ from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import leave
 from erniekit.recipes import doctor, expert_layers, finish, resume, run_summary, same_run
-from erniekit.recipes.build import base_identity, build, make_optimizer
+from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.recipes.kernel_table import kernel_table
+from erniekit.recipes.optimiser import backward_updates, make_optimizer
 from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
@@ -151,7 +152,8 @@ def step_for(
 ) -> TrainStep:
     schedule = make_schedule(cfg, data.max_steps)
     batch_means = cfg.compat.mean_of_micro_batch_means
-    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, batch_means, prepare)
+    inside = backward_updates(cfg, optimizer)
+    return TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, batch_means, prepare, inside)
 
 
 def saver_for(

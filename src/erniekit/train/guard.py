@@ -100,8 +100,9 @@ class FiniteGuard:
         state.skipped_steps += 1
         state.bad_in_a_row += 1
         self.bad_packs.append((result.step, packs))
+        skipped = "update skipped" + (" where gradients are not numbers" if result.partly else "")
         warn(
-            f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}: update skipped "
+            f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}: {skipped} "
             f"({state.bad_in_a_row} in a row, packs {_span(packs)})"
         )
         if state.bad_in_a_row < self.max_bad_steps:

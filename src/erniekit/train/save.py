@@ -99,7 +99,7 @@ class Saver:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())
             pieces["master_weights"] = dict(self.optimizer.master_tensors()) if self.with_masters else {}
         probe = probes.measure(self.engine.logits, self.probe, self.setting) if self.probe else None
-        extra = {**self.extra, "random": states.random_states(self.device)}
+        extra = {**self.extra, "random": states.random_states(self.device), "optimizer": self.optimizer.numbers()}
         frozen = TrainState(**vars(state))
 
         def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
@@ -127,6 +127,7 @@ class Saver:
         self.optimizer.refresh_masters()
         if self.with_optimizer and state.updates:
             self._restore_optimizer(folder, state.updates)
+            self.optimizer.load_numbers(raw["optimizer"])
         if restore_random:
             states.restore_random(raw["random"], self.device)
         saved = probes.load(folder)

@@ -16,6 +16,7 @@ import torch
 from erniekit.data.types import Batch
 from erniekit.devices.base import Device, Event
 from erniekit.optim.adamw import AdamW
+from erniekit.optim.in_backward import BackwardUpdates
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine
 
@@ -33,6 +34,8 @@ class StepResult:
     extras: dict[str, float] = field(default_factory=dict)  # what else the step tells: rewards, router losses
     brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks asked for with `Launched.bring`
     finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
+    # With updates inside backward: not applied, yet the loss was a number; tensors with sound gradients were updated.
+    partly: bool = False
 
 
 class DeviceClock:
@@ -109,13 +112,15 @@ class TrainStep:
         max_grad_norm: float = 1.0,
         mean_of_means: bool = False,
         prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None,
+        in_backward: BackwardUpdates | None = None,
     ) -> None:
-        """prepare: what must be known of a step's micro-batches before their forward pass, e.g. a reference's view."""
+        """prepare: what must be known of a step's micro-batches before their forward pass, e.g. a reference's view.
+        in_backward: makes the updates, of a single micro-batch and rank, inside its backward pass."""
         self.engine, self.optimizer, self.schedule = engine, optimizer, schedule
         self.max_grad_norm = max_grad_norm
         # ERNIEKit: the mean of micro-batch means, so a micro-batch with few trained tokens weighs as much as any.
         self.mean_of_means = mean_of_means
-        self.prepare = prepare
+        self.prepare, self.in_backward = prepare, in_backward
         self.phase: Callable[[str], None] = lambda name: None  # set by the trainer
         self._clock = DeviceClock(engine.hardware)
 
@@ -140,10 +145,20 @@ class TrainStep:
         self.phase("forward/backward")
         if self.prepare is not None:
             batches = self.prepare(batches)
+        lr = self.schedule.for_update(step)
+        inside = self.in_backward
+        if inside is not None:
+            assert len(batches) == 1
+            if inside.needs_norm:
+                with inside.measured():
+                    engine.forward_backward(batches, self._shares(batches, weight))
+                engine.forget_records()
+            inside.begin(lr)
+            engine.saw_loss = inside.saw_loss
         total = engine.forward_backward(batches, self._shares(batches, weight))
         self.phase("collective")
         total = engine.sum_losses(total)
-        norm = self._norm()
+        norm = self._norm() if inside is None else inside.end()
         told = torch.cat((torch.stack((total, norm.to(total.device))).double(), engine.told().to(total.device)))
         if not self.late:
             told = told.cpu()
@@ -151,8 +166,7 @@ class TrainStep:
         # Both numbers are the same on every rank, and so is the decision.
         applied = self.late or bool(good)
         self.phase("update")
-        lr = self.schedule.for_update(step)
-        if applied:
+        if applied and inside is None:
             optimizer.clip(norm, self.max_grad_norm)
             optimizer.step(lr, good if self.late else None)
         optimizer.zero_grad()
@@ -162,7 +176,8 @@ class TrainStep:
             loss, norm, *extras = values
             told = {name: value for name, value in zip(names, extras) if _finite(value)}
             applied = _finite(loss) and _finite(norm)
-            return StepResult(step, loss, norm, lr, tokens, trained, squares, applied, told)
+            partly = inside is not None and _finite(loss) and not applied
+            return StepResult(step, loss, norm, lr, tokens, trained, squares, applied, told, partly=partly)
 
         return Launched(told, good, read, clock)
 

@@ -95,8 +95,8 @@ class Trainer:
         state.packs += self._packs_per_step
         state.tokens += result.tokens
         state.trained_tokens += result.trained_tokens
+        state.updates += result.applied or result.partly  # as the optimiser counts
         if result.applied:
-            state.updates += 1
             state.loss_sum += result.loss
         return self.guard.after(result, state, packs)
 

@@ -148,8 +148,7 @@ def updates_equal_the_definition() -> None:
             if moment != torch.float32 and fair:  # what rounds by itself in Triton is cut off by its interpreter
                 same = [torch.equal(a, b) for x, y in zip(want, got) for a, b in zip(x[2:4], y[2:4])]
                 assert sum(same) > 0.6 * len(same), (fair, sum(same), len(same))
-    kinds = {key[1] for key in fused._sent if isinstance(key, tuple)}
-    assert {kind[-1] for kind in kinds} == {True, False}
+    assert {kind[-1] for kind in fused.tables.kinds()} == {True, False}
 
 
 def plain_calls_scale_nothing_and_always_write() -> None:

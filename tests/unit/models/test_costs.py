@@ -248,7 +248,7 @@ def test_mfu_is_a_share_of_the_peak_of_all_ranks_and_unknown_without_a_peak() ->
 def test_bytes_of_the_21b_are_those_memory_decisions_were_measured_with() -> None:
     assert costs.state_bytes(LARGE) == 16 * 21_948_655_808
     assert costs.state_bytes(LARGE, 0.0) == 2 * 21_948_655_808
-    assert costs.state_bytes(LARGE, 0.5, costs.LOW_OPTIMIZER_BYTES) == 7 * 21_948_655_808
+    assert costs.state_bytes(LARGE, 0.5, costs.optimizer_bytes("bf16")) == 7 * 21_948_655_808
     assert costs.activation_bytes(LARGE, 0) == 2 * (4 * 2560 + 28 * 128 + 20 * 128 + 3 * 12288) + 80
     assert costs.activation_bytes(LARGE, 1) == pytest.approx(91_830.4)
     assert costs.recomputed_bytes(LARGE) == 5120

@@ -8,6 +8,7 @@ from torch import nn
 
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import Group, layer_factor, make_groups
+from erniekit.optim.storage import Storage
 from support.optimizer_steps import steps_taken
 from support.plain_adamw import PlainAdamW
 
@@ -109,7 +110,7 @@ def test_state_restored_into_a_new_optimizer_continues_bit_for_bit() -> None:
 
 
 def lean(model: Tiny) -> AdamW:
-    return AdamW(make_groups(model.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8, moments=torch.bfloat16)
+    return AdamW(make_groups(model.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8, storage=Storage("bf16"))
 
 
 def test_moments_in_16_bit_train_nearly_the_same_and_come_back_bit_for_bit() -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from erniekit.devices.base import Device
+from erniekit.devices.cpu import CpuDevice
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
-from erniekit.optim.offload import InHost, OnDevice, states_home
+from erniekit.optim.in_backward import BackwardUpdates
+from erniekit.optim.offload import InHost, OnDevice, Streamed, states_home
 from support.optimizer_steps import steps_taken
 from support.ranks import Ranks
 
@@ -132,8 +138,12 @@ def test_either_key_asks_for_host_memory() -> None:
     assert type(states_home(False, False)) is OnDevice
     for keys, one_by_one in {(True, False): False, (False, True): True, (True, True): True}.items():
         home = states_home(*keys)
-        assert isinstance(home, InHost)
+        assert type(home) is InHost
         assert home.one_by_one == one_by_one
+        assert type(states_home(*keys, CpuDevice("CPU", "cpu", 0))) is InHost
+        streamed = states_home(*keys, LazyDevice())
+        assert isinstance(streamed, Streamed)
+        assert streamed.ahead == (1 if one_by_one else 4)
 
 
 def test_after_a_step_no_gradient_is_left() -> None:
@@ -170,6 +180,151 @@ def test_an_optimizer_that_is_dropped_leaves_no_memory_behind(dtype: torch.dtype
     del model, optimizer
     gc.collect()
     assert [ref() for ref in left] == [None] * len(left)
+
+
+# --- on streams: what a device would do later is done when it is waited for ---
+
+
+class LazyStream:
+    """Work is kept until somebody waits for it, as late as a device may do it: what was not waited for is not there."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def run(self, upto: int | None = None) -> None:
+        done, self.work = self.work[:upto], self.work[len(self.work) if upto is None else upto :]
+        for each in done:
+            each()
+
+    def wait_stream(self, other: LazyStream) -> None:
+        if other is not self:
+            end = len(other.work)
+            self.add(lambda: other.run(end))
+
+    def wait_event(self, event: LazyEvent) -> None:
+        self.add(event.synchronize)
+
+    def add(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+
+class LazyEvent:
+    def __init__(self, device: LazyDevice) -> None:
+        self.device, self.happened = device, False
+
+    def record(self) -> None:
+        self.stream = self.device.now
+        self.stream.add(self._happen)
+
+    def _happen(self) -> None:
+        self.happened = True
+
+    def synchronize(self) -> None:
+        while not self.happened:
+            self.stream.run(1)
+
+    def elapsed_time(self, end_event: LazyEvent) -> float:
+        return 0.0
+
+
+class LazyDevice(Device):
+    """The stream that computes is eager: what it waits for is done at that moment."""
+
+    asynchronous: ClassVar[bool] = True
+    pins_memory: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__("lazy", "cpu", 0)
+        object.__setattr__(self, "computing", EagerStream())
+        object.__setattr__(self, "now", self.computing)
+        object.__setattr__(self, "streams", [])
+
+    def event(self) -> LazyEvent:
+        return LazyEvent(self)
+
+    def stream(self) -> LazyStream:
+        self.streams.append(LazyStream())
+        return self.streams[-1]
+
+    def current_stream(self) -> LazyStream:
+        return self.now
+
+    @contextmanager
+    def on_stream(self, stream: LazyStream) -> Iterator[None]:
+        before = self.now
+        object.__setattr__(self, "now", stream)
+        yield
+        object.__setattr__(self, "now", before)
+
+    def record_stream(self, tensor: torch.Tensor, stream: LazyStream) -> None:
+        return None
+
+    def synchronise(self, handle: torch.device | None = None) -> None:
+        for stream in self.streams:
+            stream.run()
+
+
+class EagerStream(LazyStream):
+    def add(self, work: Callable[[], None]) -> None:
+        work()
+
+
+class OnStreams(Streamed):
+    """Streamed between two places of the CPU's memory, each copy done when its stream comes to it, and counted."""
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__(LazyDevice(), ahead)
+        self.most = 0  # states on their way
+        self.early = self.fetched = 0
+
+    def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.fetched += 1
+        self.early += id(kept) in self._coming
+        return super().fetch(kept, device)
+
+    def _brought(self, state: torch.Tensor) -> torch.Tensor:
+        here = torch.full_like(state, 77)
+        self.device.now.add(lambda: here.copy_(state))
+        self.most = max(self.most, len(self._coming) + 1)
+        return here
+
+    def _send(self, value: torch.Tensor, kept: torch.Tensor) -> None:
+        self.device.now.add(lambda: kept.copy_(value))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_on_streams_are_waited_for_and_change_no_bit(dtype: torch.dtype, ahead: int) -> None:
+    here, there = tiny(dtype), tiny(dtype)
+    plain, home = optimizer_of(here, None), OnStreams(ahead)
+    train(here, plain, range(4))
+    moved = optimizer_of(there, home)
+    train(there, moved, range(3))
+    assert any(stream.work for stream in home.device.streams), "something is still on its way"
+    train(there, moved, range(3, 4))
+    assert same_bits(outcome(here, plain), outcome(there, moved))
+    each = 2 if dtype == torch.float32 else 3
+    assert home.most <= each * max(1, ahead), "of few parameters at a time"
+    # All but those of each group's first: weights and biases are two groups.
+    assert home.early == (home.fetched - 4 * 2 * each if ahead else 0)
+
+
+def test_states_on_streams_come_ahead_of_updates_inside_backward_too() -> None:
+    here, there = tiny(torch.bfloat16), tiny(torch.bfloat16)
+    home = OnStreams(1)
+    pairs = [(here, optimizer_of(here, None)), (there, optimizer_of(there, home))]
+    for model, optimizer in pairs:
+        updates = BackwardUpdates(optimizer, 1.0, per_tensor=True)
+        for k in range(4):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(k)).bfloat16()
+            loss = model(x).float().pow(2).sum()
+            updates.begin(1e-2)
+            updates.saw_loss(loss)
+            loss.backward()
+            updates.end()
+    assert same_bits(outcome(*pairs[0]), outcome(*pairs[1]))
+    assert home.most == 3, "one parameter's at a time"
+    assert home.early == home.fetched * 3 // 4, "all but in the first step, which shows the order"
 
 
 # --- with fully_shard: a rank's states are those of its rows ---

@@ -14,8 +14,9 @@ from erniekit.config import RunConfig, load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.recipes import expert_layers, expert_settings
-from erniekit.recipes.build import build, make_optimizer
+from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
+from erniekit.recipes.optimiser import make_optimizer
 from erniekit.recipes.run_plan import plan_run
 from erniekit.recipes.stage import TrainingStage
 

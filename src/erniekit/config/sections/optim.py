@@ -38,10 +38,35 @@ class OptimSection:
     power: float = key(1.0, "Power of polynomial.", low=0, fixed=True)
     optim: str = key(
         "adamw",
-        "Optimiser; adamw today.",
+        "adamw, or adamw_custom: ERNIEKit's word for the same with optim_states: bf16 in host memory.",
         choices=("adamw", "adafactor", "adamw_mini", "adamw_custom"),
         fixed=True,
     )
-    use_lowprecision_moment: bool = key(
-        False, "AdamW's moments in bf16, 4 bytes a trained weight less; rounded without bias.", fixed=True
+    optim_states: str = key(
+        "fp32",
+        "AdamW's moments: fp32 (8 bytes a trained weight), bf16 (4) or 8bit (2, in blocks of 256); rounded without "
+        "bias.",
+        choices=("fp32", "bf16", "8bit"),
+        fixed=True,
+    )
+    use_lowprecision_moment: bool = key(False, "ERNIEKit's name for optim_states: bf16.", fixed=True)
+    master_weights: str = key(
+        "fp32",
+        "Behind 16-bit weights: an fp32 copy (4 bytes), exact16 (2: the 16 bits that the weight lacks of it, nothing is "
+        "lost) or none (0: the weight alone, rounded up or down by chance).",
+        choices=("fp32", "exact16", "none"),
+        fixed=True,
+    )
+    update_in_backward: bool = key(
+        False,
+        "Update each weight as soon as its gradient is complete and let that go: 2 bytes a weight less. On one device, "
+        "with gradient_accumulation_steps 1, and clipped as grad_clip says.",
+        fixed=True,
+    )
+    grad_clip: str = key(
+        "global",
+        "Which norm max_grad_norm limits: that of the whole gradient; with update_in_backward, where it is known too "
+        "late, the one of the previous step, or each tensor's own.",
+        choices=("global", "previous", "tensor"),
+        fixed=True,
     )

@@ -1,0 +1,203 @@
+"""What a run takes of a device's memory: how few layers must be computed again, and what to set where it does not fit.
+
+Called by run_plan.py and speed_decisions.py once device, ranks and model are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from erniekit.config import RunConfig
+from erniekit.config.note import Note, shown
+from erniekit.devices import pick
+from erniekit.devices.base import GIB, Device
+from erniekit.errors import ConfigError
+from erniekit.log import warn
+from erniekit.models.config import DecoderConfig
+from erniekit.models.costs import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    activation_bytes,
+    adapter_weights,
+    head_bytes,
+    optimizer_bytes,
+    packed_bytes,
+    parameters,
+    recomputed_bytes,
+    state_bytes,
+    unpacking_bytes,
+)
+from erniekit.parallel.mesh import World
+from erniekit.weight_kinds import BF16
+
+USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
+FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
+HOST = 0.8  # of the host's memory that pinned states may take
+SPARE = GIB  # kernels' own workspaces
+SUMMED_BYTES = 4  # of a gradient that several micro-batches are added to
+
+# What lets a run fit that does not, the least loss first: exact masters lose nothing, moments in 8 bit little, updates
+# in backward the exact clip, and without masters weights are rounded.
+EXACT: dict[str, Any] = {"master_weights": "exact16"}
+LIGHT: dict[str, Any] = {"optim_states": "8bit", **EXACT}
+LADDER: tuple[dict[str, Any], ...] = (
+    EXACT,
+    LIGHT,
+    {**LIGHT, "update_in_backward": True},
+    {**LIGHT, "offload_optim": True},
+    {**LIGHT, "master_weights": "none"},
+    {**LIGHT, "master_weights": "none", "update_in_backward": True},
+)
+
+
+def check_backward_updates(cfg: RunConfig, world: World) -> None:
+    if cfg.optim.update_in_backward and world.size > 1:
+        raise ConfigError(
+            f"update_in_backward lets a gradient go at once, and {world.size} ranks add theirs up after backward",
+            where=cfg.origin("update_in_backward"),
+            fix="run it on one device, or set update_in_backward: False (sharding: stage3 spreads gradients)",
+        )
+
+
+def kept_bytes(cfg: RunConfig, model: DecoderConfig) -> tuple[float, float]:
+    """Of a trained weight on the device: the optimiser's states, and the gradient."""
+    away = cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer
+    states = 0.0 if away else optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
+    if cfg.optim.update_in_backward:
+        return states, GRADIENT_BYTES / model.num_layers  # a layer's at a time
+    return states, SUMMED_BYTES if cfg.train.gradient_accumulation_steps > 1 else GRADIENT_BYTES
+
+
+def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
+    """What a run on one device takes with every layer computed again."""
+    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
+    layers = range(model.num_layers)
+    base = base_of(cfg)
+    states = state_bytes(model, trained_share(cfg, model), *kept_bytes(cfg, model), base) + unpacking_bytes(model, base)
+    again = model.num_layers * recomputed_bytes(model) * tokens
+    one = 2 * max(activation_bytes(model, layer) for layer in layers) * tokens
+    return states + head_bytes(model, cfg.memory.loss_subbatch_seqlen) + again + one + SPARE
+
+
+def host_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
+    """What offloaded states take of the host's memory."""
+    away = cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer
+    each = optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
+    return parameters(model) * trained_share(cfg, model) * each if away else 0.0
+
+
+def advise(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, host: float | None = None) -> str | None:
+    """Before anything is loaded: a full fine-tuning that cannot fit is told what would make it. It is tried all the
+    same, as an estimate may be wrong. host: bytes of its memory; this machine's when not given."""
+    if world.size > 1 or cfg.lora.lora or not device.counts_memory or cfg.precision.compute_type != "bf16":
+        return None
+    limit = FULL * device.total_memory
+    need = least_bytes(cfg, model)
+    if need <= limit:
+        return None
+    what = f"all {parameters(model) / 1e9:.1f} billion weights on one device take {need / GIB:.0f} GiB of its"
+    host = host or pick("cpu").total_memory
+    line = f"{what} {device.total_memory / GIB:.0f}: {advice(cfg, limit, HOST * host, model)}"
+    warn(line)
+    return line
+
+
+def advice(cfg: RunConfig, limit: float, host: float, model: DecoderConfig) -> str:
+    for keys in LADDER:
+        tried = changed(cfg, keys)
+        if least_bytes(tried, model) <= limit and host_bytes(tried, model) <= host:
+            missing = {key: value for key, value in keys.items() if cfg[key] != value}
+            missing |= {} if cfg.memory.recompute else {"recompute": True}
+            if keys.get("update_in_backward") and cfg.train.gradient_accumulation_steps > 1:
+                missing["gradient_accumulation_steps"] = 1
+            words = ", ".join(f"{key}: {shown(value)}" for key, value in missing.items())
+            return f"set {words} ({least_bytes(tried, model) / GIB:.0f} GiB)"
+    return "use fine_tuning: LoRA, or more devices with sharding: stage3"
+
+
+def limit_of(cfg: RunConfig, device: Device) -> float:
+    """Bytes of the device that decisions plan with; 0: unknown."""
+    return cfg.memory.memory_limit * GIB if cfg.memory.memory_limit else (device.total_memory or 0) * USABLE
+
+
+def host_layers(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
+    """How many layers' packed weights wait in host memory: as the user says, else as few as make the rest fit."""
+    asked, base = cfg.memory.frozen_layers_in_host, base_of(cfg)
+    if base == BF16:
+        if asked:
+            reason = "weights that are not packed stay on the device; frozen_base packs them"
+            yield Note("frozen_layers_in_host", asked, 0, reason)
+        return
+    count, reason = asked or 0, ""
+    limit = limit_of(cfg, device) if device.counts_memory or cfg.memory.memory_limit else 0.0
+    if asked is None and limit and world.size == 1:
+        sizes = [packed_bytes(model, layer, base) for layer in range(model.num_layers)]
+        missing = least_bytes(cfg, model) - limit
+        if missing > 0:  # two layers' room stays on the device for those that are away
+            away = sorted(sizes, reverse=True)
+            count = next((n for n in range(1, len(sizes) + 1) if sum(away[:n]) - 2 * away[0] >= missing), len(sizes))
+            gone = sum(away[:count]) / GIB
+            reason = f"{gone:.1f} GiB of packed weights wait in host memory so that the rest fits {limit / GIB:.0f} GiB"
+    if asked is None:
+        yield Note("frozen_layers_in_host", None, count, reason or "everything fits", quiet=not count)
+    if count and not (cfg.memory.recompute and cfg.memory.recompute_granularity == "full"):
+        reason = "layers whose weights wait in host memory are computed again in backward"
+        yield Note("recompute", cfg.memory.recompute, True, reason)
+        yield Note("recompute_granularity", cfg.memory.recompute_granularity, "full", reason, quiet=True)
+    if count and cfg.memory.no_recompute_layers:
+        reason = "layers whose weights wait in host memory are computed again in backward"
+        kept = tuple(n for n in cfg.memory.no_recompute_layers if n not in numbers_of(model, count, base))
+        yield Note("no_recompute_layers", cfg.memory.no_recompute_layers, kept, reason)
+
+
+def numbers_of(model: DecoderConfig, count: int, base: str) -> tuple[int, ...]:
+    """Which layers these are: of the largest ones, spread evenly, so that copies have time between them."""
+    sizes = [packed_bytes(model, layer, base) for layer in range(model.num_layers)]
+    largest = [n for n, size in enumerate(sizes) if size == max(sizes)]
+    some = [largest[(2 * k + 1) * len(largest) // (2 * count)] for k in range(min(count, len(largest)))]
+    others = [n for n in range(model.num_layers) if n not in largest]
+    return tuple(sorted([*some, *others[: max(0, count - len(largest))]]))
+
+
+def changed(cfg: RunConfig, keys: dict[str, Any]) -> RunConfig:
+    """The run with these keys of its optimiser."""
+    of_memory = {key: value for key, value in keys.items() if hasattr(cfg.memory, key)}
+    of_optim = {key: value for key, value in keys.items() if key not in of_memory}
+    return replace(cfg, optim=replace(cfg.optim, **of_optim), memory=replace(cfg.memory, **of_memory))
+
+
+def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
+    """Of the weights, how many are trained; of adapters as many as there are on every projection."""
+    return min(1.0, adapter_weights(model, cfg.lora.lora_rank) / parameters(model)) if cfg.lora.lora else 1.0
+
+
+def base_of(cfg: RunConfig) -> str:
+    """What frozen weights are kept as."""
+    return cfg.lora.frozen_base if cfg.lora.packed_base else BF16
+
+
+def layers_to_recompute(
+    model: DecoderConfig,
+    tokens: int,
+    limit: float,
+    trained: float,
+    rows: int,
+    state: float = OPTIMIZER_BYTES,
+    gradient: float = GRADIENT_BYTES,
+    base: str = BF16,
+) -> int:
+    """The fewest layers that must be computed again for a step to fit in `limit` bytes. state, gradient: bytes of a
+    trained weight on the device. base: of frozen weights."""
+    fixed = state_bytes(model, trained, state, gradient, base) + unpacking_bytes(model, base) + head_bytes(model, rows)
+    kept = [activation_bytes(model, layer) * tokens for layer in range(model.num_layers)]
+    start = recomputed_bytes(model) * tokens  # what a layer that is computed again starts from
+    most = max(kept)
+    need = fixed + sum(kept) + 2 * most + SPARE  # and a layer's gradients and what they are made of
+    for count in range(model.num_layers + 1):
+        if need <= limit:
+            return count
+        if count < model.num_layers:
+            need -= kept[count] - start
+    return model.num_layers

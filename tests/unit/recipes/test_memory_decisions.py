@@ -1,0 +1,75 @@
+"""What a run takes of a card's memory, and what it is told where that is too much."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from erniekit.config import load
+from erniekit.devices.cpu import CpuDevice
+from erniekit.devices.cuda import CudaDevice
+from erniekit.errors import ConfigError
+from erniekit.models.costs import optimizer_bytes, parameters
+from erniekit.recipes.memory_decisions import GIB, advise, check_backward_updates, kept_bytes, least_bytes
+from unit.recipes.test_speed_decisions import ALONE, LARGE, SMALL
+
+
+def card(gib: float = 139.8) -> CudaDevice:
+    return CudaDevice("H200", "cuda", int(gib * GIB))
+
+
+def run(*words: str) -> Any:
+    fixed = ["model_name_or_path=x", "train_dataset_path=y", "fine_tuning=Full", "max_seq_len=8192", "recompute=True"]
+    return load([*fixed, *words], "train")
+
+
+EXACT = ("master_weights=exact16", "optim_states=8bit", "update_in_backward=True")
+LIGHT = ("master_weights=none", "optim_states=8bit", "update_in_backward=True")
+
+
+def test_bytes_of_a_trained_weight_by_each_choice() -> None:
+    assert optimizer_bytes() == 12
+    assert optimizer_bytes("8bit", "exact16") == pytest.approx(4.047, abs=1e-3)
+    assert optimizer_bytes("8bit", "none") == pytest.approx(2.047, abs=1e-3)
+    states, gradient = kept_bytes(run(*EXACT), LARGE)
+    assert (states, gradient) == (pytest.approx(4.047, abs=1e-3), pytest.approx(2 / 28))
+    assert kept_bytes(run("offload_optim=True"), LARGE) == (0.0, 2)
+    assert kept_bytes(run("gradient_accumulation_steps=4"), LARGE) == (12, 4)
+
+
+def test_the_21b_fits_a_card_in_both_modes_that_update_in_backward() -> None:
+    assert parameters(LARGE) == pytest.approx(21.8e9, rel=0.02)
+    assert least_bytes(run(), LARGE) / GIB == pytest.approx(333, abs=5)
+    assert least_bytes(run(*EXACT), LARGE) / GIB == pytest.approx(131, abs=3)
+    assert least_bytes(run(*LIGHT), LARGE) / GIB == pytest.approx(90, abs=3)
+
+
+def test_a_run_that_does_not_fit_is_told_the_least_that_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    line = advise(run("gradient_accumulation_steps=8"), card(), ALONE, LARGE, 126 * GIB)
+    assert line is not None
+    assert "set optim_states: 8bit, master_weights: exact16" in line
+    assert "update_in_backward: True" in line
+    assert "gradient_accumulation_steps: 1" in line
+    assert "recompute" not in line, "it is on"
+    assert line in capsys.readouterr().err
+    assert "recompute: True" in str(advise(run("recompute=False"), card(), ALONE, LARGE, 126 * GIB))
+    assert "offload_optim: True" in str(advise(run(), card(110), ALONE, LARGE, 126 * GIB))
+    assert "master_weights: none" in str(advise(run(), card(96), ALONE, LARGE, 64 * GIB))
+    assert "LoRA" in str(advise(run(), card(40), ALONE, LARGE, 126 * GIB))
+
+
+def test_nothing_is_said_where_it_fits_or_where_nothing_is_known() -> None:
+    assert advise(run(*EXACT), card(), ALONE, LARGE, 126 * GIB) is None
+    assert advise(run(), card(), ALONE, SMALL) is None
+    assert advise(run("fine_tuning=LoRA"), card(), ALONE, LARGE, 126 * GIB) is None
+    assert advise(run(), CpuDevice("CPU", "cpu", 8 * GIB), ALONE, LARGE, 126 * GIB) is None
+
+
+def test_several_ranks_cannot_update_in_backward() -> None:
+    several: Any = SimpleNamespace(size=2)
+    with pytest.raises(ConfigError, match="2 ranks") as caught:
+        check_backward_updates(run(*EXACT), several)
+    assert "update_in_backward" in caught.value.fix
+    check_backward_updates(run(), several)
