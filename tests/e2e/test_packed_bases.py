@@ -37,9 +37,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
 
 
-def train(model: str, rows: str, output: str, keys: dict[str, Any]) -> tuple[int, str, int]:
-    """On a rank: the command; and how many packed weights have just the bytes that the whole weight's packing has
-    there."""
+def train(model: str, rows: str, output: str, keys: dict[str, Any]) -> tuple[int, str, int, int]:
+    """On a rank: the command; how many packed weights have just the bytes that the whole weight's packing has there,
+    and how many wait in host memory."""
     from erniekit.cli.main import main
     from erniekit.recipes import training
 
@@ -57,19 +57,22 @@ def train(model: str, rows: str, output: str, keys: dict[str, Any]) -> tuple[int
             code = main(["train", *(f"{key}={value}" for key, value in {**values, **keys}.items())])
     finally:
         training.build = usual  # type: ignore[attr-defined]
-    return code, said.getvalue(), same_bytes(built[0]) if built else 0
+    return (code, said.getvalue(), *(same_bytes(built[0]) if built else (0, 0)))
 
 
-def same_bytes(built: Any) -> int:
+def same_bytes(built: Any) -> tuple[int, int]:
     from erniekit.kernels.stored import kind_named
     from erniekit.parallel.apply import plain
 
-    whole, count = ModelFolder(built.folder.path).build().state_dict(), 0
+    whole, count, away = ModelFolder(built.folder.path).build().state_dict(), 0, 0
     for part in built.engine.parts:
         for name, module in part.named_modules():
             if not getattr(module, "is_packed", False):
                 continue
             weight, mine = f"{plain(f'{name}.')}weight", module.stored()
+            if mine.data.is_meta:
+                away += 1
+                continue
             packed = kind_named(mine.kind).pack(whole[weight].to(built.dtype))
             width = whole[weight].shape[1]
             for box in built.sharding.boxes(weight, built.world.rank):
@@ -81,7 +84,7 @@ def same_bytes(built: Any) -> int:
                     cut = slice(int(columns.start * each), int(columns.stop * each)) if all_.shape[1] > 1 else slice(1)
                     assert torch.equal(all_[rows, cut], held[there]), weight
             count += 1
-    return count
+    return count, away
 
 
 def curve(output: Path) -> list[float]:
@@ -92,7 +95,7 @@ def curve(output: Path) -> list[float]:
 def run(ranks: Ranks, count: int, *args: Any) -> tuple[list[float], str, int]:
     model, rows, output, keys = args
     answers = ranks.run(count, train, str(model), str(rows), str(output), keys)
-    for code, said, _ in answers:
+    for code, said, *_ in answers:
         assert code == 0, said
     return curve(output), answers[0][1], answers[-1][2]
 
@@ -141,6 +144,18 @@ def test_compute_type_trains_a_dense_model_says_what_it_implies_and_merges_into_
     updates = row_updates(base, read_adapter(tmp_path / "out", base))
     for name, weight in base.state_dict().items():
         assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
+
+
+@pytest.mark.parametrize(("count", "layout"), [(1, {}), pytest.param(2, TP, marks=pytest.mark.full)])
+def test_layers_in_host_memory_learn_the_same(
+    count: int, layout: dict[str, Any], models: dict[str, Path], rows: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    keys = {"compute_type": "fp32", "frozen_base": "wint4/8", "recompute": True, **layout}
+    arguments = ranks, count, models["ernie4_5_moe"], rows
+    want, _, packed = run(*arguments, tmp_path / "device", keys)
+    got, _, on_device = run(*arguments, tmp_path / "host", {**keys, "frozen_layers_in_host": 1})
+    assert got == want
+    assert 0 < on_device < packed, "one layer's weights are elsewhere"
 
 
 @pytest.mark.full

@@ -25,6 +25,11 @@ ERNIE_21B = dict(
     moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
     moe_layer_end_index=27, moe_use_aux_free=True, use_bias=False,
 )  # fmt: skip
+ERNIE_300B = dict(
+    ERNIE_21B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=54, num_attention_heads=64,
+    num_key_value_heads=8, tie_word_embeddings=False, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0,
+    moe_layer_start_index=3, moe_layer_end_index=53,
+)  # fmt: skip
 LLAMA_13B = dict(
     model_type="llama", vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=8,
     num_attention_heads=40, num_key_value_heads=40, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
@@ -41,6 +46,10 @@ ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger", "hf+liger+fp32")
 
 FULL = {"fine_tuning": "Full"}
 LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
+WINT = {**LORA, "compute_type": "wint4/8"}
+IN_FP8 = {"frozen_products": "fp8"}
+EXACT = {"master_weights": "exact16", "optim_states": "8bit", "update_in_backward": True}
+LIGHT = {**EXACT, "master_weights": "none"}
 
 
 def within(gib: float) -> dict[str, Any]:
@@ -107,6 +116,8 @@ _8K, _32K, _128K = 8192, 32768, 131072
 _PAIRS = Rows(1, _8K, pairs=2, answer=512)
 _DPO = {"stage": "DPO", "max_prompt_len": 4096}
 _TWO_WAYS = "a peer computes reference and policy by other kernels: tenths of 6000 nats, which its first loss is off by"
+_ROUNDED = {"loss": 0.02, "logits": 0.6}
+_OTHER_BASE = "over random weights in 4 bit: a peer's base is bf16, whose answers are not near"
 _NO_128K = "hf is left out: it gave no step in five minutes at this length; --peers hf tries it"
 
 _ALL = (
@@ -153,6 +164,31 @@ _ALL = (
         apart={"loss": 0.01, "logits": 0.25}, note="every frozen product is off by 3.7 %, a peer's by 0.2 %",
     ),
     Workload(
+        "C2-45", "C1-85 over 4- and 8-bit weights (wint4/8)", ERNIE_21B, Rows(1, _8K), WINT, ("unsloth",),
+        together=False, limit_gib=45, target=24e3, apart=_ROUNDED, note=_OTHER_BASE,
+    ),
+    Workload(
+        "C2-fp8", "the same, multiplied in fp8", ERNIE_21B, Rows(1, _8K), {**WINT, **IN_FP8}, ("unsloth",),
+        together=False, limit_gib=45, target=28e3, apart=_ROUNDED, note=_OTHER_BASE,
+    ),
+    Workload(
+        "C2-32", "C2-fp8 in 32 GiB, layers recomputed", ERNIE_21B, Rows(1, _8K), {**WINT, **IN_FP8, **within(32)},
+        ("unsloth",), recompute=True, together=False, limit_gib=32, apart=_ROUNDED, note=_OTHER_BASE,
+    ),
+    Workload(
+        "C2-32k", "wint4/8, one document of 32K", ERNIE_21B, Rows(1, _32K), {**WINT, **IN_FP8, **within(80)},
+        ("unsloth",), recompute=True, together=False, limit_gib=80, target=15e3, apart=_ROUNDED, note=_OTHER_BASE,
+    ),
+    Workload(
+        "C2-128k", "wint4/8, one document of 128K", ERNIE_21B, Rows(1, _128K), {**WINT, **IN_FP8, **within(80)}, (),
+        ("unsloth",), recompute=True, together=False, limit_gib=80, apart=_ROUNDED, note=_OTHER_BASE,
+    ),
+    Workload(
+        "C2-dpo", "wint4/8, DPO with a live reference, 32K", ERNIE_21B, Rows(1, _32K, pairs=2, answer=2048),
+        {**WINT, **IN_FP8, **_DPO, "max_prompt_len": 16384, **within(80)}, (), ("unsloth",), recompute=True,
+        together=False, limit_gib=80, apart={**_ROUNDED, "loss": 0.5}, note=_TWO_WAYS,
+    ),
+    Workload(
         "C3", "21B-A3B, the same adapters, one document of 32K", ERNIE_21B, Rows(1, _32K), {**LORA, **within(110)},
         ("unsloth",), ("peft", "peft-attention"), recompute=True, together=False, limit_gib=110, target=13e3,
     ),
@@ -169,6 +205,19 @@ _ALL = (
         "E2-cached", "the same, reference computed beforehand", ERNIE_21B, _PAIRS,
         {**LORA, **_DPO, "reference_logps": "cached"}, ("unsloth",), ("peft-attention", "peft"), together=False,
         target=23e3,
+    ),
+    Workload(
+        "D1-exact", "21B-A3B, every weight, exact 16 + 16 bit masters, 8-bit moments, updates in backward", ERNIE_21B,
+        Rows(1, _8K), {**FULL, **EXACT, "recompute": True}, (), together=False, recompute=True, target=12e3,
+    ),
+    Workload(
+        "D1-light", "the same without masters, weights rounded by chance", ERNIE_21B, Rows(1, _8K),
+        {**FULL, **LIGHT, **within(136)}, (), together=False, recompute=True, target=16e3,
+    ),
+    Workload(
+        "D2", "300B-A47B, LoRA over wint4/8, layers that do not fit in host memory", ERNIE_300B, Rows(1, _8K),
+        {**WINT, **IN_FP8, **within(134), "recompute_granularity": "full", "offload_optim": True}, (), together=False,
+        recompute=True, limit_gib=136, target=1.2e3,
     ),
     Workload(
         "F1", "Llama-13B shape, 8 layers, every weight, 4 x 4K", LLAMA_13B, Rows(4, 4096), {**FULL, "stage": "PT"},

@@ -156,9 +156,10 @@ def numbers_of(model: DecoderConfig, count: int, base: str) -> tuple[int, ...]:
     """Which layers these are: of the largest ones, spread evenly, so that copies have time between them."""
     sizes = [packed_bytes(model, layer, base) for layer in range(model.num_layers)]
     largest = [n for n, size in enumerate(sizes) if size == max(sizes)]
-    some = [largest[(2 * k + 1) * len(largest) // (2 * count)] for k in range(min(count, len(largest)))]
+    of_them = min(count, len(largest))
+    some = [largest[(2 * k + 1) * len(largest) // (2 * of_them)] for k in range(of_them)]
     others = [n for n in range(model.num_layers) if n not in largest]
-    return tuple(sorted([*some, *others[: max(0, count - len(largest))]]))
+    return tuple(sorted([*some, *others[: count - of_them]]))
 
 
 def changed(cfg: RunConfig, keys: dict[str, Any]) -> RunConfig:

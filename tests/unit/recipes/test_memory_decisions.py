@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,17 @@ from erniekit.config import load
 from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.errors import ConfigError
+from erniekit.models.config import MoEShape
 from erniekit.models.costs import optimizer_bytes, parameters
-from erniekit.recipes.memory_decisions import GIB, advise, check_backward_updates, kept_bytes, least_bytes
+from erniekit.recipes.memory_decisions import (
+    GIB,
+    advise,
+    check_backward_updates,
+    host_layers,
+    kept_bytes,
+    least_bytes,
+    numbers_of,
+)
 from unit.recipes.test_speed_decisions import ALONE, LARGE, SMALL
 
 
@@ -73,3 +84,49 @@ def test_several_ranks_cannot_update_in_backward() -> None:
         check_backward_updates(run(*EXACT), several)
     assert "update_in_backward" in caught.value.fix
     check_backward_updates(run(), several)
+
+
+# --- packed layers in host memory
+
+
+HUGE = replace(
+    LARGE, hidden_size=8192, intermediate_size=28672, num_layers=54, num_heads=64, num_kv_heads=8,
+    tie_word_embeddings=False, moe=MoEShape(experts=64, choices=8, width=3584, shared_width=0, start=3, end=53),
+)  # fmt: skip
+ADAPTERS = ("fine_tuning=LoRA", "lora_rank=32", "compute_type=wint4/8", "offload_optim=True")
+
+
+def decided(model: Any, *words: str, gib: float = 139.8) -> dict[str, Any]:
+    return {note.key: note.new for note in host_layers(run(*words), card(gib), ALONE, model)}
+
+
+def test_a_300b_base_in_4_bit_leaves_about_twenty_layers_in_host_memory() -> None:
+    found = decided(HUGE, *ADAPTERS, "memory_limit=134")
+    assert parameters(HUGE) == pytest.approx(300e9, rel=0.02)
+    assert 14 <= found["frozen_layers_in_host"] <= 26
+    where = numbers_of(HUGE, found["frozen_layers_in_host"], "wint4/8")
+    assert len(where) == found["frozen_layers_in_host"]
+    assert min(where) >= 3, "dense layers are small"
+    assert max(b - a for a, b in pairwise(where)) <= 4, "spread, so that copies have time"
+
+
+def test_what_fits_stays_on_the_device_and_what_the_user_says_holds() -> None:
+    assert decided(LARGE, *ADAPTERS) == {"frozen_layers_in_host": 0}
+    assert decided(LARGE, *ADAPTERS, "frozen_layers_in_host=3") == {}
+    assert decided(LARGE, "fine_tuning=LoRA", "frozen_layers_in_host=3") == {"frozen_layers_in_host": 0}, "not packed"
+    small = decided(LARGE, *ADAPTERS, "memory_limit=16")["frozen_layers_in_host"]
+    assert 0 < small <= decided(LARGE, *ADAPTERS, "memory_limit=14")["frozen_layers_in_host"]
+
+
+def test_layers_in_host_memory_are_computed_again() -> None:
+    found = decided(LARGE, *ADAPTERS, "frozen_layers_in_host=2", "recompute=False")
+    assert found == {"recompute": True, "recompute_granularity": "full"}
+    kept = decided(LARGE, *ADAPTERS, "frozen_layers_in_host=28", "no_recompute_layers=0,1,2")
+    assert kept == {"no_recompute_layers": ()}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 27, 28])
+def test_as_many_layers_as_asked_for_are_chosen_once_each(count: int) -> None:
+    where = numbers_of(LARGE, count, "wint4/8")
+    assert len(set(where)) == count == len(where)
+    assert list(where) == sorted(where)
