@@ -263,7 +263,8 @@ def tiny(workload: Workload) -> Workload:
     if "memory_limit" in keys:
         keys["memory_limit"] = 1e-6  # nothing fits, so that layers are recomputed here as well
     peers = peers or also[:1]  # what is too slow at the real size is not at this one
-    apart = workload.apart if "frozen_base" in keys else {}  # else it is bf16 that rounds
+    packed = "frozen_base" in keys or str(keys.get("compute_type", "")).startswith("wint")
+    apart = workload.apart if packed else {}  # else it is bf16 that rounds
     return replace(
         workload, model=model, rows=rows, keys=keys, peers=peers, also=also, limit_gib=None, target=None, apart=apart,
         note="",
