@@ -173,6 +173,8 @@ def test_states_in_few_bytes_come_through_bit_for_bit(
         {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (folder / "checkpoint-2").glob("*.safetensors")}
         for folder in (first, again)
     )
+    for of_layout in (one, other):
+        of_layout.pop("probe.safetensors")  # logits, which a layout may add up in another order
     assert {"model.safetensors", "optimizer.safetensors"} <= set(one)
     assert ("master_weights.safetensors" in one) == (lean != "8bit")
     assert one == other

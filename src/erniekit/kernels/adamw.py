@@ -267,8 +267,8 @@ def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[t
 
 def _addresses(slots: list[Slot]) -> list[list[int]]:
     return [
-        [_master(s).data_ptr(), s.average.data_ptr(), s.square.data_ptr(), 0 if s.weight is None else s.weight.data_ptr(),
-         s.step.data_ptr(), _master(s).numel()]
+        [_master(s).data_ptr(), s.average.data_ptr(), s.square.data_ptr(),
+         0 if s.weight is None else s.weight.data_ptr(), s.step.data_ptr(), _master(s).numel()]
         for s in slots
     ]  # fmt: skip
 

@@ -85,8 +85,8 @@ def _by_kind(slots: Sequence[Slot]) -> dict[Kind, list[Slot]]:
 
 
 def _shape(slot: Slot) -> tuple[int, int]:
-    """Rows and columns. A tensor of one dim is a column where draws need its elements' numbers, which are those of rows;
-    else it is one row."""
+    """Rows and columns. A tensor of one dim is a column where draws need its elements' numbers, which are those of
+    rows; else it is one row."""
     shape = slot.average.shape
     if len(shape) == 2:
         return shape[0], shape[1]

@@ -26,7 +26,7 @@ FORMULA = (
 )
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
-# Of a trained weight beside itself, by master_weights and optim_states. 8 bit: two codes, and three fp32 scales a block.
+# Of a trained weight beside itself, by master_weights and optim_states. 8bit: two codes, and three fp32 scales a block.
 MASTER_BYTES = {"fp32": 4.0, "exact16": 2.0, "none": 0.0}
 MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 3 * 4 / 256}
 OPTIMIZER_BYTES = MASTER_BYTES["fp32"] + MOMENT_BYTES["fp32"]

@@ -52,8 +52,8 @@ class OptimSection:
     use_lowprecision_moment: bool = key(False, "ERNIEKit's name for optim_states: bf16.", fixed=True)
     master_weights: str = key(
         "fp32",
-        "Behind 16-bit weights: an fp32 copy (4 bytes), exact16 (2: the 16 bits that the weight lacks of it, nothing is "
-        "lost) or none (0: the weight alone, rounded up or down by chance).",
+        "Behind 16-bit weights: an fp32 copy (4 bytes), exact16 (2: the 16 bits that the weight lacks of it; nothing "
+        "is lost) or none (0: the weight alone, rounded up or down by chance).",
         choices=("fp32", "exact16", "none"),
         fixed=True,
     )
