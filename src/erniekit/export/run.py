@@ -207,13 +207,12 @@ def _tell(out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: list[Pr
     if rounded:
         say(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
     if merge.lost() > 0.5:
-        dtype = str(merge.source.dtype()).removeprefix("torch.")
-        kind, what, instead = (
-            (merge.grid, "grid", "leave merge_grid out") if rounded else (dtype, "dtype", "train longer")
-        )
+        kind, what, instead = merge.grid, "grid", "leave merge_grid out"
+        if not rounded:
+            kind, what, instead = str(merge.source.dtype()).removeprefix("torch."), "dtype", "train longer"
         warn(
-            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this {what}; "
-            f"serve base + adapter, or {instead}"
+            f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this "
+            f"{what}; serve base + adapter, or {instead}"
         )
     for proof in proofs:
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
