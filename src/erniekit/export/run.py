@@ -245,10 +245,9 @@ def _tell(
     if rounded:
         say(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
     if merge.lost() > 0.5:
-        dtype = str(merge.source.dtype()).removeprefix("torch.")
-        kind, word, instead = (
-            (merge.grid, "grid", "leave merge_grid out") if rounded else (dtype, "dtype", "train longer")
-        )
+        kind, word, instead = merge.grid, "grid", "leave merge_grid out"
+        if not rounded:
+            kind, word, instead = str(merge.source.dtype()).removeprefix("torch."), "dtype", "train longer"
         warn(
             f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this "
             f"{word}; serve base + adapter, or {instead}"

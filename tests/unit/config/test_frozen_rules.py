@@ -60,6 +60,12 @@ def test_a_packed_base_needs_adapters(word):
     assert load([word, "fine_tuning=Full"], "export").lora.lora is False
 
 
+def test_how_a_kind_is_multiplied_is_a_key_of_its_own():
+    with pytest.raises(ConfigError, match="two keys") as caught:
+        load(["frozen_base=mxfp4-fp8"])
+    assert caught.value.fix == "frozen_base: mxfp4 and frozen_products: fp8"
+
+
 def test_fp8_training_has_no_other_base():
     with pytest.raises(ConfigError, match="frozen_base: int4 and compute_type: fp8"):
         load(["compute_type=fp8", "frozen_base=int4"])

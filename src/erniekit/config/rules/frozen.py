@@ -56,6 +56,13 @@ def a_packed_base_is_of_adapters(run: View) -> tuple[Note, ...]:
             where=run.origin("frozen_base"),
             fix="fine_tuning: LoRA, or frozen_base: bf16",
         )
+    for kind, held in IN_FP8.items():
+        if base == held != kind:
+            raise ConfigError(
+                f"frozen_base: {base} is written as two keys",
+                where=run.origin("frozen_base"),
+                fix=f"frozen_base: {kind} and frozen_products: fp8",
+            )
     if run["compute_type"] == "fp8":
         raise ConfigError(
             f"frozen_base: {base} and compute_type: fp8 both say how frozen weights are kept",
