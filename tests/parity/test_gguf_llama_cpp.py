@@ -197,5 +197,7 @@ def test_other_tokenizers_give_the_same_ids_behind_bos(tiny, paddle, tmp_path, k
     write_model(tmp_path / "model", config, source.spec.build(config).state_dict().__getitem__, tokenizer_from=folder)
     file = export(tmp_path / "model", None, tmp_path / "out", gguf="f32") / "model-F32.gguf"
     texts = [messages[-1]["content"] for messages in conversations(200)]
+    if kind.endswith("always"):  # the one difference that export warns of
+        texts = [text.lstrip(" ") for text in texts]
     got = ask(file, tokens=["<s>" + text for text in texts])["tokens"]
     assert got == [tokenizer.encode_rendered([("<s>", True), (text, False)]) for text in texts]

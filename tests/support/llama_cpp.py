@@ -37,7 +37,7 @@ def environment() -> Path:
 
 def ask(file: Path, **request: Any) -> dict[str, Any]:
     """greedy=[ids], count=n: the n likeliest next tokens of each; logits=[ids]: all of them, as arrays; tokens=[texts]:
-    ids; chats=[messages]: the template's text and its ids."""
+    ids; chats=[messages]: the template's text and its ids; ends=True: the ids that end an answer."""
     import numpy as np
 
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def ask(file: Path, **request: Any) -> dict[str, Any]:
 
 def _serve() -> None:
     import numpy as np
-    from llama_cpp import Llama
+    from llama_cpp import Llama, llama_vocab_is_eog
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
     asked = json.load(sys.stdin)
@@ -81,7 +81,9 @@ def _serve() -> None:
     out: dict[str, Any] = {
         "greedy": [likeliest(ids) for ids in asked.get("greedy", ())],
         "tokens": [tokens(text) for text in asked.get("tokens", ())],
-        "ends": [id for id in range(model.n_vocab()) if model._model.token_is_eog(id)] if "ends" in asked else [],
+        "ends": [id for id in range(model.n_vocab()) if llama_vocab_is_eog(model._model.vocab, id)]
+        if "ends" in asked
+        else [],
     }
     if "chats" in asked:
         words = {name: model.detokenize([id], special=True).decode() for name, id in

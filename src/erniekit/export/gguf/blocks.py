@@ -1,4 +1,4 @@
-"""Weights to the bytes of a GGUF type: blocks of 32 with one scale, the very bytes of ggml's own quantisers.
+"""Weights to the bytes of a GGUF type and back: blocks of 32 with one scale, the very bytes of ggml's own quantisers.
 
 Called by file.py, a few rows at a time. In torch, since the gguf package takes several times as long.
 """
@@ -11,7 +11,8 @@ import torch
 
 from erniekit.export.gguf.types import BLOCK, BLOCK_BYTES
 
-# Between neighbours of 0, 1, 2, 3, 4, 6, 8, 12 (e2m1 doubled); a weight right on one goes to the smaller.
+_E2M1 = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])  # doubled
+# Between two neighbours of them; a weight right on one goes to the smaller.
 _BETWEEN = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
 # The largest number below a half: added to 0.49999997 it does not reach one, as a half would.
 _UNDER_HALF = torch.tensor(0.5).nextafter(torch.zeros(()))
@@ -30,6 +31,20 @@ def encode(weights: torch.Tensor, word: str) -> torch.Tensor:
         return out.view(torch.uint8)
     blocks = weights.float().reshape(-1, BLOCK)
     return _QUANTISERS[word](blocks).reshape(len(weights), -1)
+
+
+def decode(data: torch.Tensor, word: str) -> torch.Tensor:
+    """uint8 [rows, bytes] -> fp32 [rows, columns]."""
+    if word in _PLAIN:
+        return data.view(_PLAIN[word]).float()
+    blocks = data.reshape(-1, BLOCK_BYTES[word])
+    if word == "Q8_0":
+        out = blocks[:, 2:].view(torch.int8) * blocks[:, :2].view(torch.float16).float()
+    elif word == "Q4_0":
+        out = (_halves(blocks[:, 2:]).to(torch.int8) - 8) * blocks[:, :2].view(torch.float16).float()
+    else:
+        out = _E2M1[_halves(blocks[:, 1:]).int()] * torch.exp2(blocks[:, :1] - 128.0)
+    return out.reshape(len(data), -1)
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -88,6 +103,11 @@ def _nibbles(values: torch.Tensor) -> torch.Tensor:
     """The first half of a block in the low four bits, the second in the high ones."""
     low, high = values.split(BLOCK // 2, -1)
     return low | (high << 4)
+
+
+def _halves(packed: torch.Tensor) -> torch.Tensor:
+    """Undoes _nibbles."""
+    return torch.cat([packed & 15, packed >> 4], -1)
 
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -19,7 +19,7 @@ import torch
 
 from erniekit import heartbeat
 from erniekit.errors import CheckpointError, ConfigError
-from erniekit.export.gguf.blocks import Unstorable, encode
+from erniekit.export.gguf.blocks import Unstorable, decode, encode
 from erniekit.export.gguf.types import row_bytes
 from erniekit.extras import install_command
 
@@ -123,16 +123,13 @@ class GgufTensors:
         return out
 
     def fill(self, name: str, out: torch.Tensor, first: int = 0) -> None:
-        """Rows from `first` on, fp32, dequantised by the gguf package: code that had no part in the writing."""
-        gguf = library()
+        """Rows from `first` on, in fp32."""
         tensor, offset = self._at[name]
-        kind = gguf.GGMLQuantizationType[tensor.word]
         offset += first * row_bytes(tensor.word, out.shape[-1])
         for rows in _pieces(out):
             size = len(rows) * row_bytes(tensor.word, rows.shape[-1])
-            # One long row: the package goes by 16 rows at a time, whatever their length.
-            data = np.frombuffer(self._bytes(offset, size), np.uint8).reshape(1, -1)
-            rows.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(rows.shape)))
+            data = torch.frombuffer(self._bytes(offset, size), dtype=torch.uint8)
+            rows.copy_(decode(data.view(len(rows), -1), tensor.word))
             offset += size
 
     def _bytes(self, offset: int, size: int) -> bytearray:

@@ -112,6 +112,8 @@ def _json(tokenizer: Tokenizer) -> dict[str, Any]:
     if set(steps) - {"Metaspace"} or steps.get("Metaspace", {"split": False}).get("split", True):
         raise _unknown(tokenizer, f"pre-tokenisers llama.cpp does not have: {', '.join(map(str, steps))}")
     _check_normaliser(tokenizer, state, ("Prepend", "Replace"))
+    if "Metaspace" in steps and tokenizer.vocabulary.prefix == "always":
+        warn(f"{file.name} puts no blank before text that begins with one, llama.cpp does: its ids differ there")
     _require_bytes(tokenizer, set(vocab) if model.get("byte_fallback") else set())
     for byte in BYTES:
         kinds[vocab[byte]] = BYTE

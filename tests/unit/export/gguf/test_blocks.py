@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from erniekit.export.gguf.blocks import Unstorable, encode
+from erniekit.export.gguf.blocks import Unstorable, decode, encode
 
 WORDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4"]
 
@@ -26,12 +26,14 @@ def weights(scale: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("scale", [1.0, 0.02, 1e-6])
 @pytest.mark.parametrize("word", WORDS)
-def test_a_type_has_the_bytes_of_the_gguf_packages_quantiser(word: str, scale: float) -> None:
+def test_a_type_has_the_bytes_and_the_numbers_of_the_gguf_package(word: str, scale: float) -> None:
     given = weights(scale)
     wanted = gguf.quants.quantize(given.numpy(), gguf.GGMLQuantizationType[word]).view(np.uint8)
     got = encode(given, word)
     assert got.dtype == torch.uint8
     np.testing.assert_array_equal(got.numpy(), wanted)
+    back = gguf.quants.dequantize(wanted, gguf.GGMLQuantizationType[word])
+    np.testing.assert_array_equal(decode(got, word).numpy(), back)
 
 
 @pytest.mark.parametrize("word", ["Q8_0", "Q4_0", "MXFP4"])

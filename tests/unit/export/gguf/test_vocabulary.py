@@ -74,12 +74,13 @@ def test_llama_3s_pattern_is_known_with_and_without_merges(paddle, tmp_path, ign
 
 
 @pytest.mark.parametrize(("scheme", "prefix"), [("always", True), ("first", False)])
-def test_ranked_merges_become_scores(paddle: Path, tmp_path: Path, scheme: str, prefix: bool) -> None:
+def test_ranked_merges_become_scores(paddle, tmp_path, capsys, scheme, prefix):
     tokenizer = make(f"byte fallback, {scheme}", paddle, tmp_path)
     fields = vocabulary_fields(tokenizer, tokenizer.vocab_size)
     scores = dict(zip(fields[KEY + "tokens"], fields[KEY + "scores"]))
     assert scores["</"] > scores["s>"] > scores["</s>"] > scores["a"]
     assert fields[KEY + "add_space_prefix"] is prefix
+    assert ("puts no blank before text that begins with one" in capsys.readouterr().err) is prefix
 
 
 def test_a_merge_that_is_missing_is_refused_since_llama_cpp_would_do_it(paddle: Path, tmp_path: Path) -> None:
