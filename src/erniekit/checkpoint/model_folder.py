@@ -17,6 +17,8 @@ from torch import nn
 from erniekit import heartbeat
 from erniekit.checkpoint.manifest import MANIFEST, unreadable
 from erniekit.checkpoint.model_sizes import check_sizes
+from erniekit.checkpoint.quantised import KEY as QUANTISED
+from erniekit.checkpoint.quantised import QuantisedFiles, logical_files, stored_weights
 from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
@@ -50,7 +52,7 @@ class ModelFolder:
     """An opened model folder. Tensors are read lazily; at most one entry's tensors are in memory at a time.
 
     weights=False: a folder that need hold no more than config.json and a tokenizer, for a model from scratch.
-    changes: values that replace those of config.json.
+    changes: values that replace those of config.json. A quantised folder reads as the plain weights it stands for.
     """
 
     def __init__(self, path: Path, weights: bool = True, changes: Mapping[str, Any] | None = None) -> None:
@@ -61,7 +63,10 @@ class ModelFolder:
         if self.config_json.get("auto_map"):
             warn_once(f"{path / 'config.json'} names code of its own (auto_map): it is not run, erniekit's own is used")
         self.spec: ModelSpec = find(self.config_json, str(path / "config.json"))
-        self.files = tensor_files(path) if weights else {}
+        self._on_disk = tensor_files(path) if weights else {}
+        self.quantised = stored_weights(self.config_json, self._on_disk, path)  # by plain names; empty: nothing is
+        self.config_json.pop(QUANTISED, None)  # what is built, and written again, is plain
+        self.files = logical_files(self._on_disk, self.quantised)
         self.layout = self._layout()
         # Only the files can tell for a config that does not say; Paddle writes the head even when tied.
         has_head = "lm_head.weight" in self.files
@@ -86,10 +91,10 @@ class ModelFolder:
         return self.spec.names(self.config, self.layout)
 
     def _file_of(self, name: str) -> Any:
-        """The opened file that holds a tensor."""
-        if name not in self.files:
+        """The opened file that holds a tensor, by the name it has there."""
+        if name not in self._on_disk:
             raise CheckpointError(f"tensor {name!r} is missing", where=str(self.path), fix="re-download the model")
-        file = self.files[name]
+        file = self._on_disk[name]
         if file not in self._open:
             self._open[file] = _open_file(file)
         if name not in self._open[file].keys():  # noqa: SIM118 - a safetensors handle, not a dict
@@ -101,6 +106,13 @@ class ModelFolder:
         return self._open[file]
 
     def tensor(self, name: str) -> torch.Tensor:
+        if name in self.quantised:
+            return self.quantised[name].read(
+                self._stored_tensor, lambda part: tuple(self._file_of(part).get_slice(part).get_shape())
+            )
+        return self._stored_tensor(name)
+
+    def _stored_tensor(self, name: str) -> torch.Tensor:
         tensor = self._file_of(name).get_tensor(name)
         heartbeat.beat()
         # Older Paddle builds stored bf16 bits as uint16.
@@ -112,7 +124,7 @@ class ModelFolder:
     def slices(self) -> TensorFiles:
         """The same files for reading parts of tensors (slices.py): nothing is mapped, headers are kept."""
         if self._slices is None:
-            self._slices = TensorFiles(self.files)
+            self._slices = QuantisedFiles(self._on_disk, self.quantised) if self.quantised else TensorFiles(self.files)
         return self._slices
 
     def check_names(self) -> None:

@@ -1,6 +1,6 @@
 """`erniekit export`: a run's weights as one model folder for any program, LoRA merged, proven before it appears.
 
-Called by cli/main.py (export_command), the API (run_export) and the demo (export). Streams: one shard in memory.
+Called by recipes/run.py (run_export), recipes/quantize.py and the demo (export). Streams: one shard in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from erniekit.checkpoint.model_folder import SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
-from erniekit.config import RunConfig, load, need
+from erniekit.config import RunConfig, need
 from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
@@ -30,11 +30,6 @@ from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.result import RunResult
-
-
-def export_command(args: list[str]) -> int:
-    run_export(load(args, "export"))
-    return 0
 
 
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
