@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from erniekit import heartbeat
+from erniekit.checkpoint.fp8_static import install_scales
 from erniekit.checkpoint.manifest import MANIFEST, unreadable
 from erniekit.checkpoint.model_sizes import check_sizes
 from erniekit.checkpoint.quantised import KEY as QUANTISED
@@ -108,11 +109,12 @@ class ModelFolder:
     def tensor(self, name: str) -> torch.Tensor:
         if name in self.quantised:
             return self.quantised[name].read(
-                self._stored_tensor, lambda part: tuple(self._file_of(part).get_slice(part).get_shape())
+                self.stored_tensor, lambda part: tuple(self._file_of(part).get_slice(part).get_shape())
             )
-        return self._stored_tensor(name)
+        return self.stored_tensor(name)
 
-    def _stored_tensor(self, name: str) -> torch.Tensor:
+    def stored_tensor(self, name: str) -> torch.Tensor:
+        """By the name it has in the files."""
         tensor = self._file_of(name).get_tensor(name)
         heartbeat.beat()
         # Older Paddle builds stored bf16 bits as uint16.
@@ -170,7 +172,8 @@ class ModelFolder:
             return self.spec.build(self.config)
 
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
-        """The model with these weights: built without memory, then filled tensor by tensor."""
+        """The model with these weights: built without memory, then filled tensor by tensor. In static FP8 it computes as
+        an FP8 engine does."""
         self.check_names()
         model = self.meta()
         self.check_shapes(model)
@@ -181,6 +184,8 @@ class ModelFolder:
                 if not entry.copy_of:
                     state.pop(entry.ours).copy_(self.read(entry))
         assert not state, f"no weight-name entry fills {sorted(state)}"
+        if self.quantised:
+            install_scales(model, self)
         return model
 
 

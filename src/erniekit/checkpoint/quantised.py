@@ -20,6 +20,7 @@ import torch
 from erniekit.checkpoint.slices import Slices, TensorFiles
 from erniekit.errors import CheckpointError
 from erniekit.kernels import compressed, nf4
+from erniekit.kernels.fp8_qat import rotated
 from erniekit.quant_schemes import QUANT_RECIPES, Scheme
 
 KEY = "quantization_config"  # of config.json
@@ -40,6 +41,7 @@ class StoredWeight:
     module: str
     scheme: Scheme
     dtype: torch.dtype  # of the weight it stands for
+    block: int = 0  # columns that were rotated together before it was rounded; 0: none
 
     @property
     def data(self) -> str:
@@ -69,6 +71,9 @@ class StoredWeight:
         groups = columns // self.scheme.group if self.scheme.group else 1
         if scale.shape != (rows, groups):
             raise self.wrong(f"weight_scale is {list(scale.shape)}, {[rows, groups]} belongs to this weight")
+        if self.block:
+            plain = compressed.decode(codes, scale, self.scheme, columns, torch.float32)
+            return rotated(plain, self.block).to(self.dtype)
         return compressed.decode(codes, scale, self.scheme, columns, self.dtype)
 
     def _nf4_state(self, read: Read) -> dict[str, Any]:
@@ -169,6 +174,7 @@ def _compressed(
     if not isinstance(groups, dict) or not groups:
         raise _refusal("its quantization_config has no config_groups", where)
     known = [_group(group, told, where) for group in groups.values()]
+    rotations = _rotations(told, where)
     out = {}
     for name in files:
         if not name.endswith(".weight_scale"):
@@ -178,7 +184,8 @@ def _compressed(
         group = by_name or next((group for group in known if "Linear" in group.targets), None)
         if group is None:
             raise _refusal(f"no config_group of it is meant for {module}", where)
-        weight = StoredWeight(module, group.scheme, dtype)
+        block = next((size for targets, size in rotations if any(_matches(t, module) for t in targets)), 0)
+        weight = StoredWeight(module, group.scheme, dtype, block)
         missing = [n for n in (weight.data, *_shape_part(weight)) if n not in files]
         if missing:
             raise _refusal(f"{missing[0]} is missing, though {name} is there", where)
@@ -213,6 +220,25 @@ def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
         words = f"{scheme.number}{scheme.bits} {scheme.strategy}, {form}" + ("" if symmetric else ", asymmetric")
         raise _refusal(f"its weights are {words}, which is not read", where)
     return _Group(targets, scheme)
+
+
+def _rotations(told: Mapping[str, Any], where: Path) -> list[tuple[list[str], int]]:
+    """Which modules' inputs and weights are rotated by Hadamard's matrix, and in what blocks."""
+    try:
+        schemes = list((told.get("transform_config") or {"config_groups": {}})["config_groups"].values())
+        out = []
+        for scheme in schemes:
+            applied = scheme["apply"]
+            targets = [[str(target) for target in each["targets"]] for each in applied]
+            both = sorted(each["location"] for each in applied) == ["input", "weight_input"]
+            size = int(scheme["head_dim"])
+            plain = scheme["type"] == "hadamard" and not scheme.get("randomize") and not applied[0].get("ignore")
+            if not both or not plain or targets[0] != targets[1] or size < 1 or size & (size - 1) or size > 1 << 12:
+                raise ValueError
+            out.append((targets[0], size))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise _refusal("its transform_config is another than a Hadamard rotation of linears' inputs", where) from None
+    return out
 
 
 def _matches(target: str, module: str) -> bool:

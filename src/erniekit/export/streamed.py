@@ -15,9 +15,12 @@ from erniekit.lora.adapter import Adapter, attach, load_adapter
 from erniekit.lora.inject import base_state
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (our name, fp32 weight) -> the weight to use
+Ready = Callable[[nn.Module, str], None]  # (model, the prefix of a layer that is filled now)
 
 
-def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change | None = None) -> nn.Module:
+def streamed(
+    folder: ModelFolder, adapter: Adapter | None = None, change: Change | None = None, ready: Ready | None = None
+) -> nn.Module:
     """The folder's model, with the adapter if given. Embedding, norm and head stay; layers come and go."""
     model = folder.meta()
     if adapter is not None:
@@ -37,6 +40,8 @@ def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change
             fill(lambda name: name.startswith(prefix))
             if adapter is not None:
                 load_adapter(model, adapter, under=prefix)
+            if ready is not None:
+                ready(model, prefix)
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(lambda *_: layer.to("meta") and None)

@@ -52,7 +52,12 @@ def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
 
 
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
-    """quant: what is exported is then quantised."""
+    """quant: what is exported is then quantised. What was trained in FP8 is exported so."""
+    if cfg.quantize.quant in (None, "fp8_static"):
+        from erniekit.recipes.fp8_export import export_fp8, trained_in_fp8
+
+        if trained_in_fp8(cfg):
+            return export_fp8(cfg)
     if cfg.quantize.quant:
         from erniekit.recipes.quantize import export_quantised
 
