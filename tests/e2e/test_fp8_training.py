@@ -72,8 +72,12 @@ LAYOUTS = {
 OFTEN = ("tp2", "experts2", "pp2")
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS if n not in OFTEN)])
-def test_it_learns_the_same_in_every_layout(name: str, moe: Path, rows: Path, alone: Path, tmp_path: Path, ranks: Ranks):
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS if n not in OFTEN)]
+)
+def test_it_learns_the_same_in_every_layout(
+    name: str, moe: Path, rows: Path, alone: Path, tmp_path: Path, ranks: Ranks
+):
     run(ranks, 2, moe, rows, tmp_path / "out", **LAYOUTS[name])
     one, two = curve(alone), curve(tmp_path / "out")
     assert len(one) == 4

@@ -52,7 +52,9 @@ def _tell(proof: StaticProof | None, out: Path, merged: bool) -> None:
     if proof is not None:
         say(f"checked  FP8 logits within {proof.difference:.1e} of training's (allowed {proof.allowed:.1e})")
         if proof.difference > proof.allowed:
-            warn("that is more than rounding in bf16 alone: an expert was chosen otherwise, or the device sums otherwise")
+            warn(
+                "that is more than rounding in bf16 alone: an expert was chosen otherwise, or the device sums otherwise"
+            )
     if merged:
         say("note     adapters were not rounded in training: serve the base in FP8 with the adapter beside it to have")
         say("         exactly what was trained; evaluate this folder before you use it instead")

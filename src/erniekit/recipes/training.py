@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -39,6 +39,7 @@ from erniekit.train.best import KeepBest
 from erniekit.train.drift import ReplicaDrift, replicated
 from erniekit.train.eval_hook import BestRule, EvalHook
 from erniekit.train.evaluate import GoOn
+from erniekit.train.expert_balance import ExpertBalance
 from erniekit.train.fp8_scales import StaticScales
 from erniekit.train.guard import FiniteGuard, Signals
 from erniekit.train.hooks import CollectGarbage, Hook
@@ -214,7 +215,7 @@ def hooks_for(
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
         further=data.mtp_tokens,
-        also=loads.metrics if loads is not None else None,
+        also=told_by(loads, saver.scales if cfg.quant.enable_fp8_quantize_analysis else None),
         perplexity=stage.perplexity,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
         live_reference=isinstance(prepare, Reference) and not prepare.kept,
@@ -236,6 +237,11 @@ def hooks_for(
     rule = best_rule(cfg)
     evaluate = EvalHook(run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world)
     return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
+
+
+def told_by(*hooks: ExpertBalance | StaticScales | None) -> Callable[[], dict[str, float]]:
+    """What these add to every record."""
+    return lambda: {name: value for hook in hooks if hook is not None for name, value in hook.metrics().items()}
 
 
 def watchers(cfg: RunConfig, built: Built, saver: Saver) -> list[Hook]:

@@ -55,6 +55,7 @@ class StaticScales(Hook):
         self._experts = {n: sharding.expert_count(f"{n}.weight") if self._of_experts(n) else 1 for n in self.layers}
         device = next((layer.rounding.most.device for layer in self.layers.values()), torch.device("cpu"))
         self._mean = torch.zeros(len(self.layers), device=device)  # of the online steps' scales
+        self._over = torch.zeros_like(self._mean)  # the largest number over what its scale holds, since the last record
         self._trained = any(layer.weight.requires_grad for layer in self.layers.values())
 
     def _of_experts(self, name: str) -> bool:
@@ -103,6 +104,7 @@ class StaticScales(Hook):
             known &= good.to(most.device) > 0
         now = self._inputs()
         new = torch.where(known, new, now)
+        self._over = torch.maximum(self._over, torch.where(known, new / now, 0.0))
         self.steps += 1
         if self.steps <= self.moving.online_steps:
             self._mean = self._mean + (new - self._mean) / (self.steps + 1)  # the first numbers count as one step
@@ -110,6 +112,11 @@ class StaticScales(Hook):
         else:
             used = self._mean = torch.where(known, self._mean + self.moving.rate * (new - self._mean), self._mean)
         self._set_inputs(used)
+
+    def metrics(self) -> dict[str, float]:
+        """Since it was last asked, of the layers on this rank's stage (enable_fp8_quantize_analysis)."""
+        over, self._over = self._over.tolist(), torch.zeros_like(self._mean)
+        return {"fp8_clipped": float(sum(each > 1.0 for each in over)), "fp8_worst": max(over, default=0.0)}
 
     # --- the numbers ---
 

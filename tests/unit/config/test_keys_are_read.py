@@ -13,6 +13,7 @@ SOURCE = Path(erniekit.__file__).parent
 BY_RULES = {
     "dataset_type", "disable_ckpt_quant", "expert_tensor_parallel_degree", "from_scratch", "global_batch_size",
     "minimum_eval_times", "sep_parallel_degree", "use_expert_parallel", "warmup_ratio",
+    "weight_quantize_algo",
     # checked against the number of files; evaluation then reads every row
     "eval_dataset_prob",
     # all their words are ignored or of a later version

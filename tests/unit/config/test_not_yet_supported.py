@@ -15,7 +15,6 @@ from erniekit.errors import ConfigError, LaterError
     [
         "stage=VL-SFT",
         "stage=OCR-VL-SFT",
-        "compute_type=fp8",
         "compute_type=fp16",
         "compute_type=wint8",
         "compute_type=wint4/8",

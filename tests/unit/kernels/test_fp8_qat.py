@@ -12,7 +12,7 @@ from erniekit.kernels.lora_linear import RowUpdate, lora_linear
 from erniekit.kernels.moe_permute import by_expert
 from erniekit.kernels.stored import Stored, add_kind
 from erniekit.kernels.stored.fp8_blocks import Fp8Blocks
-from erniekit.kernels.stored.fp8_static import Fp8Static, Measured, StaticFormat
+from erniekit.kernels.stored.fp8_static import Fp8Static, PlainObserved, StaticFormat
 
 
 def drawn(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
@@ -127,7 +127,7 @@ class TestExperts:
     def test_it_tells_the_largest_number_of_both_inputs(self):
         x, ids, first, last = self.made()
         given = x, by_expert(ids, self.E), torch.ones(self.T, self.K)
-        name = add_kind(Measured())
+        name = add_kind(PlainObserved())
         y, seen = expert_mlp_and_seen(*given, *(Stored(w.data, kind=name) for w in (first, last)), *[None] * 3)
         torch.testing.assert_close(y, expert_mlp(*given, Stored(first.data), Stored(last.data)))
         assert seen[0] == x.abs().max()

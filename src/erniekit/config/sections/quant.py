@@ -43,5 +43,5 @@ class QuantSection:
     )
     fp8_force_clear_state: bool = key(False, "Take new scales of activations when resuming.")
     enable_fp8_quantize_analysis: bool = key(
-        False, "Log how far fp8 rounds the weights (fp8_weight_error), and how many layers clip (fp8_clipped)."
+        False, "Log how many layers clipped inputs (fp8_clipped), and how far the worst was over its scale (fp8_worst)."
     )

@@ -95,7 +95,7 @@ class Fp8Static(WeightKind):
         return fp8_qat.rotated(out * (gs * xs).to(out.dtype), self.form.block).to(x.dtype)
 
 
-class Measured(Plain):
+class PlainObserved(Plain):
     """Plain products that tell their rows' largest number: from which a first scale is taken."""
 
     def __init__(self, block: int = 0) -> None:
@@ -114,7 +114,9 @@ def _seen(rows: torch.Tensor, ends: torch.Tensor | None, block: int) -> torch.Te
     return torch.where(known, each.detach().abs().amax(-1).float(), 0.0).amax().reshape(1)
 
 
-def _fitted(grad: torch.Tensor, form: torch.dtype, ends: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _fitted(
+    grad: torch.Tensor, form: torch.dtype, ends: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A gradient in fp8 and its scale, fp32 [1]: of its own largest number."""
     scale = fp8_qat.scale_of(_seen(grad, ends, 0), fp8_qat.HIGHEST[form])
     return fp8_qat.to_fp8(grad, scale, form), scale

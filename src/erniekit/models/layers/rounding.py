@@ -11,7 +11,7 @@ from torch import nn
 from erniekit.kernels import fp8_qat
 from erniekit.kernels.stored import Stored, add_kind, kind_named
 from erniekit.kernels.stored.fp8_blocks import Fp8Blocks
-from erniekit.kernels.stored.fp8_static import Fp8Static, Measured, StaticFormat
+from erniekit.kernels.stored.fp8_static import Fp8Static, PlainObserved, StaticFormat
 
 
 class BlockRounding(nn.Module):
@@ -41,7 +41,7 @@ class StaticRounding(nn.Module):
     def __init__(self, form: StaticFormat) -> None:
         super().__init__()
         self.form = form
-        self.kind, self.measured = add_kind(Fp8Static(form)), add_kind(Measured(form.block))
+        self.kind, self.measured = add_kind(Fp8Static(form)), add_kind(PlainObserved(form.block))
         self.measuring = False  # plain products, whose rows are looked at
 
     def give_memory(self, experts: int, device: torch.device) -> None:
