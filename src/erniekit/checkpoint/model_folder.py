@@ -172,8 +172,8 @@ class ModelFolder:
             return self.spec.build(self.config)
 
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
-        """The model with these weights: built without memory, then filled tensor by tensor. In static FP8 it computes as
-        an FP8 engine does."""
+        """The model with these weights: built without memory, then filled tensor by tensor. One in static FP8 computes
+        as an FP8 engine does."""
         self.check_names()
         model = self.meta()
         self.check_shapes(model)

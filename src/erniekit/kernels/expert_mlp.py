@@ -221,6 +221,7 @@ def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
     if want["weights"]:
         out["weights"] = d_weights.view_as(a["weights"])
     if want["down"]:
+        assert isinstance(rows, torch.Tensor), "what is trained is multiplied with rows as they are"
         out["down"] = op.weight_gradient(rows, act, op.last)
         del rows
     if want["down_a"]:

@@ -1,8 +1,8 @@
 """Numbers in fp8 with one scale a tensor, and with one a block; their products; the rotation that may go before.
 
-The definitions behind kernels/stored/fp8_static.py and fp8_blocks.py: what FP8 training (QAT) rounds to is what a server
-of the exported weights computes. Products run on tensor cores where the card has them (kernels/selection.py), elsewhere
-as fp8 values multiplied in fp32, rounded once. R rows, K width, N outputs, E experts.
+The definitions behind kernels/stored/fp8_static.py and fp8_blocks.py: what FP8 training (QAT) rounds to is what a
+server of the exported weights computes. Products run on tensor cores where the card has them (kernels/selection.py),
+elsewhere as fp8 values multiplied in fp32, rounded once. R rows, K width, N outputs, E experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device)
+    out: torch.Tensor = matrix / float(size) ** 0.5
+    return out.to(device)
 
 
 def rotated(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -36,7 +37,8 @@ def rotated(x: torch.Tensor, block: int) -> torch.Tensor:
     cancels, and an outlier's share goes to all columns of its block. Twice is not at all."""
     if not block:
         return x.float()
-    return (x.float().unflatten(-1, (-1, block)) @ hadamard(block, x.device)).flatten(-2)
+    blocks: torch.Tensor = x.float().unflatten(-1, (-1, block)) @ hadamard(block, x.device)
+    return blocks.flatten(-2)
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:

@@ -41,5 +41,5 @@ class Fp8Blocks(WeightKind):
         self, grad: torch.Tensor, x: torch.Tensor, weight: Stored, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Along the tokens: 128 of one column share a scale. Of experts' rows those of two experts may share one."""
-        along = (row_blocks(t.t(), x.dtype).t() for t in (grad, x))
-        return fp8_qat.outer(*along, ends)
+        left, right = (row_blocks(t.t(), x.dtype).t() for t in (grad, x))
+        return fp8_qat.outer(left, right, ends)

@@ -36,8 +36,9 @@ class StaticFormat:
 
 
 class Fp8Static(WeightKind):
-    def __init__(self, form: StaticFormat = StaticFormat()) -> None:
-        self.form, self.name = form, form.name
+    def __init__(self, form: StaticFormat | None = None) -> None:
+        self.form = form or StaticFormat()
+        self.name = self.form.name
 
     def seen(self, rows: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         return _seen(rows, ends, self.form.block)

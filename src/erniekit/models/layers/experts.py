@@ -54,7 +54,7 @@ class Experts(nn.Module):
         choice a token, whole."""
         updates = {**self.gate_up.updates(), **self.down.updates()}
         three = [updates.get(part) for part, _ in (*self.gate_up.parts, *self.down.parts)]
-        given = self.gate_up.matrices(), self.down.matrices(), *three
+        given: tuple[Any, ...] = (self.gate_up.matrices(), self.down.matrices(), *three)
         if bare(self.gate_up).rounding is None:
             return expert_mlp(x_TH, order, weights, *given)
         return self._rounded(x_TH, order, weights, given)
