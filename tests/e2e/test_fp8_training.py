@@ -106,3 +106,43 @@ def test_a_resumed_run_is_the_undisturbed_one_across_the_switch_to_the_mean(
     for layer in last["layers"].values():
         assert layer["mean"] == layer["input_scale"], "behind the switch the mean is used"
     assert any(layer["mean"] != layer["input_scale"] for layer in first["layers"].values())
+
+
+def test_new_scales_are_taken_where_that_is_asked_for(moe: Path, rows: Path, alone: Path, tmp_path: Path, ranks: Ranks):
+    more = dict(fp8_force_clear_state=True, enable_fp8_quantize_analysis=True, override_resume=True)
+    run(ranks, 1, moe, rows, tmp_path / "out", resume_from_checkpoint=alone / "checkpoint-2", **more)
+    assert scales(tmp_path / "out" / "checkpoint-4")["steps"] == 2, "counted from the resume on"
+    told = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["fp8_worst"] > 0 for record in told if "loss" in record)
+
+
+VARIANTS = {
+    "gradients in fp8": dict(quant_input_grad=True, quant_weight_grad=True),
+    "rotated": dict(apply_hadamard=True),
+    "layers computed again": dict(recompute=True),
+    "blocks": dict(compute_type="fp32", use_fp8=True),
+    "adapters": dict(fine_tuning="LoRA", lora_rank=4, learning_rate=1e-2),
+    "as ERNIEKit": dict(compat="erniekit"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_way_of_rounding_learns_and_differs(
+    name: str, moe: Path, rows: Path, alone: Path, tmp_path: Path, ranks: Ranks
+):
+    run(ranks, 1, moe, rows, tmp_path / "out", **VARIANTS[name])
+    losses, usual = curve(tmp_path / "out"), curve(alone)
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(usual[0], rel=0.02)
+    if name == "layers computed again":
+        assert losses == usual, "a layer that is computed again rounds as it did"
+    else:
+        assert losses != usual
+    saved = tmp_path / "out" / "checkpoint-4" / "fp8_scales.json"
+    assert saved.is_file() == (name != "blocks")
+    if name in ("rotated", "as ERNIEKit"):
+        layers = json.loads(saved.read_text())
+        assert layers["highest"] == (488.0 if name == "as ERNIEKit" else 448.0)
+        assert {n for n, layer in layers["layers"].items() if layer["block"] == 0} == {
+            "layers.1.mlp.experts.gate_up", "layers.1.mlp.experts.down"
+        }  # fmt: skip

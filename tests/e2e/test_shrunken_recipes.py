@@ -106,7 +106,7 @@ def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, li
         "warmup_steps": 1,
         "max_evaluate_steps": 2,
         "per_device_eval_batch_size": 1,
-        "compute_type": "fp32",
+        "compute_type": "fp8" if cfg.precision.compute_type == "fp8" else "fp32",
         "device": "cpu",
         "report_to": "none",
         "output_dir": output,
@@ -200,4 +200,5 @@ def test_the_list_holds_every_kind_of_recipe():
     assert {name for name in ALL if "pre-training" in name} == {
         name_of(path) for path in (ROOT / "examples/pre-training").rglob("*.yaml")
     }
+    assert {f"configs/ERNIE-4.5-300B-A47B/sft/run_sft_fp8_{length}" for length in ("8k", "32k")} <= ALL.keys()
     assert set(IN_EVERY_COMMIT) <= ALL.keys()

@@ -56,7 +56,6 @@ def _tell(proof: StaticProof | None, out: Path, merged: bool) -> None:
                 "that is more than rounding in bf16 alone: an expert was chosen otherwise, or the device sums otherwise"
             )
     if merged:
-        say("note     adapters were not rounded in training: serve the base in FP8 with the adapter beside it to have")
-        say("         exactly what was trained; evaluate this folder before you use it instead")
+        say("note     adapters were not rounded in training, merged ones are: evaluate this folder before you use it")
     size = sum(file.stat().st_size for file in out.glob("model*.safetensors"))
     say(f"saved    {out} (compressed-tensors, static FP8, {size / 1e6:.1f} MB)")

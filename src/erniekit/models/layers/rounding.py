@@ -75,3 +75,10 @@ class StaticRounding(nn.Module):
 
     def _looks(self) -> bool:
         return self.measuring or (self.training and torch.is_grad_enabled())
+
+
+def share_rounding(source: nn.Module, target: nn.Module) -> None:
+    """What rounds the layers of one model rounds those of the other, which has the same weights."""
+    for name, module in source.named_modules():
+        if isinstance(getattr(module, "rounding", None), nn.Module):
+            target.get_submodule(name).rounding = module.rounding
