@@ -95,9 +95,13 @@ def test_what_fp8_implies_can_be_overruled():
         (["compute_type=fp8", "fine_tuning=LoRA", "frozen_base=fp8"], "both say how the base multiplies"),
         (["use_fp8=True", "fine_tuning=LoRA", "frozen_base=fp8"], "both say how the base multiplies"),
         (["compute_type=fp8", "hadamard_block_size=48"], "no power of two"),
+        (
+            ["compute_type=fp8", "stage=DPO", "fine_tuning=Full", "ref_model_update_steps=5"],
+            "a reference that becomes the policy",
+        ),
     ],
 )
-def test_two_ways_of_rounding_are_refused(words, what):
+def test_what_fp8_cannot_do_is_refused(words, what):
     with pytest.raises(ConfigError, match=what) as e:
         load(words)
     assert e.value.fix

@@ -108,6 +108,12 @@ def fp8_is_asked_for_once(run: View) -> Iterator[Note]:
             where=f"{run.origin('compute_type' if static else 'use_fp8')} and {run.origin('frozen_base')}",
             fix="frozen_base: bf16, or compute_type: bf16 for a faster base whose scales are not trained for",
         )
+    if static and run["stage"] == "DPO" and run["fine_tuning"] == "Full" and (run["ref_model_update_steps"] or 0) > 0:
+        raise ConfigError(
+            "a reference that becomes the policy would need its scales, which is not in this version",
+            where=f"{run.origin('compute_type')} and {run.origin('ref_model_update_steps')}",
+            fix="leave ref_model_update_steps out, or compute_type: bf16",
+        )
     block = run["hadamard_block_size"]
     if block & (block - 1):
         raise ConfigError(
