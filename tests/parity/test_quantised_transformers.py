@@ -19,6 +19,7 @@ from erniekit.data.collate import collate
 from erniekit.data.types import Batch, Pack, Sample
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
+from erniekit.quantize.fit import fitted
 from erniekit.quantize.layer_weights import Method
 from erniekit.quantize.readers import readers, warnings
 from erniekit.quantize.run import QuantiseJob, quantise
@@ -42,10 +43,9 @@ def row(tokens: torch.Tensor = IDS) -> Batch:
 
 
 def quantised(source: Path, out: Path, quant: str, group: int | None = None) -> Path:
-    job = QuantiseJob(
-        source, out, quant, QUANT_RECIPES[quant], Method(False, 8), torch.device("cpu"), torch.float32, [row()],
-        group=group,
-    )  # fmt: skip
+    recipe = fitted(QUANT_RECIPES[quant], ModelFolder(source).config, group)
+    method, device = Method(compensate=False, expert_tokens=8), torch.device("cpu")
+    job = QuantiseJob(source, out, quant, recipe, method, device, torch.float32, [row()])
     quantise(job)
     return out
 

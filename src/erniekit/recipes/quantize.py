@@ -18,9 +18,10 @@ from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.plan import named_tokenizer, plan_of
 from erniekit.export.run import run_export
 from erniekit.export.source import find_source
+from erniekit.export.target import check_target
 from erniekit.log import paint, say, typed, warn
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
-from erniekit.quantize.fit import require_plain
+from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
 from erniekit.quantize.readers import warnings
 from erniekit.quantize.report import HTML
@@ -38,6 +39,8 @@ def quantize_command(args: list[str]) -> int:
 def run_quantize(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     """model_name_or_path, a model or a run's folder with one, to output_dir."""
     need(cfg, "model_name_or_path", "quant", "output_dir")
+    if not cfg.given("output_dir"):
+        raise ConfigError("output_dir must be given", where="command line", fix="output_dir=DIR: where the result goes")
     return _quantised(cfg, _source(cfg), Path(str(cfg.train.output_dir)).expanduser())
 
 
@@ -70,10 +73,13 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     folder = ModelFolder(source)
     require_plain(folder)
     quant = str(cfg.quantize.quant)
-    recipe = QUANT_RECIPES[quant]
+    recipe = fitted(QUANT_RECIPES[quant], folder.config, cfg.quantize.quant_group_size)
+    check_target(out, [source])
     compensate = _compensates(cfg, recipe)
     say(f"model    {source}")
-    say(f"quant    {quant}: {recipe.about}; {'GPTQ' if compensate else 'round to nearest'}")
+    groups = sorted({scheme.group for scheme in recipe.schemes if scheme.number == "int" and scheme.group})
+    sizes = f" of {groups[0]}" if groups else ""
+    say(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
     calibrating: list[Batch] = []
     measuring: list[Batch] = []
     if cfg.data.train_dataset_path:
@@ -92,7 +98,6 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
         opened.dtype,
         calibrating,
         measuring,
-        cfg.quantize.quant_group_size,
         (named_tokenizer(cfg) or source) if cfg.export.copy_tokenizer else None,
         cfg.export.max_shard_size,
     )

@@ -17,6 +17,7 @@ from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.demo.tiny import TRAIN, make_tiny_model
 from erniekit.quant_schemes import QUANT_RECIPES
+from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
 from erniekit.quantize.run import QuantiseJob, quantise
 
@@ -68,8 +69,11 @@ def quantised(tmp_path: Path) -> Quantise:
     """quantised(trained, "w4a16", ...) -> the facts of the report; the folder is tmp_path / "out"."""
 
     def run(trained: Trained, quant: str, *, compensate: bool = True, rows: int = 2, out: str = "out", **more) -> dict:
+        source = ModelFolder(trained.folder)
+        require_plain(source)
+        recipe = fitted(QUANT_RECIPES[quant], source.config, more.pop("group", None))
         job = QuantiseJob(
-            trained.folder, tmp_path / out, quant, QUANT_RECIPES[quant], Method(compensate, more.pop("tokens", 24)),
+            trained.folder, tmp_path / out, quant, recipe, Method(compensate, more.pop("tokens", 24)),
             torch.device("cpu"), torch.float32, more.pop("calibrating", trained.rows[:rows]),
             more.pop("measuring", trained.rows[160:162]), **more,
         )  # fmt: skip

@@ -62,9 +62,9 @@ def test_static_fp8_has_one_scale_for_each_fused_tensor_and_one_input_scale_for_
     quantised(moe, "fp8_static", rows=2)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     fused = [[f"model.layers.{k}.self_attn.{p}_proj" for p in "qkv"] for k in range(2)]
-    fused += [[f"{place}.{p}_proj" for p in ("gate", "up")] for place in (
-        "model.layers.0.mlp", "model.layers.1.mlp.shared_experts", *(f"model.layers.1.mlp.experts.{e}" for e in range(8))
-    )]  # fmt: skip
+    places = ["model.layers.0.mlp", *(f"model.layers.1.mlp.experts.{e}" for e in range(8))]
+    places.append("model.layers.1.mlp.shared_experts")
+    fused += [[f"{place}.{p}_proj" for p in ("gate", "up")] for place in places]
     for modules in fused:
         scales = [tensors[f"{module}.weight_scale"] for module in modules]
         largest = torch.stack(scales).max()
