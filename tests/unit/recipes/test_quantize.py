@@ -112,3 +112,17 @@ def test_a_notebook_quantises_and_evaluates_with_the_same_words(model: Path, tmp
     assert done.metrics["kl"] > 0
     loss = erniekit.run("eval", out, eval_dataset_path=TRAIN, output_dir=tmp_path / "eval", **keys)
     assert loss.metrics["eval_loss"] > 0
+
+
+def test_preference_pairs_and_documents_calibrate_too(model: Path, tmp_path: Path, capsys, root: Path) -> None:
+    keys = [f"cache_dir={tmp_path}/cache", "dataset_num_proc=1", "quant=w8a16", "calibration_rows=2", "method=rtn"]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"A tale of {k} ships. " * 9}) + "\n" for k in range(40)))
+    for name, words in {
+        "pairs": ["stage=DPO", "--data", root / "examples" / "data" / "dpo-train.jsonl"],
+        "text": ["stage=PT", "--data", text, "max_seq_len=64"],
+    }.items():
+        said(capsys, "quantize", model, f"output_dir={tmp_path / name}", *keys, *words)
+        facts = json.loads((tmp_path / name / "quantize_report.json").read_text())
+        assert facts["calibration_rows"] == 2
+        assert 0 < facts["quality"]["kl"] < 0.1
