@@ -153,7 +153,8 @@ class ModelFolder:
         for entry in self.entries():
             if entry.copy_of:
                 continue
-            wanted = entry.write(torch.empty_like(state[entry.ours], device="meta"))
+            # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
+            wanted = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
             for name, tensor in zip(entry.theirs, wanted):
                 found = self.slices().shape(name)
                 if tuple(tensor.shape) != found:

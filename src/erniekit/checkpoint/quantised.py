@@ -109,12 +109,13 @@ class QuantisedFiles(TensorFiles):
     def __init__(self, files: Mapping[str, Path], stored: Mapping[str, StoredWeight]) -> None:
         super().__init__(files)
         self.stored = stored
+        self._disk = TensorFiles(files)  # the tensors as they are: the codes of a weight may have the weight's name
         self._last: tuple[str, torch.Tensor] | None = None  # parts of one weight are asked for one after the other
 
     def shape(self, name: str) -> Shape:
         if name not in self.stored:
             return super().shape(name)
-        return self.stored[name].shape(super().shape, super().read)
+        return self.stored[name].shape(self._disk.shape, self._disk.read)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.stored[name].dtype if name in self.stored else super().dtype(name)
@@ -123,7 +124,7 @@ class QuantisedFiles(TensorFiles):
         if name not in self.stored:
             return super().read(name, at, shape)
         if self._last is None or self._last[0] != name:
-            self._last = name, self.stored[name].read(super().read, super().shape)
+            self._last = name, self.stored[name].read(self._disk.read, self._disk.shape)
         whole = self._last[1]
         return whole.clone() if at is None else (whole.reshape(tuple(shape)) if shape else whole)[at].clone()
 

@@ -38,11 +38,12 @@ def fitted(recipe: QuantRecipe, config: DecoderConfig, group: int | None) -> Qua
                 where="quant_group_size",
                 fix=f"one of {', '.join(map(str, GROUPS))}, or {CHANNEL} for a scale for each row",
             )
-        recipe = replace(recipe, experts=_grouped(recipe.experts, group), rest=_grouped(recipe.rest, group))
+        one = len(recipe.schemes) == 1  # of a mixed one the group is that of the kind that has groups
+        recipe = replace(recipe, experts=_resized(recipe.experts, group, one), rest=_resized(recipe.rest, group, one))
     elif recipe.takes_groups:
-        whole = [width for name, width in widths.items() if _scheme(recipe, name).strategy == "group"]
-        best = next((size for size in GROUPS if all(width % size == 0 for width in whole)), None)
-        if best is not None:
+        grouped = [width for name, width in widths.items() if _scheme(recipe, name).strategy == "group"]
+        best = next((size for size in GROUPS if all(width % size == 0 for width in grouped)), None)
+        if grouped and best is not None:
             recipe = replace(recipe, experts=_resized(recipe.experts, best), rest=_resized(recipe.rest, best))
     for name, width in widths.items():
         _require(name, width, _scheme(recipe, name))
@@ -65,12 +66,8 @@ def _scheme(recipe: QuantRecipe, name: str) -> Scheme:
     return recipe.experts if name.startswith("expert ") else recipe.rest
 
 
-def _grouped(scheme: Scheme, group: int) -> Scheme:
-    return scheme.with_group(group) if scheme.number == "int" and not scheme.inputs else scheme
-
-
-def _resized(scheme: Scheme, group: int) -> Scheme:
-    return scheme.with_group(group) if scheme.strategy == "group" else scheme
+def _resized(scheme: Scheme, group: int, always: bool = False) -> Scheme:
+    return scheme.with_group(group) if always or scheme.strategy == "group" else scheme
 
 
 def _require(name: str, width: int, scheme: Scheme) -> None:

@@ -24,7 +24,8 @@ EXPERTS = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
 LAYOUT = "hf"  # a tensor for each expert: the only one whose names these formats know
 
 
-def quantization_config(recipe: QuantRecipe, moe: bool, ignored: list[str]) -> dict[str, Any]:
+def quantization_config(recipe: QuantRecipe, source: ModelFolder) -> dict[str, Any]:
+    moe, ignored = source.config.moe is not None, ignored_modules(source)
     if recipe.rest.number == "nf4":
         return {
             "quant_method": "bitsandbytes",
@@ -34,7 +35,7 @@ def quantization_config(recipe: QuantRecipe, moe: bool, ignored: list[str]) -> d
             "load_in_8bit": False,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_compute_dtype": DTYPE_NAMES[source.dtype()],
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ignored,
         }
@@ -115,7 +116,7 @@ def write_weights(
 
     write_shards(folder, "model", tensors(), max_shard_size)
     told = spec.write_config(config, LAYOUT, DTYPE_NAMES[source.dtype()])
-    told[KEY] = quantization_config(recipe, config.moe is not None, ignored_modules(source))
+    told[KEY] = quantization_config(recipe, source)
     write_json(folder / "config.json", told)
     write_generation_config(folder, config)
 

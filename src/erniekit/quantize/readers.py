@@ -12,16 +12,16 @@ from erniekit.quant_schemes import QuantRecipe
 
 
 @dataclass(frozen=True)
-class Reader:
+class FolderReader:
     name: str
     loads: bool
     note: str = ""
 
 
-OURS = Reader("erniekit", True, "weights are dequantised as they are read; activations stay in 16 bit")
+OURS = FolderReader("erniekit", True, "weights are dequantised as they are read; activations stay in 16 bit")
 
 
-def readers(recipe: QuantRecipe, moe: bool) -> list[Reader]:
+def readers(recipe: QuantRecipe, moe: bool) -> list[FolderReader]:
     return [OURS, _transformers(recipe, moe), _vllm(recipe, moe)]
 
 
@@ -30,23 +30,25 @@ def warnings(recipe: QuantRecipe, moe: bool) -> list[str]:
     return [f"{reader.name}: {reader.note}" for reader in readers(recipe, moe) if not reader.loads]
 
 
-def _transformers(recipe: QuantRecipe, moe: bool) -> Reader:
+def _transformers(recipe: QuantRecipe, moe: bool) -> FolderReader:
     name, scheme = "transformers", recipe.experts
     if scheme.number == "nf4":
         if moe:
-            return Reader(name, False, "cannot load experts in bitsandbytes' layout")
-        return Reader(name, True, "with bitsandbytes installed")
+            return FolderReader(name, False, "cannot load experts in bitsandbytes' layout")
+        return FolderReader(name, True, "with bitsandbytes installed")
     if not moe or not scheme.inputs:
-        return Reader(name, True, "with compressed-tensors installed")
+        return FolderReader(name, True, "with compressed-tensors installed")
     if scheme.number == "int":
-        return Reader(name, False, "cannot load int8 experts of w8a8; use w8a16 for it")
-    what = "their stored input scales are dropped" if scheme.static_inputs else "their inputs are not rounded"
-    return Reader(name, True, f"experts become 16 bit: {what}, so its logits are not those of an fp8 engine")
+        return FolderReader(name, False, "cannot load int8 experts of w8a8; use w8a16 for it")
+    what = "their stored input scales are dropped"
+    if not scheme.static_inputs:
+        what = "their inputs are not rounded, and those of shared experts by one scale for all tokens"
+    return FolderReader(name, True, f"experts become 16 bit: {what}, so its logits are not those of an fp8 engine")
 
 
-def _vllm(recipe: QuantRecipe, moe: bool) -> Reader:
+def _vllm(recipe: QuantRecipe, moe: bool) -> FolderReader:
     if recipe.experts.number == "nf4":
         if moe:
-            return Reader("vLLM", False, "its bitsandbytes loader has no rule for these experts")
-        return Reader("vLLM", True, "with bitsandbytes installed; by its rules, not run here")
-    return Reader("vLLM", True, "by its loader's rules, not run here")
+            return FolderReader("vLLM", False, "its bitsandbytes loader has no rule for these experts")
+        return FolderReader("vLLM", True, "with bitsandbytes installed; by its rules, not run here")
+    return FolderReader("vLLM", True, "by its loader's rules, not run here")

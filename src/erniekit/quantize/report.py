@@ -19,7 +19,7 @@ from erniekit.track.page import document
 from erniekit.track.tables import table, value_html
 
 HTML, JSON = "quantize_report.html", "quantize_report.json"
-WORST = 20  # weights that are listed
+WORST = 20  # weights that the page lists; the JSON has all
 
 
 def report_facts(
@@ -48,7 +48,7 @@ def report_facts(
         "bytes_before": bytes_before,
         "bytes_after": bytes_after,
         "quality": None if quality is None else {"measured_on": measured_on, **vars(quality)},
-        "worst": worst(weights),
+        "weights": by_error(weights),
         "layers": [{"layer": k, "drift": layer.get("drift")} for k, layer in enumerate(layers)],
         "expert_tokens": expert_tokens,
         "topped_up": [row for row in experts if row["used"] >= expert_tokens],
@@ -57,8 +57,8 @@ def report_facts(
     }
 
 
-def worst(weights: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By what their rounding does to the layer's outputs; relative size, not squared."""
+def by_error(weights: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The worst first: by what their rounding does to the layer's outputs; relative size, not squared."""
     known = [weight for weight in weights if weight["error"] is not None]
     known.sort(key=lambda weight: -weight["error"])
     return [
@@ -67,7 +67,7 @@ def worst(weights: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "output_error": math.sqrt(weight["error"]),
             "rounded_to_nearest": math.sqrt(weight["nearest_error"]),
         }
-        for weight in known[:WORST]
+        for weight in known
     ]
 
 
@@ -98,9 +98,9 @@ def page(facts: dict[str, Any]) -> str:
     else:
         body.append(f"<p class=note>Measured on {escape(quality['measured_on'])}.</p>")
     body += _section("Who reads it", table([_reader(row) for row in facts["readers"]]))
-    if facts["worst"]:
+    if facts["weights"]:
         note = "<p class=note>How far each product's outputs move, relative to their size, on the calibration rows.</p>"
-        body += _section("Worst weights", table(facts["worst"]) + note)
+        body += _section("Worst weights", table(facts["weights"][:WORST]) + note)
     drift = [row for row in facts["layers"] if row["drift"] is not None]
     if drift:
         body += _section("Drift of hidden states behind each layer", table(drift))

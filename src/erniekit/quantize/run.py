@@ -29,7 +29,6 @@ from erniekit.export.verify import default_ids, same_tensors
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.quant_schemes import QuantRecipe
 from erniekit.quantize.file_parts import Parts, weight_from
-from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import LayerResult, LayerWeights, Method, is_quantised
 from erniekit.quantize.model_files import LAYOUT, layer_of, write_weights
 from erniekit.quantize.report import report_facts, write_report
@@ -44,13 +43,12 @@ class QuantiseJob:
     source: Path
     out: Path
     quant: str  # name of the recipe, for people
-    recipe: QuantRecipe
+    recipe: QuantRecipe  # fitted to the model (fit.py)
     method: Method
     device: torch.device
     dtype: torch.dtype  # layers are computed in
     calibrating: Sequence[Batch] = ()
     measuring: Sequence[Batch] = ()  # none: quality is measured on the rows that calibrated
-    group: int | None = None
     tokenizer: Path | None = None  # the folder whose tokenizer goes with it
     max_shard_size: float = 5.0
 
@@ -64,16 +62,14 @@ class QuantiseJob:
 def quantise(job: QuantiseJob) -> dict[str, Any]:
     """Writes job.out; returns the facts of its report."""
     source = ModelFolder(job.source)
-    require_plain(source)
     source.check_names()
     source.check_shapes(source.meta())
-    recipe = fitted(job.recipe, source.config, job.group)
     check_target(job.out, [job.source])
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with one_export(job.out):
         check_target(job.out, [job.source])
-        work = WorkFolder(job.out, _identity(job, recipe))
-        run = _Run(job, source, recipe, work)
+        work = WorkFolder(job.out, _identity(job))
+        run = _Run(job, source, work)
         quality = run.layers()
         facts = run.publish(quality)
         work.clear()
@@ -81,8 +77,8 @@ def quantise(job: QuantiseJob) -> dict[str, Any]:
 
 
 class _Run:
-    def __init__(self, job: QuantiseJob, source: ModelFolder, recipe: QuantRecipe, work: WorkFolder) -> None:
-        self.job, self.source, self.recipe, self.work = job, source, recipe, work
+    def __init__(self, job: QuantiseJob, source: ModelFolder, work: WorkFolder) -> None:
+        self.job, self.source, self.recipe, self.work = job, source, job.recipe, work
         self.dtype = source.dtype()  # of the weights the files stand for
         self.entries: dict[int, dict[str, Any]] = {}  # by layer, then by names inside it, in the layout that is written
         for entry in source.spec.names(source.config, LAYOUT):
@@ -209,7 +205,7 @@ def _setting() -> str:
     return f"cpu/float32/{torch.__version__}/one device"
 
 
-def _identity(job: QuantiseJob, recipe: QuantRecipe) -> dict[str, Any]:
+def _identity(job: QuantiseJob) -> dict[str, Any]:
     """Everything that decides the bytes of a layer."""
     rows = hashlib.sha256()
     for row in job.calibrating:
@@ -219,7 +215,7 @@ def _identity(job: QuantiseJob, recipe: QuantRecipe) -> dict[str, Any]:
     return {
         "version": 1,
         "model": model_identity(job.source),
-        "recipe": asdict(recipe),
+        "recipe": asdict(job.recipe),
         "method": asdict(job.method),
         "rows": rows.hexdigest(),
         "computed": [str(job.device.type), str(job.dtype), torch.__version__],

@@ -111,7 +111,7 @@ class Streams:
 
     def _run(self, layer: nn.Module, row: Batch, x: torch.Tensor) -> torch.Tensor:
         row = row.to(self.one.device)
-        ctx = self.one.model.context(row.positions, row.documents(), row.max_doc)  # type: ignore[operator]
+        ctx = self.one.model.context(row.positions, row.documents(), row.max_doc, row.more())  # type: ignore[operator]
         out: torch.Tensor = layer(x.to(self.one.device), ctx)
         heartbeat.beat()
         return out.cpu()

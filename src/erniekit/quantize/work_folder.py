@@ -1,6 +1,6 @@
 """Finished layers, kept beside the result while a model is quantised: a killed run goes on where it was.
 
-Used by run.py. Each layer is a folder of its own, published whole with a manifest; those of an unlike run are discarded.
+Used by run.py. Each layer is a folder of its own, published whole with a manifest; an unlike run's are discarded.
 """
 
 from __future__ import annotations

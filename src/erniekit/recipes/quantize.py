@@ -9,23 +9,21 @@ from typing import Any
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, need
-from erniekit.data.collate import collate
-from erniekit.data.mix import SampleOrder
-from erniekit.data.report import total_lines
-from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.data.types import Batch, Pack
+from erniekit.data.tokenizer import load_tokenizer
+from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.plan import named_tokenizer, plan_of
 from erniekit.export.run import run_export
 from erniekit.export.source import find_source
+from erniekit.export.target import check_target
 from erniekit.log import paint, say, typed, warn
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
-from erniekit.quantize.fit import require_plain
+from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
 from erniekit.quantize.readers import warnings
 from erniekit.quantize.report import HTML
 from erniekit.quantize.run import QuantiseJob, quantise
-from erniekit.recipes.datasets import sources_for
+from erniekit.recipes.calibration_rows import calibration_rows, evaluation_rows, rows_are_given
 from erniekit.recipes.run_plan import open_device
 from erniekit.result import RunResult
 
@@ -38,6 +36,8 @@ def quantize_command(args: list[str]) -> int:
 def run_quantize(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     """model_name_or_path, a model or a run's folder with one, to output_dir."""
     need(cfg, "model_name_or_path", "quant", "output_dir")
+    if not cfg.given("output_dir"):
+        raise ConfigError("output_dir must be given", where="command line", fix="output_dir=DIR: where the result goes")
     return _quantised(cfg, _source(cfg), Path(str(cfg.train.output_dir)).expanduser())
 
 
@@ -70,16 +70,18 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     folder = ModelFolder(source)
     require_plain(folder)
     quant = str(cfg.quantize.quant)
-    recipe = QUANT_RECIPES[quant]
+    recipe = fitted(QUANT_RECIPES[quant], folder.config, cfg.quantize.quant_group_size)
+    check_target(out, [source])
     compensate = _compensates(cfg, recipe)
     say(f"model    {source}")
-    say(f"quant    {quant}: {recipe.about}; {'GPTQ' if compensate else 'round to nearest'}")
+    groups = sorted({scheme.group for scheme in recipe.schemes if scheme.number == "int" and scheme.group})
+    sizes = f" of {groups[0]}" if groups else ""
+    say(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
     calibrating: list[Batch] = []
     measuring: list[Batch] = []
-    if cfg.data.train_dataset_path:
+    if rows_are_given(cfg):
         tokenizer = load_tokenizer(cfg.model.tokenizer_name or source, folder.config.vocab_size)
-        calibrating = _rows(cfg, "train", tokenizer)
-        measuring = _rows(cfg, "eval", tokenizer) if cfg.data.eval_dataset_path else []
+        calibrating, measuring = calibration_rows(cfg, tokenizer), evaluation_rows(cfg, tokenizer)
     for line in warnings(recipe, folder.config.moe is not None):
         warn(f"{quant}, {line}")
     job = QuantiseJob(
@@ -92,7 +94,6 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
         opened.dtype,
         calibrating,
         measuring,
-        cfg.quantize.quant_group_size,
         (named_tokenizer(cfg) or source) if cfg.export.copy_tokenizer else None,
         cfg.export.max_shard_size,
     )
@@ -103,7 +104,7 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
 
 def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
     """gptq or rtn; refused where rows are needed and not given."""
-    rows, asked = bool(cfg.data.train_dataset_path), cfg.quantize.quant_method
+    rows, asked = rows_are_given(cfg), cfg.quantize.quant_method
     if not rows and (asked == "gptq" or recipe.needs_rows):
         what = "gptq weighs errors by" if asked == "gptq" else f"{cfg.quantize.quant} stores the scales of"
         raise ConfigError(
@@ -121,23 +122,6 @@ def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
             "note     rounded to nearest: with rows (train_dataset_path) errors are carried on instead, which is better"
         )
     return rows if asked is None else asked == "gptq"
-
-
-def _rows(cfg: RunConfig, which: str, tokenizer: Tokenizer) -> list[Batch]:
-    """Up to calibration_rows of the train files, drawn by seed over all of them; or of the eval files, in order."""
-    sources = sources_for(cfg, which, tokenizer, None)
-    reports = [source.report for source in sources]
-    for line in [line for report in reports for line in report.lines()] + total_lines(reports):
-        say(f"{'rows' if which == 'train' else 'eval':<9}{line}")
-    order = SampleOrder(
-        [len(source) for source in sources],
-        seed=cfg.train.seed,
-        shuffle=which == "train",
-        strategy="concat" if which == "eval" else "random",
-    )
-    wanted = min(cfg.quantize.calibration_rows, sum(len(source) for source in sources))
-    drawn = zip(*(numbers.tolist() for numbers in order.take(0, wanted)))
-    return [collate([Pack((sources[s].sample(k),), 0)], pad_multiple=1) for s, k in drawn]
 
 
 def _tell(facts: dict[str, Any], out: Path) -> dict[str, float]:

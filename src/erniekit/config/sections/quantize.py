@@ -12,13 +12,14 @@ from erniekit.quant_schemes import QUANT_RECIPES
 class QuantizeSection:
     quant: str | None = key(
         None,
-        "Number format of the result: " + "; ".join(f"{name} {r.about}" for name, r in QUANT_RECIPES.items()) + ".",
+        "Number format of the result. " + "; ".join(f"{name}: {r.about}" for name, r in QUANT_RECIPES.items()) + ".",
         choices=tuple(QUANT_RECIPES),
         basic=True,
     )
     quant_method: str | None = key(
         None,
-        "gptq carries rounding errors on and needs train_dataset_path; rtn rounds to nearest. gptq with rows.",
+        "gptq carries rounding errors on; rtn rounds to nearest. gptq needs rows (train_dataset_path), and is taken "
+        "where they are given.",
         also=("method",),
         choices=("gptq", "rtn"),
     )
@@ -29,7 +30,7 @@ class QuantizeSection:
         also=("group_size",),
         low=-1,
     )
-    calibration_rows: int = key(128, "Rows of train_dataset_path it is calibrated on, chosen by seed.", low=1)
+    calibration_rows: int = key(128, "Rows of train_dataset_path it is calibrated on; drawn by seed.", low=1)
     expert_tokens: int = key(
         256, "Tokens each expert is calibrated on at least; others than routed ones fill up what is missing.", low=1
     )
