@@ -23,12 +23,12 @@ from erniekit.checkpoint.model_writer import copy_side_files
 from erniekit.checkpoint.writer import publish
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError
-from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import default_ids, same_tensors
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.quant_schemes import QuantRecipe
 from erniekit.quantize.file_parts import Parts, weight_from
+from erniekit.quantize.fp8_static import served
 from erniekit.quantize.layer_weights import LayerResult, LayerWeights, Method, is_quantised
 from erniekit.quantize.model_files import LAYOUT, layer_of, write_weights
 from erniekit.quantize.report import report_facts, write_report
@@ -188,7 +188,7 @@ class _Run:
                     fix="check the disk and the memory of this machine, then quantise again",
                 )
         with torch.no_grad():
-            probes.save(folder, probes.measure(streamed(written), self._probe(), _setting()))
+            probes.save(folder, probes.measure(served(written), self._probe(), _setting()))
 
     def _probe(self) -> probes.Probe:
         """The source's own tokens, else some of the first row."""

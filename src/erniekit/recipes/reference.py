@@ -101,7 +101,8 @@ def make_reference(
     other = build(built.plan, stage)
     for _, param in other.parameters():
         param.requires_grad_(False)
-    scales_of(cfg, other, data.first_batch())  # its products are rounded as the policy's were at first
+    if cfg.precision.compute_type == "fp8":  # its products are rounded as the policy's were at first
+        scales_of(cfg, other, data.first_batch())
     say("reference a second copy of the model, frozen")
     return Reference(other.engine, sum_over_cp, chunk, own=other)
 
