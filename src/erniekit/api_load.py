@@ -62,7 +62,9 @@ class Found:
 
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
         if kinds := sorted({f"{w.scheme.format}, {w.scheme.bits} bits" for w in self.weights.quantised.values()}):
-            say(f"weights  quantised ({'; '.join(kinds)}), dequantised as they are read")
+            static = any(w.scheme.static_inputs for w in self.weights.quantised.values())
+            how = "computed as an FP8 engine does" if static else "dequantised as they are read"
+            say(f"weights  quantised ({'; '.join(kinds)}), {how}")
         model = self.weights.build(dtype, device)
         if self.adapter is not None:
             attach(model, read_adapter(self.adapter, model))

@@ -2,7 +2,8 @@
 
 Used by model_folder.py. compressed-tensors' layouts (pack-quantized, int-quantized, float-quantized,
 mxfp4-pack-quantized; symmetric) and bitsandbytes' NF4. A weight is dequantised where it is read and is plain from there
-on: activations are not rounded as an engine that multiplies quantised numbers would.
+on: activations are not rounded as an engine that multiplies quantised numbers would; but those of static FP8 are
+(fp8_static.py).
 """
 
 from __future__ import annotations

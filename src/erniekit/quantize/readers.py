@@ -18,16 +18,19 @@ class FolderReader:
     note: str = ""
 
 
-OURS = FolderReader("erniekit", True, "weights are dequantised as they are read; activations stay in 16 bit")
-
-
 def readers(recipe: QuantRecipe, moe: bool) -> list[FolderReader]:
-    return [OURS, _transformers(recipe, moe), _vllm(recipe, moe)]
+    return [_ours(recipe), _transformers(recipe, moe), _vllm(recipe, moe)]
 
 
 def warnings(recipe: QuantRecipe, moe: bool) -> list[str]:
     """One line for each reader that refuses the folder."""
     return [f"{reader.name}: {reader.note}" for reader in readers(recipe, moe) if not reader.loads]
+
+
+def _ours(recipe: QuantRecipe) -> FolderReader:
+    if recipe.rest.static_inputs:
+        return FolderReader("erniekit", True, "computes as an FP8 engine does, with the stored scales")
+    return FolderReader("erniekit", True, "weights are dequantised as they are read; activations stay in 16 bit")
 
 
 def _transformers(recipe: QuantRecipe, moe: bool) -> FolderReader:
