@@ -18,6 +18,7 @@ from erniekit.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
+from erniekit.log import say
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
@@ -60,6 +61,10 @@ class Found:
     override_base: bool = False  # the adapter may have been trained on another base
 
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+        if kinds := sorted({f"{w.scheme.format}, {w.scheme.bits} bits" for w in self.weights.quantised.values()}):
+            static = any(w.scheme.static_inputs for w in self.weights.quantised.values())
+            how = "computed as an FP8 engine does" if static else "dequantised as they are read"
+            say(f"weights  quantised ({'; '.join(kinds)}), {how}")
         model = self.weights.build(dtype, device)
         if self.adapter is not None:
             attach(model, read_adapter(self.adapter, model))

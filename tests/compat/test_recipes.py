@@ -78,7 +78,6 @@ def test_recipes_that_need_a_later_version_are_refused_by_name(tmp_path):
             continue
         expected = {
             "vision-language training": values["stage"] == "VL-SFT",
-            "fp8 training": values.get("compute_type") == "fp8",
             "training on this kind of device": values.get("device", "gpu") != "gpu",
         }
         asked = {item.what for item in not_yet_supported(cfg) if item.stops}
@@ -87,14 +86,14 @@ def test_recipes_that_need_a_later_version_are_refused_by_name(tmp_path):
             refuse_later(cfg)
             trained.append(name)
             continue
-        assert asked & set(expected), name  # the rest comes with these: fp8's optimiser, frozen parts of vision models
+        assert asked & set(expected), name  # the rest comes with these: frozen parts of vision models
         with pytest.raises(LaterError) as e:
             refuse_later(cfg)
         assert all(what in e.value.what for what in asked)
     kinds = {tuple(name.split("/")[2:4]) for name in trained}
     assert kinds >= {(model, kind) for model in MODELS for kind in ("sft", "dpo")} | {("ERNIE-4.5-21B-A3B", "fc")}
-    for name in HERE:  # of these models only fp8 waits
-        assert command_of(name) != "train" or (name in trained) != ("fp8" in name), name
+    for name in HERE:
+        assert command_of(name) != "train" or name in trained, name
 
 
 def test_a_layout_alone_stops_no_recipe(tmp_path):
@@ -125,7 +124,7 @@ def test_shipped_recipes_hold_the_recorded_values(root, name, tmp_path):
     differ = {key for key in KEYS if ours[key] != theirs[key]}
     assert differ <= (LEFT_OUT_OF_SMALL if "0.3B" in name else LEFT_OUT)
     assert all(item.key in KEYS for item in ours.ignored)  # words of a layout, no key
-    assert all(not item.stops for item in not_yet_supported(ours)) or "fp8" in name
+    assert all(not item.stops for item in not_yet_supported(ours))
 
 
 def test_shipped_recipes_are_the_recorded_ones_and_say_once_where_they_differ(root):

@@ -21,8 +21,8 @@ import pytest
 
 from erniekit.checkpoint import manifest
 from erniekit.cli.train import train_command
-from erniekit.export.run import export_command
 from erniekit.launch import heartbeat
+from erniekit.recipes.run import export_command
 
 sys.path.insert(0, str(Path(__file__).parent))
 

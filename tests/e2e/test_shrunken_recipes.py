@@ -96,6 +96,7 @@ def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
 def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, list[str]]:
     """How many ranks, and what is typed after `erniekit train`."""
     cfg = load([str(path)])
+    kind = cfg.precision.compute_type
     pp, tp, sd = "pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree"
     degrees = smaller({name: 2 if cfg[name] < 1 else cfg[name] for name in (pp, tp, sd)}, most)
     micro = max(2, degrees[pp])
@@ -106,7 +107,8 @@ def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, li
         "warmup_steps": 1,
         "max_evaluate_steps": 2,
         "per_device_eval_batch_size": 1,
-        "compute_type": cfg.precision.compute_type if cfg.lora.packed_base else "fp32",  # the first is fp32 on a CPU
+        # Packed bases are fp32 on a CPU by themselves.
+        "compute_type": kind if cfg.lora.packed_base or kind == "fp8" else "fp32",
         "device": "cpu",
         "report_to": "none",
         "output_dir": output,
@@ -200,4 +202,5 @@ def test_the_list_holds_every_kind_of_recipe():
     assert {name for name in ALL if "pre-training" in name} == {
         name_of(path) for path in (ROOT / "examples/pre-training").rglob("*.yaml")
     }
+    assert {f"configs/ERNIE-4.5-300B-A47B/sft/run_sft_fp8_{length}" for length in ("8k", "32k")} <= ALL.keys()
     assert set(IN_EVERY_COMMIT) <= ALL.keys()

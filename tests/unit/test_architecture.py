@@ -22,6 +22,7 @@ ALLOWED = {
     "version": set(),
     "registry": {"errors"},
     "weight_kinds": {"registry"},
+    "quant_schemes": set(),
     "lora_scale": set(),
     "loss_table": set(),
     "model_contract": set(),
@@ -37,15 +38,16 @@ ALLOWED = {
     "losses": {"data", "kernels"},
     "optim": {"kernels", "devices"},
     "lora": {"models", "kernels", "checkpoint"},
-    "checkpoint": {"models", "parallel", "devices", "data"},
+    "checkpoint": {"models", "parallel", "devices", "data", "kernels"},
     "track": set(),
     "train": {"losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models"},
     "export": {"checkpoint", "models", "lora", "data", "config", "kernels", "result"},
+    "quantize": {"checkpoint", "models", "kernels", "data", "export", "track"},
     "api_load": {"checkpoint", "data", "export", "lora"},
     "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net"},
     "recipes": {
         "train", "losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models", "lora", "config",
-        "export", "serve", "demo", "api_load", "kernels", "result",
+        "export", "quantize", "serve", "demo", "api_load", "kernels", "result",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
@@ -59,8 +61,8 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "registry",
-    "version", "weight_kinds",
+    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "quant_schemes",
+    "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 

@@ -15,8 +15,11 @@ from safetensors import safe_open
 from torch import nn
 
 from erniekit import heartbeat
+from erniekit.checkpoint.fp8_static import install_scales
 from erniekit.checkpoint.manifest import MANIFEST, unreadable
 from erniekit.checkpoint.model_sizes import check_sizes
+from erniekit.checkpoint.quantised import KEY as QUANTISED
+from erniekit.checkpoint.quantised import QuantisedFiles, logical_files, stored_weights
 from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.slices import TensorFiles, fill_boxes
 from erniekit.errors import CheckpointError
@@ -51,7 +54,7 @@ class ModelFolder:
     """An opened model folder. Tensors are read lazily; at most one entry's tensors are in memory at a time.
 
     weights=False: a folder that need hold no more than config.json and a tokenizer, for a model from scratch.
-    changes: values that replace those of config.json.
+    changes: values that replace those of config.json. A quantised folder reads as the plain weights it stands for.
     """
 
     def __init__(self, path: Path, weights: bool = True, changes: Mapping[str, Any] | None = None) -> None:
@@ -62,7 +65,10 @@ class ModelFolder:
         if self.config_json.get("auto_map"):
             warn_once(f"{path / 'config.json'} names code of its own (auto_map): it is not run, erniekit's own is used")
         self.spec: ModelSpec = find(self.config_json, str(path / "config.json"))
-        self.files = tensor_files(path) if weights else {}
+        self._on_disk = tensor_files(path) if weights else {}
+        self.quantised = stored_weights(self.config_json, self._on_disk, path)  # by plain names; empty: nothing is
+        self.config_json.pop(QUANTISED, None)  # what is built, and written again, is plain
+        self.files = logical_files(self._on_disk, self.quantised)
         self.layout = self._layout()
         # Only the files can tell for a config that does not say; Paddle writes the head even when tied.
         has_head = "lm_head.weight" in self.files
@@ -87,10 +93,10 @@ class ModelFolder:
         return self.spec.names(self.config, self.layout)
 
     def _file_of(self, name: str) -> Any:
-        """The opened file that holds a tensor."""
-        if name not in self.files:
+        """The opened file that holds a tensor, by the name it has there."""
+        if name not in self._on_disk:
             raise CheckpointError(f"tensor {name!r} is missing", where=str(self.path), fix="re-download the model")
-        file = self.files[name]
+        file = self._on_disk[name]
         if file not in self._open:
             self._open[file] = _open_file(file)
         if name not in self._open[file].keys():  # noqa: SIM118 - a safetensors handle, not a dict
@@ -102,6 +108,14 @@ class ModelFolder:
         return self._open[file]
 
     def tensor(self, name: str) -> torch.Tensor:
+        if name in self.quantised:
+            return self.quantised[name].read(
+                self.stored_tensor, lambda part: tuple(self._file_of(part).get_slice(part).get_shape())
+            )
+        return self.stored_tensor(name)
+
+    def stored_tensor(self, name: str) -> torch.Tensor:
+        """By the name it has in the files."""
         tensor = self._file_of(name).get_tensor(name)
         heartbeat.beat()
         # Older Paddle builds stored bf16 bits as uint16.
@@ -120,7 +134,7 @@ class ModelFolder:
     def slices(self) -> TensorFiles:
         """The same files for reading parts of tensors (slices.py): nothing is mapped, headers are kept."""
         if self._slices is None:
-            self._slices = TensorFiles(self.files)
+            self._slices = QuantisedFiles(self._on_disk, self.quantised) if self.quantised else TensorFiles(self.files)
         return self._slices
 
     def check_names(self) -> None:
@@ -147,7 +161,8 @@ class ModelFolder:
         for entry in self.entries():
             if entry.copy_of:
                 continue
-            wanted = entry.write(torch.empty_like(state[entry.ours], device="meta"))
+            # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
+            wanted = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
             for name, tensor in zip(entry.theirs, wanted):
                 found = self.slices().shape(name)
                 if tuple(tensor.shape) != found:
@@ -166,7 +181,8 @@ class ModelFolder:
             return self.spec.build(self.config)
 
     def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
-        """The model with these weights: built without memory, then filled tensor by tensor."""
+        """The model with these weights: built without memory, then filled tensor by tensor. One in static FP8 computes
+        as an FP8 engine does."""
         self.check_names()
         model = self.meta()
         self.check_shapes(model)
@@ -177,6 +193,8 @@ class ModelFolder:
                 if not entry.copy_of:
                     state.pop(entry.ours).copy_(self.read(entry))
         assert not state, f"no weight-name entry fills {sorted(state)}"
+        if self.quantised:
+            install_scales(model, self)
         return model
 
 

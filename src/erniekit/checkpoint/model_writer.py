@@ -43,10 +43,15 @@ def write_model(
     write_json(folder / "config.json", spec.write_config(config, layout, DTYPE_NAMES[dtypes[0]]))
     if tokenizer_from is not None:
         copy_side_files(tokenizer_from, folder, SIDE_FILES + TOKENIZER_FILES)
+    write_generation_config(folder, config)
+    return files
+
+
+def write_generation_config(folder: Path, config: DecoderConfig) -> None:
+    """Where none was copied from the source."""
     if not (folder / "generation_config.json").exists():
         ids = {"bos_token_id": config.bos_id, "eos_token_id": config.eos_id, "pad_token_id": config.pad_id}
         write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-    return files
 
 
 def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:

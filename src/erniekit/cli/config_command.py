@@ -63,7 +63,7 @@ def _options(args: list[str]) -> tuple[list[str], bool, bool, str]:
     if "--for" in words:
         at = words.index("--for")
         command = words[at + 1] if at + 1 < len(words) else ""
-        if command not in ("train", "eval", "doctor", "export", "split", "chat", "server"):
+        if command not in ("train", "eval", "doctor", "export", "quantize", "split", "chat", "server"):
             raise ConfigError("--for needs a command", where="command line", fix="e.g. --for export")
         words = words[:at] + words[at + 2 :]
     if not words:

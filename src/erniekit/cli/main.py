@@ -109,7 +109,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "export": Command(
-        "erniekit.export.run:export_command",
+        "erniekit.recipes.run:export_command",
         "use",
         "merge LoRA adapters into the model and prove the result",
         (
@@ -117,6 +117,7 @@ COMMANDS: dict[str, Command] = {
             "erniekit export OUTPUT_DIR [--model_name_or_path BASE]             a run's, to OUTPUT_DIR/export",
             "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST   adapters from anywhere",
             "erniekit export OUTPUT_DIR format=gguf gguf_type=q8_0              for llama.cpp and Ollama",
+            "erniekit export OUTPUT_DIR quant=w4a16 --data my.jsonl             then quantised, to .../export-w4a16",
         ),
         (
             "model_name_or_path",
@@ -127,6 +128,31 @@ COMMANDS: dict[str, Command] = {
             "max_shard_size",
             "copy_tokenizer",
             "tokenizer_name",
+            "quant",
+        ),
+    ),
+    "quantize": Command(
+        "erniekit.recipes.quantize:quantize_command",
+        "use",
+        "round a finished model to 4 or 8 bits, calibrated on your rows, with a report of what it costs",
+        (
+            "erniekit quantize DIR quant=w4a16 output_dir=OUT --data my.jsonl   GPTQ on 128 rows of it",
+            "erniekit quantize DIR quant=fp8_dynamic output_dir=OUT             rounded to nearest, no rows needed",
+        ),
+        (
+            "model_name_or_path",
+            "output_dir",
+            "quant",
+            "quant_method",
+            "quant_group_size",
+            "train_dataset_path",
+            "calibration_rows",
+            "eval_dataset_path",
+            "max_seq_len",
+            "expert_tokens",
+            "compute_type",
+            "device",
+            "max_shard_size",
         ),
     ),
     "split": Command(
@@ -193,7 +219,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
-    "quantize": Command("", "later", "quantisation after training", ("`erniekit export` writes bf16 weights",)),
     "plan": Command("", "later", "the planner of memory and time", ("`erniekit doctor RECIPE` checks one device",)),
     "rehearse": Command(
         "", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it on one device",)

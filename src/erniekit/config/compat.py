@@ -62,6 +62,11 @@ class Compat:
     moments_round_to_nearest: bool = behaviour(
         "16-bit moments are rounded to the nearest value, which loses small changes.", "16-bit moments"
     )
+    # fp8
+    fp8_as_recorded: bool = behaviour(
+        "FP8 training rotates the inputs of its linears, and takes 488 for the highest number of e4m3, which is 448.",
+        "FP8 training",
+    )
     # adapters
     shared_lora_a: bool = behaviour("The parts of a fused linear share one A.", "LoRA on fused layers")
     # experts

@@ -28,6 +28,7 @@ _REASONS = {
         force_reshard_pp save_sharding_stage1_model_include_freeze_params reshard_save_then_exit""",
     "checkpoints are always whole and published by one rename": """
         save_tokenizer save_rng_states output_signal_dir ordered_save_group_size""",
+    "optimiser states are stored whole, in files of bounded size": "optim_shard_num",
     "another way to save behind training; unified_checkpoint_config: async_save does it": """
         use_async_save flash_device_save_steps enable_zero_cost_checkpoint zcc_workers_num
         zcc_pipeline_hooks_capacity_usage zcc_save_ema_coef zcc_ema_interval""",

@@ -69,7 +69,6 @@ SPREAD = (
 LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
     ("train", "eval", "doctor"): (
         _Row(("stage",), _one_of("VL-SFT", "OCR-VL-SFT"), "vision-language training", "SFT trains on text today"),
-        _Row(("compute_type",), _one_of("fp8"), "fp8 training", "use bf16"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
         _Row(
             ("device",),
@@ -88,7 +87,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             ("model_config",),
             _fp8,
             "fp8 training",
-            "put use_fp8_mlp: False there, and it computes in compute_type",
+            "put use_fp8_mlp: False there, and use_fp8: True for block-wise fp8 of all layers",
             word="use_fp8_mlp: True",
         ),
     ),

@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     kind.script_flags_choose_compute_type,
     kind.compute_type_decides_formats,
     kind.fp8_brings_its_optimiser,
+    kind.fp8_is_asked_for_once,
     kind.no_cuda_means_cpu,
     kind.train_command_trains,
     layout.degree_below_one_is_one,

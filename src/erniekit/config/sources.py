@@ -29,6 +29,7 @@ POSITIONAL = {
     "server": "model_name_or_path",
     "data": "train_dataset_path",
     "export": "output_dir",
+    "quantize": "model_name_or_path",
     "split": "output_dir",
 }
 

@@ -34,7 +34,7 @@ class ExportPlan:
 # All that export and split read. `lora` and `fine_tuning` say what the folder itself shows.
 READ = frozenset({
     "model_name_or_path", "download_hub", "output_dir", "lora_path", "override_base", "lora", "fine_tuning",
-    "save_format", "max_shard_size", "copy_tokenizer", "tokenizer_name", "merge_grid", "format", "gguf_type",
+    "save_format", "max_shard_size", "copy_tokenizer", "tokenizer_name", "merge_grid", "format", "gguf_type", "quant",
 })  # fmt: skip
 
 

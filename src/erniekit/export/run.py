@@ -1,6 +1,6 @@
 """`erniekit export`: a run's weights as one model folder for any program, LoRA merged, proven before it appears.
 
-Called by cli/main.py (export_command), the API (run_export) and the demo (export). Streams: one shard in memory.
+Called by recipes/run.py (run_export), recipes/quantize.py and the demo (export). Streams: one shard in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from erniekit.checkpoint.model_folder import SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
-from erniekit.config import RunConfig, load, need
+from erniekit.config import RunConfig, need
 from erniekit.errors import ConfigError
 from erniekit.export.gguf.chat import create_command
 from erniekit.export.gguf.proof import GgufProof, prove_gguf
@@ -37,11 +37,6 @@ from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.models.names import Entry
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
-
-
-def export_command(args: list[str]) -> int:
-    run_export(load(args, "export"))
-    return 0
 
 
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:

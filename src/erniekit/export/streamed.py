@@ -19,11 +19,14 @@ from erniekit.models.layers.head import LocalHead
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (our name, fp32 weight) -> the weight to use; in layers only
 # (our name, where its rows go, the first of them)
 Fill = Callable[[str, torch.Tensor, int], None]
+Ready = Callable[[nn.Module, str], None]  # (model, the prefix of a layer that is filled now)
 VOCABULARY = ("embed.weight", "head.weight")  # with a row for each token: never in memory as a whole
 _AT_ONCE = 16 << 20  # weights of the head that are multiplied in one go
 
 
-def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change | None = None) -> nn.Module:
+def streamed(
+    folder: ModelFolder, adapter: Adapter | None = None, change: Change | None = None, ready: Ready | None = None
+) -> nn.Module:
     """The folder's model, with the adapter if given. Layers come and go."""
     entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
 
@@ -33,10 +36,10 @@ def streamed(folder: ModelFolder, adapter: Adapter | None = None, change: Change
         else:
             slot.copy_(change(name, folder.read(entries[name]).float()))
 
-    return streamed_by(folder.meta(), fill, adapter)
+    return streamed_by(folder.meta(), fill, adapter, ready)
 
 
-def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None) -> nn.Module:
+def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, ready: Ready | None = None) -> nn.Module:
     """A model on the meta device, its weights from anywhere."""
     if adapter is not None:
         attach(model, adapter)
@@ -53,6 +56,8 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None) ->
             fill_those(lambda name: name.startswith(prefix))
             if adapter is not None:
                 load_adapter(model, adapter, under=prefix)
+            if ready is not None:
+                ready(model, prefix)
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(lambda *_: layer.to("meta") and None)

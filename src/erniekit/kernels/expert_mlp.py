@@ -53,12 +53,24 @@ def expert_mlp(
     weights None: one choice a token, which counts whole. order.row_of may be cut after the last row of an expert.
     Frozen tensors form no gradient.
     """
+    return expert_mlp_and_seen(x, order, weights, gate_up, down, of_gate, of_up, of_down)[0]
+
+
+def expert_mlp_and_seen(
+    x: torch.Tensor,
+    order: Order,
+    weights: torch.Tensor | None,
+    gate_up: Stored,
+    down: Stored,
+    *updates: Update | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and what the kinds of gate_up and down want to know of their rows: fp32 [2], or empty."""
     values: dict[str, Any] = {"x": x, **order._asdict(), "weights": weights, "gate_up": gate_up, "down": down}
-    for name, update in zip(("gate", "up", "down"), (of_gate, of_up, of_down)):
+    for name, update in zip(("gate", "up", "down"), updates, strict=True):
         values[f"{name}_a"], values[f"{name}_b"] = update[:2] if update else (None, None)
-    values["scales"] = [update.scale if update else 0.0 for update in (of_gate, of_up, of_down)]
+    values["scales"] = [update.scale if update else 0.0 for update in updates]
     out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(*ARGUMENTS.flat(values))
-    return out[0]
+    return out[0], out[-1]
 
 
 ARGUMENTS = OpArguments(
@@ -70,7 +82,7 @@ ARGUMENTS = OpArguments(
 GRADED = ("x", "weights", "gate_up", "down", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
-_LIBRARY.define(f"expert_mlp({ARGUMENTS.schema}) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"expert_mlp({ARGUMENTS.schema}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
     f"expert_mlp_backward(Tensor grad, {ARGUMENTS.schema}, Tensor middle, Tensor z, Tensor z_down, bool[] wanted) "
     "-> Tensor[]"
@@ -90,7 +102,6 @@ def _triton_steps() -> Any:
         outer = staticmethod(expert_products.outer)
         outer_of_halves = staticmethod(expert_products.outer_of_halves)
         add_low = staticmethod(expert_products.add_low)
-        weight_gradient = staticmethod(expert_reference.weight_gradient)
 
     return Steps
 
@@ -143,6 +154,15 @@ class _Op:
     def product(self, rows: Rows, weight: Stored) -> torch.Tensor:
         return kind_of(weight).grouped(rows, weight, self.ends, self.x.dtype)
 
+    def seen(self, rows: Rows, weight: Stored) -> torch.Tensor:
+        """Empty of rows in fp8: a kind that takes those has their scales."""
+        if not isinstance(rows, torch.Tensor):
+            return self.x.new_empty(0, dtype=torch.float32)
+        return kind_of(weight).seen(rows, self.ends)
+
+    def weight_gradient(self, grad: torch.Tensor, rows: torch.Tensor, weight: Stored) -> torch.Tensor:
+        return kind_of(weight).weight_gradient(grad, rows, weight, self.ends)
+
     def turned_product(self, rows: Rows, weight: Stored) -> torch.Tensor:
         return kind_of(weight).turned_grouped(rows, weight, self.ends, self.x.dtype)
 
@@ -153,18 +173,19 @@ def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
 
 
 def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
-    """y, and what backward wants: gate_up's rows, z of gate and up, z of down."""
+    """y, what backward wants (gate_up's rows, z of gate and up, z of down), and what the kinds want to know."""
     op = _Op(flat)
     steps, a, ends = op.steps, op.a, op.ends
     rows, z = op.taken(op.x, op.first, [(factor, 1.0) for factor in (a["gate_a"], a["up_a"]) if factor is not None])
-    middle = op.product(rows, op.first)
+    middle, seen = op.product(rows, op.first), [op.seen(rows, op.first)]
     del rows
     act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends)
     answers = op.product(act, op.last)
+    seen.append(op.seen(act, op.last))
     del act
     if a["down_b"] is not None:
         answers = steps.add_low(answers, [(z_down, a["down_b"].transpose(1, 2))], op.scales[2], ends)
-    return steps.sum_choices(answers, op.place_of, op.k, ends), middle, z, z_down
+    return steps.sum_choices(answers, op.place_of, op.k, ends), middle, z, z_down, torch.cat(seen)
 
 
 @shapes_of("erniekit::expert_mlp")
@@ -172,7 +193,9 @@ def _(*flat: Any) -> tuple[torch.Tensor, ...]:
     a = ARGUMENTS.named(flat)
     ranks = [0 if a[name] is None else a[name].shape[1] for name in ("gate_a", "up_a", "down_a")]
     x, rows, (both, _) = a["x"], a["row_of"].shape[0], kind_of(a["gate_up"]).shape(a["gate_up"])
-    return x.new_empty(x.shape), *(x.new_empty(rows, n) for n in (both, ranks[0] + ranks[1], ranks[2]))
+    kept = (x.new_empty(rows, n) for n in (both, ranks[0] + ranks[1], ranks[2]))
+    told = sum(kind_of(a[name]).seen(x).numel() for name in ("gate_up", "down"))
+    return x.new_empty(x.shape), *kept, x.new_empty(told, dtype=torch.float32)
 
 
 def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
@@ -198,7 +221,8 @@ def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
     if want["weights"]:
         out["weights"] = d_weights.view_as(a["weights"])
     if want["down"]:
-        out["down"] = steps.weight_gradient(rows, act, ends)
+        assert isinstance(rows, torch.Tensor), "what is trained is multiplied with rows as they are"
+        out["down"] = op.weight_gradient(rows, act, op.last)
         del rows
     if want["down_a"]:
         (out["down_a"],) = steps.outer(act, [(d_low, 1.0)], ends)
@@ -215,7 +239,7 @@ def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
         found = steps.outer(x, [each for _, each in asked], ends, op.row_of, op.k)
         out |= zip((name for name, _ in asked), found)
     if want["gate_up"]:
-        out["gate_up"] = steps.weight_gradient(d_middle, steps.take(x, op.row_of, op.k, ends, [])[0], ends)
+        out["gate_up"] = op.weight_gradient(d_middle, steps.take(x, op.row_of, op.k, ends, [])[0], op.first)
     if want["x"]:
         d_rows = op.turned_product(d_middle, op.first)
         tails = [(d_z[:, mine], a[f"{name}_a"]) for name, mine in halves if a[f"{name}_a"] is not None]
@@ -235,7 +259,7 @@ def _(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ARGUMENTS.save(ctx, inputs, *output[1:])
+    ARGUMENTS.save(ctx, inputs, *output[1:-1])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 

@@ -160,8 +160,3 @@ def take_fp8(
     rows8 = x8.view(torch.uint8).index_select(0, token).view(x8.dtype)  # torch has no such selection of fp8
     _, low = take(x, row_of, k, ends, lows, keep=False)
     return (rows8, scale.index_select(0, token)), low
-
-
-def weight_gradient(grad: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """grad [R, out], rows [R, in] -> [E, out, in]."""
-    return grouped_outer(grad, rows, ends)

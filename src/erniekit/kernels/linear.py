@@ -1,6 +1,7 @@
 """A linear over a weight of any stored kind. Called by models/layers/linear.py; with adapters it is lora_linear.py.
 
-A plain weight is torch's own linear. Any other is frozen: an op whose gradient goes to x alone, by the turned product.
+A plain weight is torch's own linear. Any other is an op whose gradient goes to x by the turned product, and to the
+weight where it is trained.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def linear(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) ->
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
 _LIBRARY.define(f"stored_linear(Tensor x, {arguments('weight')}, bool turned) -> Tensor")
+_LIBRARY.define(f"stored_weight_gradient(Tensor grad, Tensor x, {arguments('weight')}) -> Tensor")
 
 
 def _forward(
@@ -43,7 +45,13 @@ def _forward(
     return kind_of(weight).turned_product(x, weight) if turned else kind_of(weight).product(x, weight)
 
 
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    held = Stored(*weight)
+    return kind_of(held).weight_gradient(grad, x, held)
+
+
 _LIBRARY.impl("stored_linear", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("stored_weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 
 
 @shapes_of("erniekit::stored_linear")
@@ -53,14 +61,26 @@ def _(x: torch.Tensor, data: torch.Tensor, scale: Any, extra: Any, kind: str, tu
     return x.new_empty(x.shape[0], width if turned else out)
 
 
+@shapes_of("erniekit::stored_weight_gradient")
+def _(grad: torch.Tensor, x: torch.Tensor, data: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(data, dtype=grad.dtype)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, *tensors, ctx.kind, ctx.turned = inputs
-    ctx.save_for_backward(*tensors)
+    x, *tensors, ctx.kind, ctx.turned = inputs
+    ctx.save_for_backward(x if tensors[0].requires_grad else None, *tensors)
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    back = torch.ops.erniekit.stored_linear(grad.contiguous(), *ctx.saved_tensors, ctx.kind, not ctx.turned)
-    return back, None, None, None, None, None
+    x, *tensors = ctx.saved_tensors
+    of_x = of_data = None
+    grad = grad.contiguous()
+    if ctx.needs_input_grad[0]:
+        of_x = torch.ops.erniekit.stored_linear(grad, *tensors, ctx.kind, not ctx.turned)
+    if ctx.needs_input_grad[1]:
+        assert not ctx.turned
+        of_data = torch.ops.erniekit.stored_weight_gradient(grad, x, *tensors, ctx.kind)
+    return of_x, of_data, None, None, None, None
 
 
 torch.library.register_autograd("erniekit::stored_linear", _gradient, setup_context=_keep)

@@ -170,7 +170,7 @@ def _backward(
     if want_x:
         found.append(kind_of(weight).turned_product_plus(grad, weight, grad_low, A))
     if want_weight:
-        found.append(grad.t().mm(x))
+        found.append(kind_of(weight).weight_gradient(grad, x, weight))
     if want_bias:
         found.append(grad.sum(0))
     if want_A:

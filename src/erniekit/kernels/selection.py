@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from erniekit.kernels import cudnn_packed, flash4, quack_gemm
+from erniekit.kernels import cudnn_packed, flash4, fp8_cards, quack_gemm
 from erniekit.kernels.available import why_no_triton
 
 ALIGNED = 8  # widths of 16-bit numbers that tensor cores' kernels load are multiples of this
@@ -63,6 +63,16 @@ class GateUpFacts:
 class ProductFacts:
     device: torch.device
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Fp8Facts:
+    """Of a product with static scales."""
+
+    device: torch.device
+    width: int
+    rows: int  # of the weight, of one expert
+    experts: bool = False
 
 
 def _none(facts: Any) -> None:
@@ -120,6 +130,14 @@ def _no_grouped(f: ProductFacts) -> str | None:
     return None if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no grouped_mm"
 
 
+def _no_fp8(f: Fp8Facts) -> str | None:
+    if problem := _no_card(f.device) or fp8_cards.why_not(f.device, f.experts):
+        return problem
+    if f.width % fp8_cards.ALIGNED or f.rows % fp8_cards.ALIGNED:
+        return f"widths {f.width} and {f.rows} are no multiples of {fp8_cards.ALIGNED}"
+    return None
+
+
 def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
     def why_not(f: ProductFacts) -> str | None:
         return _no_grouped(f) or quack_gemm.why_not(what, f.device)
@@ -158,6 +176,8 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("torch", _no_grouped),
         Implementation("loop", _none),
     ),
+    # Emulated: fp8 values multiplied in fp32, rounded once.
+    "fp8 products": (Implementation("tensor cores", _no_fp8), Implementation("emulated", _none)),
     "head": (Implementation("quack", _no_quack("head")), Implementation("torch", _none)),
 }
 

@@ -112,6 +112,7 @@ class LoRALinear(LoRALayer):
             # Also without adapters: a reference then differs from a policy by the adapters alone, not by rounding.
             given = self.base.stored(), self.base.added_bias, self.row_updates() if self.active else []
             if in_one_op(x, *given):
+                self.base.observe(x)
                 return lora_linear(x, *given)
         y: torch.Tensor = self.base(x)
         if not self.active:

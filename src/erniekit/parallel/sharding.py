@@ -173,6 +173,13 @@ class Sharding:
     def expert_share(self, name: str, place: int) -> Range:
         return share(self.expert_count(name), self.layout.expert_ranks, place)
 
+    def experts_held(self, name: str, rank: int) -> Range:
+        """Which experts' rows a rank has of a weight, whole or cut inside; any other weight is one expert's."""
+        if not self.is_expert(name):
+            return 0, 1
+        by_tp = self.layout.experts_over == "tp"
+        return self.expert_share(name, self.layout.coords(rank)["tp"] if by_tp else self.layout.expert_place(rank)[0])
+
     @property
     def cuts_inside_experts(self) -> bool:
         return self.layout.tp > 1 and self.layout.experts_over in ("none", "data")

@@ -17,7 +17,7 @@ from erniekit.lora.inject import inject
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import adapters, expert_layers, expert_settings, weights
+from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
@@ -49,6 +49,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
         if left:
             widths = f"{cfg.lora.frozen_base} does not take their widths"
             say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
+    fp8_training.install(cfg, model, sharding)
     rank, seed = world.rank, cfg.train.seed
     if cfg.model.continue_training:
         base = weights.from_folder(folder, sharding, rank)

@@ -34,6 +34,7 @@ from erniekit.recipes import run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.fp8_training import scales_of
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import make_optimizer
 from erniekit.recipes.output_folder import take_output
@@ -330,6 +331,7 @@ def doctor_command(args: list[str]) -> int:
     data = stage.open_data(plan, tokenizer, output)
     run_summary.show_data(data)
     built = build(plan, stage)
+    scales_of(cfg, built, data.first_batch())
     run_summary.show_coverage(built)
     prepare, optimizer = stage.before_step(cfg, built, data), make_optimizer(cfg, built)
     run_summary.show_kernels(kernel_table(built, optimizer.fused is not None))

@@ -12,10 +12,11 @@ import torch
 
 from erniekit.errors import ConfigError
 from erniekit.kernels import quack_gemm
-from erniekit.kernels.selection import AttentionFacts, Choice, ExpertFacts, ProductFacts, select
+from erniekit.kernels.selection import AttentionFacts, Choice, ExpertFacts, Fp8Facts, ProductFacts, select
 from erniekit.model_contract import bare
 from erniekit.models.layers.attention import InnerAttention
 from erniekit.models.layers.experts import Experts
+from erniekit.models.layers.linear import Linear
 from erniekit.models.layers.mlp import MLP
 from erniekit.recipes.built import Built
 
@@ -44,6 +45,11 @@ def _layers(built: Built) -> Iterator[Choice]:
     if experts is not None:
         yield select("experts", _expert_facts(experts, device, dtype))
         yield select("grouped products", ProductFacts(device, dtype))
+    rounded = [m for m in modules if isinstance(m, Linear) and m.rounding is not None]
+    if rounded and built.plan.config.precision.compute_type == "fp8":
+        yield select("fp8 products", Fp8Facts(device, rounded[0].in_features, rounded[0].out_features))
+    elif rounded:
+        yield Choice("fp8 products", "multiplied out", "use_fp8: no block-wise kernel, the numbers are the same")
     if parts[-1].last:
         wide = config.vocab_size >= quack_gemm.WIDE
         found = select("head", ProductFacts(device, dtype))

@@ -34,6 +34,7 @@ from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
+from erniekit.recipes.fp8_training import scales_of
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -100,6 +101,8 @@ def make_reference(
     other = build(built.plan, stage)
     for _, param in other.parameters():
         param.requires_grad_(False)
+    if cfg.precision.compute_type == "fp8":  # its products are rounded as the policy's were at first
+        scales_of(cfg, other, data.first_batch())
     say("reference a second copy of the model, frozen")
     return Reference(other.engine, sum_over_cp, chunk, own=other)
 

@@ -1,9 +1,9 @@
-"""`erniekit train` and `erniekit eval`: config in, stage picked, result out. Called by cli/ and api.py."""
+"""`erniekit train`, `eval` and `export`: config in, stage picked, result out. Called by cli/ and api.py."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
@@ -13,6 +13,11 @@ from erniekit.result import RunResult
 
 def eval_command(args: list[str]) -> int:
     run_eval(load(args, "eval"))
+    return 0
+
+
+def export_command(args: list[str]) -> int:
+    run_export(load(args, "export"))
     return 0
 
 
@@ -46,11 +51,33 @@ def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     return evaluate_run(cfg)
 
 
+def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
+    """quant: what is exported is then quantised. What was trained in FP8 is exported so."""
+    if cfg.quantize.quant in (None, "fp8_static"):
+        from erniekit.recipes.fp8_export import export_fp8, trained_in_fp8
+
+        if trained_in_fp8(cfg):
+            return export_fp8(cfg)
+    if cfg.quantize.quant:
+        from erniekit.recipes.quantize import export_quantised
+
+        return export_quantised(cfg)
+    from erniekit.export import run as export
+
+    return export.run_export(cfg)
+
+
 def run(command: str, *args: Any, **keys: Any) -> RunResult:
     """What a notebook calls: run("train", "recipe.yaml", max_steps=3)."""
-    from erniekit.export.run import run_export
     from erniekit.export.split import run_split
+    from erniekit.recipes.quantize import run_quantize
 
     words = [str(a) for a in args] + [f"{k}={v}" for k, v in keys.items()]
-    table = {"train": run_train, "eval": run_eval, "export": run_export, "split": run_split}
+    table: dict[str, Callable[..., RunResult]] = {
+        "train": run_train,
+        "eval": run_eval,
+        "export": run_export,
+        "quantize": run_quantize,
+        "split": run_split,
+    }
     return table[command](load(words, command), ["erniekit", command, *words])

@@ -43,7 +43,11 @@ class DevicePlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.config.precision.compute_type]
+        """Of what is not quantised."""
+        precision = self.config.precision
+        if precision.compute_type == "fp8":
+            return torch.bfloat16 if precision.bf16 else torch.float32
+        return DTYPES[precision.compute_type]
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,10 @@ def open_device(cfg: RunConfig) -> DevicePlan:
         say(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
+    if not device.fast_bf16 and cfg.precision.compute_type == "fp8" and not cfg.given("bf16"):
+        note = Note("bf16", True, False, f"bf16 is slow on {device.name}: what is not fp8 is fp32")
+        say(f"note     {note}")
+        cfg = cfg.derive(replace(note, quiet=True))
     device.reset_peak()
     if cfg.train.deterministic:
         device.same_bits()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,7 @@ from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import leave
-from erniekit.recipes import doctor, expert_layers, finish, resume, run_summary, same_run
+from erniekit.recipes import doctor, expert_layers, finish, fp8_training, resume, run_summary, same_run
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
@@ -40,6 +40,8 @@ from erniekit.train.best import KeepBest
 from erniekit.train.drift import ReplicaDrift, replicated
 from erniekit.train.eval_hook import BestRule, EvalHook
 from erniekit.train.evaluate import GoOn
+from erniekit.train.expert_balance import ExpertBalance
+from erniekit.train.fp8_scales import StaticScales
 from erniekit.train.guard import FiniteGuard, Signals
 from erniekit.train.hooks import CollectGarbage, Hook
 from erniekit.train.metrics import LogHook
@@ -89,12 +91,13 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         optimizer = make_optimizer(cfg, built)
         kernels = kernel_table(built, optimizer.fused is not None)
         first = data.first_batch()
+        scales = fp8_training.scales_of(cfg, built, first)
         coverage = run_summary.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
         if cfg.train.doctor == "on":
             doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
-        saver = saver_for(cfg, manager, built, optimizer, first, disks, launch)
+        saver = saver_for(cfg, manager, built, optimizer, first, disks, launch, scales)
         state = resume.restore(cfg, saver, point, data, promise)
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
@@ -164,6 +167,7 @@ def saver_for(
     first: Batch,
     disks: resume.Disks,
     launch: str = "",
+    scales: StaticScales | None = None,
 ) -> Saver:
     words = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
@@ -182,8 +186,10 @@ def saver_for(
         with_masters="remove_master_weight" not in words,
         rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
         copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
-        frozen_base=cfg.lora.frozen_base if cfg.lora.packed_base else "",
+        frozen_base="fp8 QAT" if scales is not None else cfg.lora.frozen_base if cfg.lora.packed_base else "",
         launch=launch,
+        scales=scales,
+        clear_scales=cfg.quant.fp8_force_clear_state,
     )
 
 
@@ -211,13 +217,13 @@ def hooks_for(
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
         further=data.mtp_tokens,
-        also=loads.metrics if loads is not None else None,
+        also=told_by(loads, saver.scales if cfg.quant.enable_fp8_quantize_analysis else None),
         perplexity=stage.perplexity,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
         live_reference=isinstance(prepare, Reference) and not prepare.kept,
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
-    first: list[Hook] = [loads] if loads is not None else []
+    first: list[Hook] = [hook for hook in (loads, saver.scales) if hook is not None]
     watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, saver)]
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes_between_saves(cfg))
     if not data.evaluation:
@@ -233,6 +239,11 @@ def hooks_for(
     rule = best_rule(cfg)
     evaluate = EvalHook(run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world)
     return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
+
+
+def told_by(*hooks: ExpertBalance | StaticScales | None) -> Callable[[], dict[str, float]]:
+    """What these add to every record."""
+    return lambda: {name: value for hook in hooks if hook is not None for name, value in hook.metrics().items()}
 
 
 def watchers(cfg: RunConfig, built: Built, saver: Saver) -> list[Hook]:

@@ -22,6 +22,7 @@ from erniekit.log import warn
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.rounding import share_rounding
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
@@ -113,6 +114,7 @@ def with_adapter(base: nn.Module, found: Found) -> nn.Module:
     assert found.adapter is not None
     tree = found.weights.meta()
     tree.load_state_dict(base.state_dict(), assign=True)
+    share_rounding(base, tree)
     attach(tree, read_adapter(found.adapter, tree))
     found.check(tree.eval())
     return tree

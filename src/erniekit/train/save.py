@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from erniekit.checkpoint import fp8_file
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.collective import CollectiveSaves
@@ -29,6 +30,7 @@ from erniekit.parallel.engine import Engine
 from erniekit.parallel.sharding import Sharding
 from erniekit.track import Trackers
 from erniekit.train.agreement import agree_on_stop, agree_on_stop_or_save
+from erniekit.train.fp8_scales import StaticScales
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -58,6 +60,8 @@ class Saver:
         copy_to: Sequence[int] = (),
         frozen_base: str = "",
         launch: str = "",
+        scales: StaticScales | None = None,
+        clear_scales: bool = False,
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
@@ -66,8 +70,9 @@ class Saver:
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
         frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
         launch: goes into every manifest, so that a restart of that launch knows what it saved.
+        scales: of FP8 training; clear_scales: a resume keeps the new ones.
         """
-        self.launch = launch
+        self.launch, self.scales, self.clear_scales = launch, scales, clear_scales
         self.frozen_base = frozen_base
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
@@ -101,6 +106,7 @@ class Saver:
         probe = probes.measure(self.engine.logits, self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device), "optimizer": self.optimizer.numbers()}
         frozen = TrainState(**vars(state))
+        scales = self.scales.saved() if self.scales is not None else None
 
         def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
             self.write_weights(folder, _FiniteWeights(whole["weights"], frozen.step))
@@ -108,6 +114,8 @@ class Saver:
                 write_shards(folder, "optimizer", compressed(whole["optimizer"].items(), self.compress))
             if len(whole.get("master_weights", ())):
                 write_shards(folder, "master_weights", whole["master_weights"].items())
+            if scales is not None:
+                fp8_file.save(folder, scales)
             if probe:
                 probes.save(folder, probe)
             states.save(folder, frozen, extra)
@@ -125,14 +133,16 @@ class Saver:
         state, raw = states.load(folder)
         self.read_weights(folder)
         self.optimizer.refresh_masters()
+        if self.scales is not None:
+            self.scales.restore(folder, keep_inputs=self.clear_scales)
         if self.with_optimizer and state.updates:
             self._restore_optimizer(folder, state.updates)
             self.optimizer.load_numbers(raw["optimizer"])
         if restore_random:
             states.restore_random(raw["random"], self.device)
         saved = probes.load(folder)
-        if saved is None:
-            return state, None
+        if saved is None or (self.scales is not None and self.clear_scales):
+            return state, None  # with other scales it answers otherwise
         return state, probes.check(self.engine.logits, saved, folder.name, self.setting, self.engine.dtype)
 
     def _restore_optimizer(self, folder: Path, updates: int) -> None:

@@ -15,7 +15,6 @@ from erniekit.errors import ConfigError, LaterError
     [
         "stage=VL-SFT",
         "stage=OCR-VL-SFT",
-        "compute_type=fp8",
         "compute_type=fp16",
         "moe_group_experts=1",
         "moe_dropout_prob=0.1",

@@ -69,11 +69,42 @@ def test_bf16_and_fp16_together_are_refused():
 
 def test_fp8_implies_its_keys_and_says_each():
     cfg = load(["compute_type=fp8"])
-    assert cfg.optim.optim == "adamw_custom"
     assert cfg.quant.weight_quantize_algo == "fp8linear"
-    assert cfg.checkpoint.unified_checkpoint_config == ("ignore_merge_optimizer",)
-    for key in ("optim", "use_lowprecision_moment", "tensorwise_offload_optimizer", "optim_shard_num"):
-        assert note(cfg, key).reason == "compute_type is fp8"
+    assert cfg.optim.use_lowprecision_moment
+    assert cfg.memory.tensorwise_offload_optimizer
+    assert not cfg.quant.apply_hadamard
+    for key in ("apply_hadamard", "use_lowprecision_moment", "tensorwise_offload_optimizer"):
+        assert note(cfg, key).reason.startswith("compute_type is fp8")
+        assert not note(cfg, key).quiet
+
+
+def test_what_fp8_implies_can_be_overruled():
+    words = ["use_lowprecision_moment=False", "tensorwise_offload_optimizer=False", "apply_hadamard=True"]
+    cfg = load(["compute_type=fp8", *words])
+    assert not cfg.optim.use_lowprecision_moment
+    assert not cfg.memory.tensorwise_offload_optimizer
+    assert cfg.quant.apply_hadamard
+    assert load(["compute_type=fp8", "optim=adamw_custom"]).optim.optim == "adamw"
+    assert load(["compute_type=fp8", "compat=erniekit"]).quant.apply_hadamard
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["compute_type=fp8", "use_fp8=True"], "static scales"),
+        (["compute_type=fp8", "fine_tuning=LoRA", "frozen_base=fp8"], "both say how the base multiplies"),
+        (["use_fp8=True", "fine_tuning=LoRA", "frozen_base=fp8"], "both say how the base multiplies"),
+        (["compute_type=fp8", "hadamard_block_size=48"], "no power of two"),
+        (
+            ["compute_type=fp8", "stage=DPO", "fine_tuning=Full", "ref_model_update_steps=5"],
+            "a reference that becomes the policy",
+        ),
+    ],
+)
+def test_what_fp8_cannot_do_is_refused(words, what):
+    with pytest.raises(ConfigError, match=what) as e:
+        load(words)
+    assert e.value.fix
 
 
 def test_batch_size_of_the_file_overrides_per_device_and_says_so(full):

@@ -18,7 +18,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.errors import CheckpointError, ConfigError
-from erniekit.export.run import export, export_command
+from erniekit.export.run import export
 from erniekit.lora.adapter import adapter_of, attach
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.frozen_base import on_grid
@@ -26,6 +26,7 @@ from erniekit.lora.inject import inject
 from erniekit.lora.merge import merged_in_fp32, row_updates
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.init import init_weights
+from erniekit.recipes.run import export_command
 
 IDS = torch.arange(3, 27)[None]
 
@@ -186,6 +187,7 @@ PEAK = """
 import sys, threading
 from pathlib import Path
 from erniekit.export.run import export
+from erniekit.recipes.run import export_command
 
 def owned():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

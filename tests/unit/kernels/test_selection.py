@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from erniekit.kernels import flash4, grouped_gemm, quack_gemm, selection
+from erniekit.kernels import flash4, fp8_cards, grouped_gemm, quack_gemm, selection
 from erniekit.kernels.expert_mlp import in_triton
 from erniekit.kernels.selection import (
     OPERATIONS,
     AttentionFacts,
     ExpertFacts,
+    Fp8Facts,
     GateUpFacts,
     ProductFacts,
     chosen,
@@ -35,6 +36,7 @@ def nothing_forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A Hopper card with every library, as far as choices go."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(fp8_cards, "why_not", lambda *facts: None)
     monkeypatch.setattr(flash4, "why_not", lambda *facts: None)
     monkeypatch.setattr(quack_gemm, "why_not", lambda *facts: None)
     return monkeypatch
@@ -45,6 +47,7 @@ def everything(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dic
     facts = {
         "attention": attention, "packed attention": attention, "feed-forward": GateUpFacts(device, 1024, 6144, True),
         "experts": ExpertFacts(device, dtype, 2560, 1536, (32,)), "grouped products": product, "head": product,
+        "fp8 products": Fp8Facts(device, 2560, 1536),
     }  # fmt: skip
     return {operation: chosen(operation, facts[operation]) for operation in OPERATIONS}
 

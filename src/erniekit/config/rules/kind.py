@@ -77,18 +77,53 @@ def compute_type_decides_formats(run: View) -> Iterator[Note]:
 
 
 def fp8_brings_its_optimiser(run: View) -> Iterator[Note]:
+    """What ERNIEKit's fp8 sets silently; here it is said, and what the user gave counts."""
     if run["compute_type"] != "fp8":
         return
     implied = {
-        "apply_hadamard": True,
-        "optim": "adamw_custom",
-        "use_lowprecision_moment": True,
-        "tensorwise_offload_optimizer": True,
-        "optim_shard_num": 8,
-        "unified_checkpoint_config": ("ignore_merge_optimizer",),
+        "use_lowprecision_moment": (True, "compute_type is fp8: moments in bf16"),
+        "tensorwise_offload_optimizer": (True, "compute_type is fp8: fp32 weights and moments in host memory"),
     }
-    for name, value in implied.items():
-        yield from run.set(name, value, "compute_type is fp8")
+    if run.compat.fp8_as_recorded:
+        implied["apply_hadamard"] = (True, "compute_type is fp8, compat is erniekit")
+    elif not run.given("apply_hadamard"):
+        reason = "compute_type is fp8: ERNIEKit rotates; e4m3 gains little by it, and few servers can"
+        yield from run.remark("apply_hadamard", reason)
+    for name, (value, reason) in implied.items():
+        if not run.given(name):
+            yield from run.set(name, value, reason)
+    if run["optim"] == "adamw_custom":
+        yield from run.set("optim", "adamw", "adamw keeps fp32 weights and bf16 moments in host memory itself")
+
+
+def fp8_is_asked_for_once(run: View) -> Iterator[Note]:
+    """One way of rounding products a run."""
+    static, blocks = run["compute_type"] == "fp8", run["use_fp8"]
+    if static and blocks:
+        raise ConfigError(
+            "compute_type: fp8 rounds with static scales, use_fp8 with block-wise ones",
+            where=f"{run.origin('compute_type')} and {run.origin('use_fp8')}",
+            fix="compute_type: fp8 for weights that are served in FP8; use_fp8 with compute_type: bf16 to pre-train",
+        )
+    if (static or blocks) and run["fine_tuning"] == "LoRA" and run["frozen_base"] != "bf16":
+        raise ConfigError(
+            f"{'compute_type: fp8' if static else 'use_fp8'} and frozen_base: {run['frozen_base']} both say how the "
+            "base multiplies",
+            where=f"{run.origin('compute_type' if static else 'use_fp8')} and {run.origin('frozen_base')}",
+            fix="frozen_base: bf16, or compute_type: bf16 for a faster base whose scales are not trained for",
+        )
+    if static and run["stage"] == "DPO" and run["fine_tuning"] == "Full" and (run["ref_model_update_steps"] or 0) > 0:
+        raise ConfigError(
+            "a reference that becomes the policy would need its scales, which is not in this version",
+            where=f"{run.origin('compute_type')} and {run.origin('ref_model_update_steps')}",
+            fix="leave ref_model_update_steps out, or compute_type: bf16",
+        )
+    block = run["hadamard_block_size"]
+    if block & (block - 1):
+        raise ConfigError(
+            f"hadamard_block_size is {block}, no power of two", where=run.origin("hadamard_block_size"), fix="use 32"
+        )
+    yield from ()
 
 
 def no_cuda_means_cpu(run: View) -> Iterator[Note]:

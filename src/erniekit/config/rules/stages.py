@@ -38,6 +38,8 @@ def adapters_go_where_the_command_takes_them(run: View) -> tuple[Note, ...]:
         fix = f"{_MERGE}, and train DEST; or fine_tuning: LoRA"
     elif command == "split":
         what, fix = "split cuts a model's weights and merges no adapters", _MERGE
+    elif command == "quantize":
+        what, fix = "quantize takes a whole model and merges no adapters", f"{_MERGE}, and quantize DEST"
     elif command == "export" and not run.given("output_dir"):
         what, fix = "output_dir does not say where base + lora_path goes", _MERGE
     elif len(set(adapters)) < len(adapters):

@@ -15,6 +15,7 @@ from erniekit.config.sections.optim import OptimSection
 from erniekit.config.sections.parallel import ParallelSection
 from erniekit.config.sections.precision import PrecisionSection
 from erniekit.config.sections.quant import QuantSection
+from erniekit.config.sections.quantize import QuantizeSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
@@ -31,6 +32,7 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointSection,
     "tracking": TrackingSection,
     "export": ExportSection,
+    "quantize": QuantizeSection,
     "serve": ServeSection,
     "parallel": ParallelSection,
     "launch": LaunchSection,

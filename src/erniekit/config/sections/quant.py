@@ -1,12 +1,10 @@
-"""Training on quantised numbers. Declared for the recipes that carry it; not_yet_supported.py refuses it by name."""
+"""Training on quantised numbers: fp8 (docs/fp8-qat.md). Read by recipes/fp8_training.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-
-_FP8 = "fp8 training"
 
 
 @dataclass(frozen=True)
@@ -16,14 +14,34 @@ class QuantSection:
         "frozen_base, in the script form; set from compute_type.",
         choices=("weight_only_mix", "weight_only_int8", "weight_only_int4", "nf4", "fp8linear"),
     )
-    apply_hadamard: bool = key(True, "Rotate activations before quantising.", fixed=True, later=_FP8)
-    hadamard_block_size: int = key(32, "Size of the rotation.", low=1, fixed=True, later=_FP8)
-    quant_input_grad: bool = key(False, "Quantise gradients of inputs.", fixed=True, later=_FP8)
-    quant_weight_grad: bool = key(False, "Quantise gradients of weights.", fixed=True, later=_FP8)
-    apply_online_actscale_step: int = key(200, "Steps before scales are frozen.", low=0, fixed=True, later=_FP8)
-    actscale_moving_rate: float = key(0.01, "How fast scales move.", low=0, high=1, fixed=True, later=_FP8)
-    fp8_format_type: str = key("hybrid", "Formats.", choices=("hybrid", "e4m3"), fixed=True, later=_FP8)
-    use_fp8: bool = key(False, "fp8 of the pre-training path.", fixed=True, later=_FP8)
-    fp8_force_clear_state: bool = key(False, "Drop saved scales.", later=_FP8)
-    enable_fp8_quantize_analysis: bool = key(False, "Log quantisation errors.", later=_FP8)
-    optim_shard_num: int = key(1, "Files per optimiser state.", low=1, later=_FP8)
+    apply_hadamard: bool = key(
+        False,
+        "compute_type fp8: rotate the inputs and weights of linears in blocks before they are rounded, never those of "
+        "experts. Only servers that rotate, too, can use the exported weights.",
+        fixed=True,
+    )
+    hadamard_block_size: int = key(32, "Columns that are rotated together; a power of two.", low=2, fixed=True)
+    quant_input_grad: bool = key(False, "compute_type fp8: round gradients on their way to inputs, too.", fixed=True)
+    quant_weight_grad: bool = key(
+        False, "compute_type fp8: round gradients, and inputs, of which weights' gradients are made.", fixed=True
+    )
+    apply_online_actscale_step: int = key(
+        200, "Steps after which scales of activations no longer follow each step, but their mean.", low=0, fixed=True
+    )
+    actscale_moving_rate: float = key(0.01, "Share of that mean that each further step is.", low=0, high=1, fixed=True)
+    fp8_format_type: str = key(
+        "hybrid",
+        "Formats: hybrid has e5m2 for gradients that are rounded; weights and activations are e4m3.",
+        choices=("hybrid", "e4m3"),
+        fixed=True,
+    )
+    use_fp8: bool = key(
+        False,
+        "Products of layers in block-wise fp8 (1 x 128 of activations, 128 x 128 of weights); for pre-training. "
+        "Experimental: the numbers of fp8 at the speed of compute_type.",
+        fixed=True,
+    )
+    fp8_force_clear_state: bool = key(False, "Take new scales of activations when resuming.")
+    enable_fp8_quantize_analysis: bool = key(
+        False, "Log how many layers clipped inputs (fp8_clipped), and how far the worst was over its scale (fp8_worst)."
+    )

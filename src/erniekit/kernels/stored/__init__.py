@@ -23,4 +23,9 @@ def kind_named(name: str) -> WeightKind:
     return _LOADED[name]
 
 
-__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "kind_named", "kind_of"]
+def add_kind(kind: WeightKind) -> str:
+    """A kind that has settings is made by who knows them; its name, by which weights refer to it, tells them all."""
+    return _LOADED.setdefault(kind.name, kind).name
+
+
+__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "add_kind", "kind_named", "kind_of"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.grouped_gemm import grouped_product
+from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product
 from erniekit.kernels.quantised_rows import Rows
 from erniekit.weight_kinds import PLAIN
 
@@ -107,6 +107,16 @@ class WeightKind:
         """rows [R, out] -> [R, in]."""
         assert isinstance(rows, torch.Tensor)
         return grouped_product(rows, self.unpack(weight, dtype), ends)
+
+    def weight_gradient(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: Stored, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of a weight that is trained: grad [R, out], x [R, in] -> [out, in]; with ends, by expert, [E, out, in]."""
+        return grad.t().mm(x) if ends is None else grouped_outer(grad, x, ends)
+
+    def seen(self, rows: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """What the kind wants to know of the rows of a product, fp32 [1]; empty: nothing."""
+        return rows.new_empty(0, dtype=torch.float32)
 
     def turned_factor(self, weight: Stored) -> torch.Tensor | None:
         """What the columns of rows are multiplied by before they are rounded for a turned product, fp32 [.., out];

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from erniekit.kernels import fp8_product
+from erniekit.kernels import fp8_cards, fp8_product
 from erniekit.kernels.quantised_rows import (
     HIGHEST,
     LEAST,
@@ -45,10 +45,10 @@ class MultipliedInFp8(WeightKind):
         return weight.scale
 
     def why_not(self, device: torch.device, experts: bool) -> str | None:
-        return fp8_product.why_not(device, experts)
+        return fp8_cards.why_not(device, experts)
 
     def fits(self, out: int, width: int) -> bool:
-        return out % fp8_product.ALIGNED == 0 and width % fp8_product.ALIGNED == 0
+        return out % fp8_cards.ALIGNED == 0 and width % fp8_cards.ALIGNED == 0
 
     def product(self, x: torch.Tensor, weight: Stored) -> torch.Tensor:
         return fp8_product.product(*quantised(x), self.image(weight), self.row_scale(weight), x.dtype)

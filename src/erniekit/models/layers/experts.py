@@ -5,12 +5,15 @@ Held by models/layers/moe.py; LoRA wraps ExpertLinear as it wraps a linear. E ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from erniekit.kernels.expert_mlp import Update, expert_mlp
-from erniekit.kernels.moe_permute import Order
+from erniekit.kernels.expert_mlp import Update, expert_mlp, expert_mlp_and_seen
+from erniekit.kernels.moe_permute import Order, combine, gather, weights_of_rows
 from erniekit.kernels.stored import Stored
+from erniekit.model_contract import bare
 from erniekit.models.layers.linear import HoldsWeight
 
 
@@ -22,6 +25,7 @@ class ExpertLinear(HoldsWeight):
 
     def __init__(self, experts: int, in_features: int, parts: tuple[tuple[str, int], ...]) -> None:
         super().__init__()
+        self.rounding = None
         self.experts, self.in_features, self.parts = experts, in_features, parts
         self.weight = nn.Parameter(torch.empty(experts * self.out_features, in_features))
 
@@ -50,4 +54,25 @@ class Experts(nn.Module):
         choice a token, whole."""
         updates = {**self.gate_up.updates(), **self.down.updates()}
         three = [updates.get(part) for part, _ in (*self.gate_up.parts, *self.down.parts)]
-        return expert_mlp(x_TH, order, weights, self.gate_up.matrices(), self.down.matrices(), *three)
+        given: tuple[Any, ...] = (self.gate_up.matrices(), self.down.matrices(), *three)
+        if bare(self.gate_up).rounding is None:
+            return expert_mlp(x_TH, order, weights, *given)
+        return self._rounded(x_TH, order, weights, given)
+
+    def _rounded(
+        self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor | None, given: tuple[Any, ...]
+    ) -> torch.Tensor:
+        """The answers are weighted, not what goes into the second product: that is rounded as servers round it, and
+        alike wherever the experts are."""
+        rows, own = x_TH, order
+        if weights is not None:
+            rows = gather(x_TH, order, weights.shape[1])
+            each = torch.arange(rows.shape[0], device=rows.device)
+            own = order._replace(row_of=each, place_of=each)
+        y, seen = expert_mlp_and_seen(rows, own, None, *given)
+        for layer, of_rows in zip((self.gate_up, self.down), seen.split(1)):
+            bare(layer).rounding.keep(of_rows)
+        if weights is None:
+            return y
+        weighed = y.float() * weights_of_rows(weights, order).float()
+        return combine(weighed, order, weights.shape[1]).to(y.dtype)

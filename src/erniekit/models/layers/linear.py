@@ -5,6 +5,8 @@ Used by every block; LoRA, the weight-name tables and parallel/ read `parts`, `w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,14 +20,20 @@ class HoldsWeight(nn.Module):
     kind while it has no memory yet, and `pack` fills that from the plain numbers, which are then gone."""
 
     weight: nn.Parameter | None
+    rounding: Any  # how products with a plain weight are rounded in training (rounding.py); None: not at all
     kind = PLAIN
     packed_shape: tuple[int, ...] | None = None  # [rows, in] of what is packed; None: the weight is plain
 
     def stored(self) -> Stored:
         if self.weight is not None:
-            return Stored(self.weight)
+            return Stored(self.weight) if self.rounding is None else self.rounding.stored(self.weight)
         data, scale, extra = (getattr(self, f"packed_{slot}") for slot in SLOTS)
         return Stored(data, scale, extra, self.kind)
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Called with what is multiplied by the weight, before it is."""
+        if self.rounding is not None:
+            self.rounding.observe(x)
 
     def store_as(self, kind: str) -> None:
         assert self.weight is not None
@@ -65,7 +73,12 @@ class HoldsWeight(nn.Module):
 class Linear(nn.Linear, HoldsWeight):  # type: ignore[misc]  # torch's has always a weight
     adds_bias = True  # False: the bias is added elsewhere, once the answers of several ranks have been summed
 
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.rounding = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.observe(x)
         return linear(x, self.stored(), self.added_bias)
 
     @property

@@ -24,7 +24,8 @@ class MLP(nn.Module):
         self.in_one_op = chosen("feed-forward", self.kernel_facts(device)) == "quack"
 
     def kernel_facts(self, device: torch.device) -> GateUpFacts:
-        weight = self.gate_up.weight if type(self.gate_up) is FusedLinear else None
+        plain = type(self.gate_up) is FusedLinear and self.gate_up.rounding is None
+        weight = self.gate_up.weight if plain else None
         whole = weight is not None and self.gate_up.bias is None and not is_watched(self.gate_up)
         rows, hidden = (0, 0) if weight is None else weight.shape
         return GateUpFacts(device, hidden, rows, whole)

@@ -1,0 +1,43 @@
+"""Model folders in static FP8: their stored scales put into the model that is built from them.
+
+Used by model_folder.py and by who fills layers one at a time. With the scales in place every product is the one an FP8
+engine computes (kernels/stored/fp8_static.py); where fused parts have different scales, by the largest, as vLLM does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from erniekit.kernels.stored.fp8_static import StaticFormat
+from erniekit.model_contract import bare
+from erniekit.models.layers.experts import ExpertLinear
+from erniekit.models.layers.rounding import StaticRounding
+
+if TYPE_CHECKING:
+    from erniekit.checkpoint.model_folder import ModelFolder
+
+
+def install_scales(model: nn.Module, folder: ModelFolder, prefix: str = "") -> None:
+    """Of all layers, or of those under `prefix`; their weights have memory already."""
+    for entry in folder.entries():
+        stored = [folder.quantised.get(name) for name in entry.theirs]
+        if not entry.ours.startswith(prefix) or any(each is None or not each.scheme.static_inputs for each in stored):
+            continue
+        layer = bare(model.get_submodule(entry.ours.removesuffix(".weight")))
+        modules = [each.module for each in stored if each is not None]
+        block = max(each.block for each in stored if each is not None)
+        experts = layer.experts if isinstance(layer, ExpertLinear) else 1
+        rounding = StaticRounding(StaticFormat(block))
+        rounding.give_memory(experts, layer.weight.device)
+        weights = _read(folder, modules, "weight_scale").view(experts, -1)
+        rounding.weight_scale.copy_(weights.amax(1))
+        rounding.input_scale.copy_(_read(folder, modules, "input_scale").amax())
+        layer.rounding = rounding.train(layer.training)
+
+
+def _read(folder: ModelFolder, modules: list[str], what: str) -> torch.Tensor:
+    """fp32, one for each."""
+    return torch.cat([folder.stored_tensor(f"{module}.{what}").float().reshape(-1)[:1] for module in modules])

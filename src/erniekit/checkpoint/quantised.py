@@ -1,0 +1,260 @@
+"""Reading quantised model folders: which tensors of a file make up one weight, and the weight they stand for.
+
+Used by model_folder.py. compressed-tensors' layouts (pack-quantized, int-quantized, float-quantized,
+mxfp4-pack-quantized; symmetric) and bitsandbytes' NF4. A weight is dequantised where it is read and is plain from there
+on: activations are not rounded as an engine that multiplies quantised numbers would; but those of static FP8 are
+(fp8_static.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from erniekit.checkpoint.slices import Slices, TensorFiles
+from erniekit.errors import CheckpointError
+from erniekit.kernels import compressed, nf4
+from erniekit.kernels.fp8_qat import rotated
+from erniekit.quant_schemes import QUANT_RECIPES, Scheme
+
+KEY = "quantization_config"  # of config.json
+NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+Read = Callable[[str], torch.Tensor]
+Shape = tuple[int, ...]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale")
+_REFUSED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One weight `module.weight` of a quantised folder."""
+
+    module: str
+    scheme: Scheme
+    dtype: torch.dtype  # of the weight it stands for
+    block: int = 0  # columns that were rotated together before it was rounded; 0: none
+
+    @property
+    def data(self) -> str:
+        return f"{self.module}.weight_packed" if "pack" in self.scheme.format else f"{self.module}.weight"
+
+    def shape(self, shape_of: Callable[[str], Shape], read: Read) -> Shape:
+        """Of the plain weight."""
+        if self.scheme.number == "nf4":
+            return tuple(int(n) for n in self._nf4_state(read)["shape"])
+        rows, width = shape_of(self.data)
+        if self.scheme.is_mxfp4:
+            return rows, 2 * width
+        if self.scheme.format == "pack-quantized":
+            said = read(f"{self.module}.weight_shape").tolist()
+            if len(said) != 2 or said[0] != rows or -(-said[1] * self.scheme.bits // 32) != width:
+                raise self.wrong(f"weight_shape says {said}, the packed weight is {[rows, width]}")
+            return rows, said[1]
+        return rows, width
+
+    def read(self, read: Read, shape_of: Callable[[str], Shape]) -> torch.Tensor:
+        if self.scheme.number == "nf4":
+            return self._read_nf4(read)
+        rows, columns = self.shape(shape_of, read)
+        codes, scale = read(self.data), read(f"{self.module}.weight_scale")
+        if self.scheme.strategy == "tensor":
+            scale = scale.reshape(-1)[:1].expand(rows, 1)
+        groups = columns // self.scheme.group if self.scheme.group else 1
+        if scale.shape != (rows, groups):
+            raise self.wrong(f"weight_scale is {list(scale.shape)}, {[rows, groups]} belongs to this weight")
+        if self.block:
+            plain = compressed.decode(codes, scale, self.scheme, columns, torch.float32)
+            return rotated(plain, self.block).to(self.dtype)
+        return compressed.decode(codes, scale, self.scheme, columns, self.dtype)
+
+    def _nf4_state(self, read: Read) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = json.loads(bytes(read(f"{self.module}{NF4_STATE}").tolist()))
+            known = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
+            known &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
+            known &= all(isinstance(n, int) and n > 0 for n in state["shape"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise self.wrong("its quant_state is not one of bitsandbytes' NF4") from None
+        if not known:
+            raise self.wrong(f"only NF4 in blocks of {nf4.BLOCK} and {nf4.NESTED_BLOCK} is read")
+        return state
+
+    def _read_nf4(self, read: Read) -> torch.Tensor:
+        state, name = self._nf4_state(read), f"{self.module}.weight"
+        codes, absmax = read(name).reshape(1, -1), read(f"{name}.absmax")
+        if 2 * codes.numel() != prod(state["shape"]) or absmax.numel() * nf4.BLOCK != 2 * codes.numel():
+            raise self.wrong("its codes and scales are not as many as its shape asks for")
+        if "nested_offset" in state:
+            offset = torch.tensor(float(state["nested_offset"]))
+            absmax = nf4.decode_absmax(nf4.Nested(absmax, read(f"{name}.nested_absmax"), offset))
+        return nf4.decode(codes, absmax.reshape(1, -1), self.dtype).view(state["shape"])
+
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.module}: {what}", fix="download the model again, or quantise it again")
+
+
+class QuantisedFiles(TensorFiles):
+    """As TensorFiles, with the plain weights in place of the tensors that store them. A part of a weight is cut from
+    the whole of it, decoded."""
+
+    def __init__(self, files: Mapping[str, Path], stored: Mapping[str, StoredWeight]) -> None:
+        super().__init__(files)
+        self.stored = stored
+        self._disk = TensorFiles(files)  # the tensors as they are: the codes of a weight may have the weight's name
+        self._last: tuple[str, torch.Tensor] | None = None  # parts of one weight are asked for one after the other
+
+    def shape(self, name: str) -> Shape:
+        if name not in self.stored:
+            return super().shape(name)
+        return self.stored[name].shape(self._disk.shape, self._disk.read)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored[name].dtype if name in self.stored else super().dtype(name)
+
+    def read(self, name: str, at: Slices | None = None, shape: Sequence[int] = ()) -> torch.Tensor:
+        if name not in self.stored:
+            return super().read(name, at, shape)
+        if self._last is None or self._last[0] != name:
+            self._last = name, self.stored[name].read(self._disk.read, self._disk.shape)
+        whole = self._last[1]
+        return whole.clone() if at is None else (whole.reshape(tuple(shape)) if shape else whole)[at].clone()
+
+
+def stored_weights(config: Mapping[str, Any], files: Mapping[str, Path], where: Path) -> dict[str, StoredWeight]:
+    """Plain weight names -> how they are stored; empty for a model that is not quantised."""
+    told = config.get(KEY)
+    if told is None:
+        return {}
+    method = told.get("quant_method") if isinstance(told, dict) else None
+    dtype = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype", ""))), torch.bfloat16)
+    if method == "compressed-tensors":
+        return _compressed(told, files, dtype, where)
+    if method == "bitsandbytes" and told.get("bnb_4bit_quant_type") == "nf4":
+        scheme = QUANT_RECIPES["nf4"].rest
+        modules = [name.removesuffix(NF4_STATE) for name in files if name.endswith(NF4_STATE)]
+        return {f"{module}.weight": StoredWeight(module, scheme, dtype) for module in modules}
+    raise _refusal(f"its weights are quantised by {method!r}, which is not read", where)
+
+
+def logical_files(files: Mapping[str, Path], stored: Mapping[str, StoredWeight]) -> dict[str, Path]:
+    """The files by the names of plain weights: what stores a weight is not seen."""
+    hidden: set[str] = set()
+    for weight in stored.values():
+        hidden |= {f"{weight.module}.{part}" for part in _PARTS}
+    if any(weight.scheme.number == "nf4" for weight in stored.values()):
+        hidden |= {name for name in files if ".weight." in name and name.partition(".weight.")[0] + ".weight" in stored}
+    plain = {name: file for name, file in files.items() if name not in hidden}
+    return plain | {name: files[weight.data] for name, weight in stored.items()}
+
+
+@dataclass(frozen=True)
+class _Group:
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+    def names(self, module: str) -> bool:
+        return any(_matches(target, module) for target in self.targets)
+
+
+def _compressed(
+    told: Mapping[str, Any], files: Mapping[str, Path], dtype: torch.dtype, where: Path
+) -> dict[str, StoredWeight]:
+    odd = next((name for name in files if name.endswith(_REFUSED)), None)
+    if odd is not None:
+        raise _refusal(f"{odd}: only symmetric weights in their own order are read", where)
+    groups = told.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refusal("its quantization_config has no config_groups", where)
+    known = [_group(group, told, where) for group in groups.values()]
+    rotations = _rotations(told, where)
+    out = {}
+    for name in files:
+        if not name.endswith(".weight_scale"):
+            continue
+        module = name.removesuffix(".weight_scale")
+        by_name = next((group for group in known if group.names(module)), None)
+        group = by_name or next((group for group in known if "Linear" in group.targets), None)
+        if group is None:
+            raise _refusal(f"no config_group of it is meant for {module}", where)
+        block = next((size for targets, size in rotations if any(_matches(t, module) for t in targets)), 0)
+        weight = StoredWeight(module, group.scheme, dtype, block)
+        missing = [n for n in (weight.data, *_shape_part(weight)) if n not in files]
+        if missing:
+            raise _refusal(f"{missing[0]} is missing, though {name} is there", where)
+        out[f"{module}.weight"] = weight
+    return out
+
+
+def _shape_part(weight: StoredWeight) -> tuple[str, ...]:
+    return (f"{weight.module}.weight_shape",) if weight.scheme.format == "pack-quantized" else ()
+
+
+def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
+    try:
+        weights, inputs = group["weights"], group.get("input_activations")
+        form = group.get("format") or told["format"]
+        targets = tuple(str(target) for target in group["targets"])
+        inputs_by: Any = "" if inputs is None else "token" if inputs.get("dynamic") else "tensor"
+        scheme = Scheme(
+            int(weights["num_bits"]), weights["type"], weights["strategy"], int(weights.get("group_size") or 0),
+            inputs_by, form,
+        )  # fmt: skip
+        symmetric = weights.get("symmetric", True)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise _refusal("its quantization_config has a group that is not compressed-tensors'", where) from None
+    if form == "naive-quantized":
+        form = "int-quantized" if scheme.number == "int" else "float-quantized"
+    scheme = Scheme(scheme.bits, scheme.number, scheme.strategy, max(0, scheme.group), scheme.inputs, form)
+    integer = scheme.number == "int" and scheme.bits in (4, 8) and form in ("pack-quantized", "int-quantized")
+    fp8 = scheme.number == "float" and scheme.bits == 8 and form == "float-quantized"
+    fp4 = scheme.is_mxfp4 and scheme.group == 32 and form == "mxfp4-pack-quantized"
+    if not symmetric or scheme.strategy not in ("group", "channel", "tensor") or not (integer or fp8 or fp4):
+        words = f"{scheme.number}{scheme.bits} {scheme.strategy}, {form}" + ("" if symmetric else ", asymmetric")
+        raise _refusal(f"its weights are {words}, which is not read", where)
+    return _Group(targets, scheme)
+
+
+def _rotations(told: Mapping[str, Any], where: Path) -> list[tuple[list[str], int]]:
+    """Which modules' inputs and weights are rotated by Hadamard's matrix, and in what blocks."""
+    try:
+        schemes = list((told.get("transform_config") or {"config_groups": {}})["config_groups"].values())
+        out = []
+        for scheme in schemes:
+            applied = scheme["apply"]
+            targets = [[str(target) for target in each["targets"]] for each in applied]
+            both = sorted(each["location"] for each in applied) == ["input", "weight_input"]
+            size = int(scheme["head_dim"])
+            plain = scheme["type"] == "hadamard" and not scheme.get("randomize") and not applied[0].get("ignore")
+            if not both or not plain or targets[0] != targets[1] or size < 1 or size & (size - 1) or size > 1 << 12:
+                raise ValueError
+            out.append((targets[0], size))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise _refusal("its transform_config is another than a Hadamard rotation of linears' inputs", where) from None
+    return out
+
+
+def _matches(target: str, module: str) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.error:
+        return False
+
+
+def _refusal(what: str, where: Path) -> CheckpointError:
+    return CheckpointError(
+        f"this model is quantised: {what}",
+        where=str(where / "config.json"),
+        fix="use the 16-bit release of this model, or one of `erniekit quantize` (docs/quantize.md lists the kinds)",
+    )
