@@ -99,7 +99,8 @@ def unpack_words(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     unsigned = words.contiguous().view(torch.uint8)
     if bits == 4:
         unsigned = nibbles.unpack(unsigned)
-    return (unsigned[:, :columns].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    codes: torch.Tensor = (unsigned[:, :columns].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    return codes
 
 
 def rounded_inputs(x: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None = None) -> torch.Tensor:
