@@ -151,7 +151,8 @@ def export(
                 written = _Watched(folder)
                 written.advance = source.advance
                 proofs.append(prove(source, whole, written, set(updates), probe))
-                info["proof"] = vars(proofs[0])
+                if not rounded:
+                    info["proof"] = vars(proofs[0])
 
     with one_export(out):
         check_target(out, [base, *folders])

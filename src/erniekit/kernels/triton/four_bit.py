@@ -1,8 +1,9 @@
 """4-bit weights unpacked into scratch memory, in their own order or turned, for NVIDIA cards. kernels/stored/int4.py,
 int4_group.py, mxfp4.py and nf4.py define the same in torch.
 
-A program has a tile of one matrix: bytes in, numbers out. Both orders read and write whole lines; unpacking 64 experts
-of 3072 x 2560 to fp8 runs at 3.6 to 4 TB/s on an H200, and the product after it takes four times as long.
+A program has a tile of one matrix: bytes in, numbers out. Both orders read and write whole lines. A group of columns
+with one scale divides the tile. On an H200 a kernel of this form unpacked 64 experts of 3072 x 2560 to fp8 in 0.19 ms,
+and the product after it took 0.82 ms.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ ROWS, COLUMNS = 64, 128  # of a tile
 def _numbers(code, table, FORMAT: tl.constexpr):
     """fp32, of codes below 16."""
     if FORMAT == "int4":
-        return ((code.to(tl.int32) ^ 8) - 8).to(tl.float32)
-    if FORMAT == "e2m1":
+        number = ((code.to(tl.int32) ^ 8) - 8).to(tl.float32)
+    elif FORMAT == "e2m1":
         size = code.to(tl.int32) & 7
         # By its bits: an exponent of 2 and a mantissa of 1; below 1 there are 0.5 and 0.
         bits = (((size >> 1) + 126) << 23) | ((size & 1) << 22)
         number = tl.where(size < 2, size.to(tl.float32) * 0.5, bits.to(tl.float32, bitcast=True))
-        return tl.where(code >= 8, -number, number)
-    return tl.load(table + code)
+        number = tl.where(code >= 8, -number, number)
+    else:
+        number = tl.load(table + code)
+    return number
 
 
 @triton.jit
@@ -55,7 +58,10 @@ def _unpack(
     inside = (r < rows)[:, None] & (c < width)[None, :]
     if SCALED:
         if GROUP > 0:
-            scale = tl.load(scales + row[:, None] * (width // GROUP) + c[None, :] // GROUP, mask=inside, other=0)
+            groups = width // GROUP
+            g = left // GROUP + tl.arange(0, BC // GROUP)
+            known = (r < rows)[:, None] & (g < groups)[None, :]
+            scale = tl.load(scales + row[:, None] * groups + g[None, :], mask=known, other=0)
         else:
             scale = tl.load(scales + row, mask=r < rows, other=0)[:, None]
         if POWERS:
@@ -67,7 +73,10 @@ def _unpack(
             by = tl.where(power > 0, power << 23, 1 << 22).to(tl.float32, bitcast=True)
         else:
             by = scale.to(tl.float32)
-        number = number * by
+        if GROUP > 0:
+            number = tl.reshape(tl.reshape(number, (BR, BC // GROUP, GROUP)) * by[:, :, None], (BR, BC))
+        else:
+            number = number * by
     answer = number.to(out.dtype.element_ty)
     if TURNED:
         at = (matrix * width + c)[:, None] * rows + r[None, :]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +63,37 @@ def test_a_rank_without_columns_or_rows_unpacks_nothing() -> None:
     assert four_bit.unpacked(torch.empty(3, 0, dtype=torch.uint8), "int4", None, torch.bfloat16).shape == (3, 0)
     nothing = torch.empty(2, 0, 32, dtype=torch.uint8)
     assert four_bit.unpacked(nothing, "int4", None, torch.bfloat16, turned=True).shape == (2, 64, 0)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from erniekit.kernels.triton import four_bit
+
+#         format, scales,  group, powers, over most, out
+CASES = [("int4", None,    0,     False,  False,     "*fp8e4nv"),
+         ("int4", "*bf16", 64,    False,  False,     "*bf16"),
+         ("e2m1", "*u8",   32,    True,   True,      "*fp8e4nv"),
+         ("nf4",  "*fp32", 64,    False,  False,     "*bf16")]
+for format, scales, group, powers, over, out in CASES:
+    for turned in (False, True):
+        kinds = dict(codes="*u8", scales=scales or "*u8", most="*u8", out=out, rows="i32", width="i32")
+        kinds["table"] = "*fp32" if format == "nf4" else "*u8"
+        fixed = dict(GROUP=group, FORMAT=format, SCALED=scales is not None, POWERS=powers, OVER_MOST=over, TOP=6,
+                     TURNED=turned, BR=four_bit.ROWS, BC=four_bit.COLUMNS)
+        names = four_bit._unpack.arg_names
+        signature = {name: "constexpr" if name in fixed else kinds[name] for name in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in kinds}
+        source = ASTSource(four_bit._unpack, signature, constexprs=fixed, attrs=aligned)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "whole lines are written"
+"""
+
+
+@pytest.mark.full
+def test_it_compiles_for_a_hopper_card_and_writes_whole_lines(tmp_path: Path) -> None:
+    """The interpreter takes what the compiler refuses: kinds of branches, types that differ."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", COMPILE], env=env, check=True, timeout=300)
