@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -196,7 +196,9 @@ def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
         weights, inputs = group["weights"], group.get("input_activations")
         form = group.get("format") or told["format"]
         targets = tuple(str(target) for target in group["targets"])
-        inputs_by = "" if inputs is None else "token" if inputs.get("dynamic") else "tensor"
+        inputs_by: Literal["", "token", "tensor"] = ""
+        if inputs is not None:
+            inputs_by = "token" if inputs.get("dynamic") else "tensor"
         scheme = Scheme(
             int(weights["num_bits"]), weights["type"], weights["strategy"], int(weights.get("group_size") or 0),
             inputs_by, form,
