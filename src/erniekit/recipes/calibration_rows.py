@@ -44,6 +44,7 @@ def evaluation_rows(cfg: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
 def _rows(cfg: RunConfig, which: str, tokenizer: Tokenizer) -> list[Batch]:
     put: Callable[..., Batch] = partial(collate, pad_multiple=1)
     sources: Sequence[Any]
+    packs: Iterator[list[tuple[int, int]]]
     if cfg.train.stage == "PT":
         part = open_rows(cfg, which, tokenizer, None)
         sources, packs = part.sources, iter(part.rows.stream[k] for k in range(len(part.rows)))
