@@ -67,7 +67,7 @@ def test_how_a_kind_is_multiplied_is_a_key_of_its_own():
 
 
 def test_fp8_training_has_no_other_base():
-    with pytest.raises(ConfigError, match="frozen_base: int4 and compute_type: fp8"):
+    with pytest.raises(ConfigError, match="compute_type: fp8 and frozen_base: int4"):
         load(["compute_type=fp8", "frozen_base=int4"])
 
 

@@ -63,12 +63,6 @@ def a_packed_base_is_of_adapters(run: View) -> tuple[Note, ...]:
                 where=run.origin("frozen_base"),
                 fix=f"frozen_base: {kind} and frozen_products: fp8",
             )
-    if run["compute_type"] == "fp8":
-        raise ConfigError(
-            f"frozen_base: {base} and compute_type: fp8 both say how frozen weights are kept",
-            where=run.origin("frozen_base"),
-            fix="compute_type: bf16",
-        )
     return ()
 
 
