@@ -86,6 +86,5 @@ def _log_value(largest: torch.Tensor, step: torch.Tensor, below: torch.Tensor) -
 
 def _blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
     """[R, C] -> [R, ceil(C / block), block], zeros behind the end."""
-    padded: torch.Tensor = F.pad(rows, (0, -rows.shape[-1] % block))
-    blocks: torch.Tensor = padded.unflatten(-1, (-1, block))
+    blocks: torch.Tensor = F.pad(rows, (0, -rows.shape[-1] % block)).unflatten(-1, (-1, block))
     return blocks

@@ -35,7 +35,8 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
         cfg.optim.layerwise_lr_decay_bound,
         lambda name: (scale_b if is_lora_b(name) else 1.0) * (router if ".router." in name else 1.0),
     )
-    names = [name for group in groups for name in group.names]
+    by_place = cfg.optim.optim_states == "8bit" or cfg.optim.master_weights == "none"
+    names = [name for group in groups for name in group.names] if by_place else []
     storage = Storage(
         moments=cfg.optim.optim_states,
         masters=cfg.optim.master_weights,

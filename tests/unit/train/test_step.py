@@ -18,6 +18,7 @@ from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
+from erniekit.optim.in_backward import BackwardUpdates
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
@@ -102,6 +103,52 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert math.isnan(result.loss)
     assert all(torch.equal(p, q) for p, q in zip(before, built.parameters()))
     assert optimizer.gradients() == {}, "no broken gradient is left for the next step"
+
+
+def test_updates_inside_backward_are_those_after_it_where_nothing_is_clipped() -> None:
+    batch = [collate([Pack((sample,)) for sample in samples(4)])]
+    outcomes = []
+    for inside in (False, True):
+        built = model()
+        optimizer = AdamW(make_groups(built.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+        updates = BackwardUpdates(optimizer, 0.0) if inside else None
+        step = TrainStep(on_one_rank(built), optimizer, Schedule("constant", 1e-3, 99), 0.0, in_backward=updates)
+        outcomes.append((built, [step(batch, k) for k in range(1, 4)]))
+    (plain, after), (other, within) = outcomes
+    assert [result.loss for result in after] == [result.loss for result in within]
+    for a, b in zip(after, within):
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), other.parameters()))
+
+
+def test_inside_backward_a_bad_gradient_is_told_apart_from_a_bad_loss() -> None:
+    """The first leaves its tensor alone and counts as an update; the second changes nothing."""
+    built = model()
+    optimizer = AdamW(make_groups(built.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+    factor = 1.0
+
+    def maybe_broken(m: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return causal_loss(m, batch) * factor
+
+    updates = BackwardUpdates(optimizer, 1.0)
+    step = TrainStep(on_one_rank(built, maybe_broken), optimizer, Schedule("constant", 1e-2, 9), in_backward=updates)
+    batch = [collate([Pack((samples(1)[0],))])]
+    first = step(batch, 1)
+    assert (first.applied, first.partly) == (True, False)
+    assert first.grad_norm == pytest.approx(optimizer.numbers()["last_norm"])
+    name, param = next(iter(optimizer.params.items()))
+    handle = param.register_hook(lambda grad: grad * float("inf"))
+    before = {n: p.detach().clone() for n, p in built.named_parameters()}
+    second = step(batch, 2)
+    handle.remove()
+    assert (second.applied, second.partly) == (False, True)
+    left = {n for n, p in built.named_parameters() if torch.equal(p, before[n])}
+    assert left == {name}
+    factor = float("nan")
+    before = {n: p.detach().clone() for n, p in built.named_parameters()}
+    third = step(batch, 3)
+    assert (third.applied, third.partly) == (False, False)
+    assert all(torch.equal(p, before[n]) for n, p in built.named_parameters())
 
 
 def test_a_device_tells_when_it_finished_however_late_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
