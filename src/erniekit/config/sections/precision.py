@@ -11,7 +11,7 @@ from erniekit.config.field import key
 class PrecisionSection:
     compute_type: str = key(
         "bf16",
-        "bf16 with fp32 master weights, fp32, or fp8: trained to be served in FP8.",
+        "bf16 with fp32 master weights, fp32, or fp8.",
         choices=("bf16", "fp32", "fp16", "fp8", "wint8", "wint4/8", "nf4"),
         basic=True,
         fixed=True,
