@@ -84,7 +84,14 @@ def moe(source: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("quant", "group"), [("w4a16", 32), ("w4a16", -1), ("w8a16", None), ("w4w8a16", None), ("mxfp4", None)]
+    ("quant", "group"),
+    [
+        ("w4a16", 32),
+        pytest.param("w4a16", -1, marks=pytest.mark.full),
+        pytest.param("w8a16", None, marks=pytest.mark.full),
+        ("w4w8a16", None),
+        ("mxfp4", None),
+    ],
 )
 def test_kinds_of_weights_alone_are_exact(source: Path, tmp_path: Path, quant: str, group: int | None) -> None:
     folder = quantised(source, tmp_path / "out", quant, group)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale")
 _REFUSED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+_LONGEST = 200  # characters of a module's name or of a pattern for them
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
         weights, inputs = group["weights"], group.get("input_activations")
         form = group.get("format") or told["format"]
         targets = tuple(str(target) for target in group["targets"])
-        inputs_by = "" if inputs is None else "token" if inputs.get("dynamic") else "tensor"
+        inputs_by: Literal["", "token", "tensor"] = ""
+        if inputs is not None:
+            inputs_by = "token" if inputs.get("dynamic") else "tensor"
         scheme = Scheme(
             int(weights["num_bits"]), weights["type"], weights["strategy"], int(weights.get("group_size") or 0),
             inputs_by, form,
@@ -212,6 +214,8 @@ def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
         symmetric = weights.get("symmetric", True)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _refusal("its quantization_config has a group that is not compressed-tensors'", where) from None
+    if odd := next((target for target in targets if not _is_harmless(target)), None):
+        raise _refusal(f"the target {odd[:80]!r} of a config_group is not read", where)
     if form == "naive-quantized":
         form = "int-quantized" if scheme.number == "int" else "float-quantized"
     scheme = Scheme(scheme.bits, scheme.number, scheme.strategy, max(0, scheme.group), scheme.inputs, form)
@@ -246,10 +250,21 @@ def _rotations(told: Mapping[str, Any], where: Path) -> list[tuple[list[str], in
 def _matches(target: str, module: str) -> bool:
     if not target.startswith("re:"):
         return target == module
-    try:
-        return re.match(target.removeprefix("re:"), module) is not None
-    except re.error:
+    return len(module) <= _LONGEST and re.match(target.removeprefix("re:"), module) is not None
+
+
+def _is_harmless(target: str) -> bool:
+    """A pattern is a stranger's: one with repeated groups, or many repeats, can take for ever on a name."""
+    if not target.startswith("re:"):
+        return True
+    repeats = re.findall(r"(?<!\\)[*+?{]", target)
+    if len(target) > _LONGEST or len(repeats) > 3 or re.search(r"(?<!\\)\)[*+?{]", target):
         return False
+    try:
+        re.compile(target.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _refusal(what: str, where: Path) -> CheckpointError:

@@ -83,7 +83,8 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, scheme: Scheme, columns: in
     if scheme.format == "pack-quantized":
         codes = unpack_words(codes, scheme.bits, columns)
     values = codes.to(scale.dtype).unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)
-    return values.flatten(1).to(dtype)
+    out: torch.Tensor = values.flatten(1).to(dtype)
+    return out
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -98,7 +99,8 @@ def unpack_words(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     unsigned = words.contiguous().view(torch.uint8)
     if bits == 4:
         unsigned = mxfp4.unpack(unsigned)
-    return (unsigned[:, :columns].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    codes: torch.Tensor = (unsigned[:, :columns].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    return codes
 
 
 def rounded_inputs(x: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None = None) -> torch.Tensor:

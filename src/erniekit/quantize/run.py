@@ -159,7 +159,7 @@ class _Run:
                 report_facts(
                     source=str(job.source), quant=job.quant, recipe=self.recipe, method=job.method_name,
                     moe=self.source.config.moe is not None, layers=layers, quality=quality,
-                    measured_on=self._measured_on(), rows=len(job.calibrating), bytes_before=before,
+                    measured_on=self._measured_on(), rows=_documents(job.calibrating), bytes_before=before,
                     bytes_after=after, expert_tokens=job.method.expert_tokens,
                 )
             )  # fmt: skip
@@ -171,8 +171,8 @@ class _Run:
 
     def _measured_on(self) -> str:
         if self.job.measuring:
-            return f"{len(self.job.measuring)} evaluation rows"
-        return f"the {len(self.job.calibrating)} calibration rows themselves (eval_dataset_path names others)"
+            return f"{_documents(self.job.measuring)} evaluation rows"
+        return f"the {_documents(self.job.calibrating)} calibration rows themselves; eval_dataset_path names others"
 
     def _prove(self, folder: Path, layers: Sequence[dict[str, Any]]) -> None:
         """Every weight reads as it was calibrated, every other tensor as in the source; then a probe for later."""
@@ -199,6 +199,11 @@ class _Run:
             return probes.probe_from(self.job.calibrating[0], PROBE_TOKENS)
         ids = default_ids(self.source.config.vocab_size)
         return probes.Probe(ids, ids.roll(-1))
+
+
+def _documents(rows: Sequence[Batch]) -> int:
+    """Rows as a person counts them: short ones share a sequence, and a pair is two segments of it."""
+    return sum(row.pairs.count if row.pairs is not None else len(row.cu_seqlens) - 1 for row in rows)
 
 
 def _setting() -> str:

@@ -1,13 +1,15 @@
 """The rows a model is quantised with, of any format and stage: conversations, preference pairs, documents. For
 quantize.py.
 
-A row is one sample, unpacked, or a pack of documents for stage PT; as few of them as are asked for are read.
+A row is one sample, or for stage PT a sequence of documents. As few as are asked for are read, and short ones share a
+sequence: a layer is run once for many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from erniekit.config import RunConfig
@@ -42,6 +44,7 @@ def evaluation_rows(cfg: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
 def _rows(cfg: RunConfig, which: str, tokenizer: Tokenizer) -> list[Batch]:
     put: Callable[..., Batch] = partial(collate, pad_multiple=1)
     sources: Sequence[Any]
+    packs: Iterator[list[tuple[int, int]]]
     if cfg.train.stage == "PT":
         part = open_rows(cfg, which, tokenizer, None)
         sources, packs = part.sources, iter(part.rows.stream[k] for k in range(len(part.rows)))
@@ -51,8 +54,21 @@ def _rows(cfg: RunConfig, which: str, tokenizer: Tokenizer) -> list[Batch]:
         sources = sources_for(cfg, which, tokenizer, None, pairs)
         packs = _singly(sources, cfg.train.seed, shuffle=which == "train")
     _tell("rows" if which == "train" else "eval", [source.report for source in sources])
-    chosen = (members for members, _ in zip(packs, range(cfg.quantize.calibration_rows)))
-    return [put([Pack(tuple(sources[s].sample(k) for s, k in members), 0)]) for members in chosen]
+    chosen = islice(packs, cfg.quantize.calibration_rows)
+    samples = ([sources[s].sample(k) for s, k in members] for members in chosen)
+    return [put([Pack(tuple(pack), 0)]) for pack in _together(samples, cfg.data.max_seq_len)]
+
+
+def _together(rows: Iterable[list[Any]], most: int) -> Iterator[list[Any]]:
+    """Rows end to end, up to `most` tokens."""
+    held: list[Any] = []
+    for row in rows:
+        if held and sum(len(sample.ids) for sample in (*held, *row)) > most:
+            yield held
+            held = []
+        held += row
+    if held:
+        yield held
 
 
 def _singly(sources: Sequence[Any], seed: int, shuffle: bool) -> Iterator[list[tuple[int, int]]]:

@@ -117,6 +117,9 @@ def test_weights_that_bitsandbytes_saved_are_read(nested: bool, plain: Path, tmp
         assert torch.equal(read.tensor(name), weight)
 
 
+WEIGHTS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+
+
 def changed_config(folder: Path, **values: Any) -> None:
     told = json.loads((folder / "config.json").read_text())
     told["quantization_config"] |= values
@@ -130,6 +133,10 @@ def changed_config(folder: Path, **values: Any) -> None:
         ({"config_groups": {}}, "no config_groups"),
         ({"config_groups": {"a": {"targets": ["Linear"]}}}, "a group that is not compressed-tensors'"),
         ({"config_groups": {"a": 3}}, "a group that is not compressed-tensors'"),
+        ({"config_groups": {"a": {"targets": ["re:(a+)+$"], **WEIGHTS}}}, "is not read"),
+        ({"config_groups": {"a": {"targets": ["re:.*.*.*.*x"], **WEIGHTS}}}, "is not read"),
+        ({"config_groups": {"a": {"targets": ["re:("], **WEIGHTS}}}, "is not read"),
+        ({"config_groups": {"a": {"targets": ["re:.*nothing"], **WEIGHTS}}}, "no config_group of it is meant for"),
     ],
 )
 def test_a_config_of_another_kind_is_refused_by_name(plain: Path, tmp_path: Path, values: dict, words: str) -> None:

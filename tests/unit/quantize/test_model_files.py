@@ -19,7 +19,11 @@ def told(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.parametrize("quant", [name for name in QUANT_RECIPES if name != "nf4"])
+OFTEN = ("w4w8a16", "fp8_static", "mxfp4")
+KINDS = [pytest.param(k, marks=() if k in OFTEN else pytest.mark.full) for k in QUANT_RECIPES if k != "nf4"]
+
+
+@pytest.mark.parametrize("quant", KINDS)
 def test_compressed_tensors_accepts_the_config_and_every_plain_linear_is_ignored_by_it(
     quant: str, moe, quantised, tmp_path: Path
 ) -> None:
