@@ -134,12 +134,14 @@ def _tell_rotation(folder: Path, scales: SavedScales) -> None:
             fix="train without apply_hadamard, or in a layout that cuts widths into multiples of hadamard_block_size",
         )
     (block,) = blocks
-    at = [{"targets": [ROTATED], "location": where, "inverse": where != "input"} for where in ("input", "weight_input")]
     config = read_object(folder / "config.json", CheckpointError)
-    config[KEY]["transform_config"] = {
-        "config_groups": {"rotation": {"type": "hadamard", "apply": at, "head_dim": block}}
-    }
+    config[KEY]["transform_config"] = rotation_words(block)
     write_json(folder / "config.json", config)
+
+
+def rotation_words(block: int) -> dict[str, Any]:
+    at = [{"targets": [ROTATED], "location": where, "inverse": where != "input"} for where in ("input", "weight_input")]
+    return {"config_groups": {"rotation": {"type": "hadamard", "apply": at, "head_dim": block}}}
 
 
 def served(folder: ModelFolder) -> nn.Module:
