@@ -20,7 +20,8 @@ bench: $(READY)
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"
 
-# Heavier sizes of the fault tests (their results: docs/faults.md), and every command of the docs.
+# Heavier sizes of the fault tests (their results: docs/faults.md), every command of the docs, and GGUF files in
+# llama.cpp: the first run builds it (cmake, a C++ compiler, some minutes) into build/llama-cpp.
 test-full: lint types
 	FAULT_TABLE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
 

@@ -194,7 +194,9 @@ def test_other_tokenizers_give_the_same_ids_behind_bos(tiny, paddle, tmp_path, k
     tokenizer = load_tokenizer(folder)
     source = ModelFolder(tiny["llama"])
     config = replace(source.config, vocab_size=tokenizer.vocab_size)
-    write_model(tmp_path / "model", config, source.spec.build(config).state_dict().__getitem__, tokenizer_from=folder)
+    model = source.spec.build(config)
+    init_weights(model, 0, config.init_std)
+    write_model(tmp_path / "model", config, model.state_dict().__getitem__, tokenizer_from=folder)
     file = export(tmp_path / "model", None, tmp_path / "out", gguf="f32") / "model-F32.gguf"
     texts = [messages[-1]["content"] for messages in conversations(200)]
     if kind.endswith("always"):  # the one difference that export warns of

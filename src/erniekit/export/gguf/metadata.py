@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from erniekit.errors import CheckpointError
+from erniekit.log import warn
 from erniekit.models.config import DecoderConfig
 
 ARCHITECTURES = {"ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "llama": "llama"}
@@ -17,6 +18,10 @@ def check_expressible(c: DecoderConfig, where: str) -> None:
             f"llama.cpp cannot compute this model: {reason}",
             where=where,
             fix="export it with format=safetensors, for transformers, vLLM and `erniekit server`",
+        )
+    if c.moe and c.moe.capacity:
+        warn(
+            "moe_capacity is not kept: in llama.cpp experts take every token, and answers differ where one was dropped"
         )
 
 

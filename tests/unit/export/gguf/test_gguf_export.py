@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from erniekit.export.gguf.names import gguf_names, stored_config
 from erniekit.export.run import export
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.merge import merged_in_fp32, row_updates
-from erniekit.models import MODELS
+from erniekit.models.init import init_weights
 
 # Largest relative error of a weight beside its block's largest: half a step, and the rounding of the scale.
 BOUNDS = {"q8_0": 1 / 254 + 2e-3, "q4_0": 1 / 8 + 2e-3, "mxfp4": 1 / 4}
@@ -119,10 +118,8 @@ def test_an_adapter_is_merged_in_fp32_before_the_weights_are_rounded(run, base, 
 
 
 def test_rows_that_are_no_whole_number_of_blocks_stay_16_bit(tiny, opened, tmp_path):
-    config = replace(ModelFolder(tiny["llama"]).config, intermediate_size=80)
-    state = MODELS.get("llama").build(config).state_dict()
-    write_model(tmp_path / "odd", config, state.__getitem__, tokenizer_from=tiny["llama"])
-    file = opened(export(tmp_path / "odd", None, tmp_path / "out", gguf="q4_0"))
+    folder = reshaped(tiny["llama"], tmp_path / "odd", intermediate_size=80)
+    file = opened(export(folder, None, tmp_path / "out", gguf="q4_0"))
     assert file.words["blk.0.ffn_down.weight"] == "F16"  # rows of 80
     assert file.words["blk.0.ffn_up.weight"] == "Q4_0"
 
@@ -146,11 +143,13 @@ def test_the_keys_say_all_that_llama_cpp_asks_of_the_shape(tiny, opened, tmp_pat
 
 
 def reshaped(tiny: Path, folder: Path, **changes: object) -> Path:
-    """The same tokenizer with a config.json that says otherwise; no weights are read before it is judged."""
+    """A model of another shape with the same tokenizer."""
     model = ModelFolder(tiny)
     raw = {**model.config_json, **changes}
     config = model.spec.read_config(raw, "hf", False, "")
-    write_model(folder, config, model.spec.build(config).state_dict().__getitem__, tokenizer_from=tiny)
+    built = model.spec.build(config)
+    init_weights(built, 0, config.init_std)
+    write_model(folder, config, built.state_dict().__getitem__, tokenizer_from=tiny)
     return folder
 
 
@@ -170,6 +169,12 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_refused(tiny, tmp_path, fa
     assert error.value.where
     assert error.value.fix
     assert not (tmp_path / "out").exists()
+
+
+def test_a_capacity_that_llama_cpp_does_not_have_is_told(tiny, tmp_path, capsys):
+    folder = reshaped(tiny["ernie4_5_moe"], tmp_path / "model", moe_capacity=[1.5, 1.5, 1.5])
+    export(folder, None, tmp_path / "out", gguf="q8_0")
+    assert "moe_capacity is not kept" in capsys.readouterr().err
 
 
 def test_foreign_files_in_the_target_are_never_overwritten(tiny, tmp_path, capsys):
