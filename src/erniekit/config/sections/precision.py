@@ -11,8 +11,8 @@ from erniekit.config.field import key
 class PrecisionSection:
     compute_type: str = key(
         "bf16",
-        "bf16 with fp32 master weights, or fp32; fp8 trains for FP8 serving; wint8, wint4/8 and nf4 are bf16 over such a "
-        "frozen_base (LoRA).",
+        "bf16 with fp32 master weights, or fp32; fp8 trains for FP8 serving; wint8, wint4/8 and nf4 are bf16 over such "
+        "a frozen_base (LoRA).",
         choices=("bf16", "fp32", "fp16", "fp8", "wint8", "wint4/8", "nf4"),
         basic=True,
         fixed=True,
