@@ -20,6 +20,7 @@ def masters(model: str, output: str, keys: dict[str, Any]) -> dict[str, torch.Te
     """What an optimiser's fp32 weights are before the first step, by name."""
     from erniekit.config import load
     from erniekit.recipes import build
+    from erniekit.recipes.optimiser import make_optimizer
     from erniekit.recipes.run_plan import plan_run
     from erniekit.recipes.stage import TrainingStage
 
@@ -29,7 +30,7 @@ def masters(model: str, output: str, keys: dict[str, Any]) -> dict[str, torch.Te
     )  # fmt: skip
     plan = plan_run(load([f"{key}={value}" for key, value in {**words, **keys}.items()]))
     built = build.build(plan, TrainingStage())
-    optimizer = build.make_optimizer(plan.config, built)
+    optimizer = make_optimizer(plan.config, built)
     held = {name: value.detach() for name, value in optimizer.masters.items()}
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for name, v in held.items()}
 

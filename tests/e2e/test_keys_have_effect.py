@@ -83,7 +83,12 @@ def serve(base: Path, run: Path, rows: Path, out: Path) -> None:
     loaded.engine.stop()
 
 
-RUNS = {"export": export, "split": split, "eval": evaluate, "chat": chat, "server": serve}
+def quantize(base: Path, run: Path, rows: Path, out: Path) -> None:
+    words = [f"train_dataset_path={rows}", "calibration_rows=4", "max_seq_len=96", "device=cpu"]
+    assert main(["quantize", str(base), "quant=w4a16", f"output_dir={out}", *words]) == 0
+
+
+RUNS = {"export": export, "split": split, "quantize": quantize, "eval": evaluate, "chat": chat, "server": serve}
 PAGES = {"export": "export", "split": "split", "evaluate": "eval", "chat": "server"}
 # Only met under a condition the run here does not have: asked for on the way to it.
 ELSEWHERE = {"server": {"allow_unauthenticated"}}  # read where `host` lets other machines in

@@ -66,7 +66,7 @@ def our_logits(folder: Path, ids: torch.Tensor = IDS) -> torch.Tensor:
 def our_rounded_logits(folder: Path, recipe: QuantRecipe, ids: torch.Tensor = IDS) -> torch.Tensor:
     """With activations rounded before the products, as the report's numbers are."""
     one = OneLayer(ModelFolder(folder), torch.device("cpu"), torch.float32)
-    parts = {name: one.folder._stored_tensor(name) for name in one.folder._on_disk if name.endswith(".input_scale")}
+    parts = {name: one.folder.stored_tensor(name) for name in one.folder._on_disk if name.endswith(".input_scale")}
     streams = Streams(one, [row(ids)], ())
     for number in range(one.folder.config.num_layers):
         entries = {name: entry for name, entry in one.entries.items() if name.startswith(f"layers.{number}.")}

@@ -208,16 +208,16 @@ _ALL = (
     ),
     Workload(
         "D1-exact", "21B-A3B, every weight, exact 16 + 16 bit masters, 8-bit moments, updates in backward", ERNIE_21B,
-        Rows(1, _8K), {**FULL, **EXACT, "recompute": True}, (), together=False, recompute=True, target=12e3,
+        Rows(1, _8K), {**FULL, **EXACT, "recompute": True}, (), ("hf",), together=False, recompute=True, target=12e3,
     ),
     Workload(
         "D1-light", "the same without masters, weights rounded by chance", ERNIE_21B, Rows(1, _8K),
-        {**FULL, **LIGHT, **within(136)}, (), together=False, recompute=True, target=16e3,
+        {**FULL, **LIGHT, **within(136)}, (), ("hf",), together=False, recompute=True, target=16e3,
     ),
     Workload(
         "D2", "300B-A47B, LoRA over wint4/8, layers that do not fit in host memory", ERNIE_300B, Rows(1, _8K),
-        {**WINT, **IN_FP8, **within(134), "recompute_granularity": "full", "offload_optim": True}, (), together=False,
-        recompute=True, limit_gib=136, target=1.2e3,
+        {**WINT, **IN_FP8, **within(134), "recompute_granularity": "full", "offload_optim": True}, (), ("unsloth",),
+        together=False, recompute=True, limit_gib=136, target=1.2e3, apart=_ROUNDED, note=_OTHER_BASE,
     ),
     Workload(
         "F1", "Llama-13B shape, 8 layers, every weight, 4 x 4K", LLAMA_13B, Rows(4, 4096), {**FULL, "stage": "PT"},

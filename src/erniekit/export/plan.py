@@ -19,6 +19,7 @@ from erniekit.files.listed import has_file
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import say
 from erniekit.lora.base import find_base
+from erniekit.weight_kinds import BF16
 
 RUN_FILE = "run.json"
 
@@ -103,7 +104,10 @@ def adapter_in(name: str, hub: str | None = None) -> Path:
 
 def _folder_of(cfg: RunConfig) -> str:
     """What the result in a run's folder is called. GGUF files of several types lie side by side."""
-    return f"gguf-{cfg.export.gguf_type}" if cfg.export.format == "gguf" else "export"
+    if cfg.export.format == "gguf":
+        return f"gguf-{cfg.export.gguf_type}"
+    grid = cfg.export.merge_grid
+    return "export" if grid == BF16 else f"export-{grid.replace('/', '-')}"  # another result than the exact merge
 
 
 def destination(output_dir: Path, folder: str = "export") -> Path:

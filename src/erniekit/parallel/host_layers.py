@@ -42,7 +42,7 @@ class HostLayers:
         self._rooms: list[torch.Tensor] = []
         self._held: list[int | None] = [None, None]  # the layer whose weights are in each room, or on their way there
         self._last: int | None = None
-        self._stream: Any = device.stream() if device.asynchronous else None
+        self._stream: Any = device.stream() if device.asynchronous and self.layers else None
         for number, layer in self.layers.items():
             layer.forward = self._brought(number, layer.forward)
 

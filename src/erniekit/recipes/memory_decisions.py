@@ -130,7 +130,9 @@ def host_layers(cfg: RunConfig, device: Device, world: World, model: DecoderConf
             reason = "weights that are not packed stay on the device; frozen_base packs them"
             yield Note("frozen_layers_in_host", asked, 0, reason)
         return
-    count, reason = asked or 0, ""
+    count, reason = min(asked or 0, model.num_layers), ""
+    if asked and asked > count:
+        yield Note("frozen_layers_in_host", asked, count, f"the model has {count} layers")
     limit = limit_of(cfg, device) if device.counts_memory or cfg.memory.memory_limit else 0.0
     if asked is None and limit and world.size == 1:
         sizes = [packed_bytes(model, layer, base) for layer in range(model.num_layers)]

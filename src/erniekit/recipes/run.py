@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
+from erniekit.errors import ConfigError
 from erniekit.recipes import stage_of
 from erniekit.result import RunResult
+from erniekit.weight_kinds import BF16
 
 
 def eval_command(args: list[str]) -> int:
@@ -53,7 +55,9 @@ def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
 
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     """quant: what is exported is then quantised. What was trained in FP8 is exported so."""
-    if cfg.quantize.quant in (None, "fp8_static"):
+    _check_export(cfg)
+    rounded = cfg.export.format == "gguf" or cfg.export.merge_grid != BF16
+    if cfg.quantize.quant in (None, "fp8_static") and not rounded:
         from erniekit.recipes.fp8_export import export_fp8, trained_in_fp8
 
         if trained_in_fp8(cfg):
@@ -65,6 +69,23 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     from erniekit.export import run as export
 
     return export.run_export(cfg)
+
+
+def _check_export(cfg: RunConfig) -> None:
+    """Keys of which one would be dropped."""
+    kind, gguf = cfg.export.gguf_type, cfg.export.format == "gguf"
+    if gguf and cfg.quantize.quant:
+        raise ConfigError(
+            f"format: gguf and quant: {cfg.quantize.quant} each say how weights are stored",
+            where=f"{cfg.origin('format')} and {cfg.origin('quant')}",
+            fix="format: gguf with gguf_type: q8_0, q4_0 or mxfp4; or quant alone",
+        )
+    if not gguf and cfg.given("gguf_type"):
+        raise ConfigError(
+            f"gguf_type: {kind} is how a GGUF file stores weights, and this export writes none",
+            where=cfg.origin("gguf_type"),
+            fix=f"format: gguf with gguf_type: {kind}",
+        )
 
 
 def run(command: str, *args: Any, **keys: Any) -> RunResult:
