@@ -68,9 +68,9 @@ _MXFP4 = Scheme(4, "float", "group", 32, format="mxfp4-pack-quantized")
 _NF4 = Scheme(4, "nf4", "group", 64, format="bitsandbytes")
 
 QUANT_RECIPES = {
-    "w4a16": QuantRecipe(_W4, _W4, "int4 weights in groups"),
+    "w4a16": QuantRecipe(_W4, _W4, "int4 weights, a scale for each group"),
     "w8a16": QuantRecipe(_W8, _W8, "int8 weights, a scale for each row"),
-    "w4w8a16": QuantRecipe(_W4, _W8, "int4 experts in groups, int8 elsewhere"),
+    "w4w8a16": QuantRecipe(_W4, _W8, "int4 experts, a scale for each group; int8 elsewhere"),
     "w8a8": QuantRecipe(_W8A8, _W8A8, "int8 weights, and int8 activations scaled for each token"),
     "fp8_static": QuantRecipe(_FP8_STATIC, _FP8_STATIC, "fp8 weights and activations, all scales stored"),
     "fp8_dynamic": QuantRecipe(_FP8_DYNAMIC, _FP8_DYNAMIC, "fp8 weights, and fp8 activations scaled for each token"),

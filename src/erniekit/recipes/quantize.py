@@ -75,7 +75,7 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     compensate = _compensates(cfg, recipe)
     say(f"model    {source}")
     groups = sorted({scheme.group for scheme in recipe.schemes if scheme.number == "int" and scheme.group})
-    sizes = f" of {groups[0]}" if groups else ""
+    sizes = f" (groups of {groups[0]})" if groups else ""
     say(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
     calibrating: list[Batch] = []
     measuring: list[Batch] = []
