@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launchers import Launcher, forked
 from test_nodes_training import PATIENCE_S, curve, kill, stories
 
+from faults.results import fault
 from support.processes import alive
 from support.recorded import tiny_folder, whole_rows
 
@@ -111,15 +112,18 @@ def test_nodes_that_were_given_different_runs_stop_before_the_first_step(
     keys: dict[str, object], change: Callable[[Path], None], named: tuple[str, ...], pair: Pair
 ) -> None:
     change(pair.disk(1))
-    launchers = pair.train({}, keys)
-    codes = [launcher.wait(PATIENCE_S) for launcher in launchers]
-    assert codes == [2, 2], stories(launchers)
-    for launcher in launchers:
-        said = "\n".join(launcher.said())
-        assert "do not train the same" in said
-        for words in (*named, "on node 1 (rank 1, "):
-            assert words in said
-        assert "Traceback" not in said
+    with fault("R4", "two nodes, each with settings, steps, data and weights, saves or a batch of its own") as row:
+        launchers = pair.train({}, keys)
+        codes = [launcher.wait(PATIENCE_S) for launcher in launchers]
+        assert codes == [2, 2], stories(launchers)
+        for launcher in launchers:
+            said = "\n".join(launcher.said())
+            assert "do not train the same" in said
+            for words in (*named, "on node 1 (rank 1, "):
+                assert words in said
+            assert "Traceback" not in said
+        row.count = row.hits = 1
+        row.note = "both stop before the first step and name what differs, and where"
     for node in range(2):
         assert not list((pair.disk(node) / "out").glob("checkpoint-*"))
         metrics = pair.disk(node) / "out" / "metrics.jsonl"

@@ -34,6 +34,7 @@ ROWS = {  # reliability rows and what a passing one promises
     "R1": "stopped at every step",
     "R2": "other layouts and numbers of ranks",
     "R3": "resumed with other settings or data",
+    "R4": "nodes of one job that were given different settings, data or weights",
     "N1": "NaN in loss, gradients or weights",
     "N2": "one bit changed on one rank",
     "H1": "a hang",
