@@ -1,7 +1,7 @@
-"""What a launch over many tensors is told on the device: addresses, and which program works on what. Used by
+"""Device tables for a kernel launch over many tensors: their addresses, and which program handles which part. Used by
 kernels/adamw.py and kernels/lean_adamw.py.
 
-Kept under the caller's keys, and sent again only when it changed.
+Cached under the caller's keys, and copied to the device again only when they changed.
 """
 
 from __future__ import annotations

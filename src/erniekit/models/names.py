@@ -137,11 +137,16 @@ def hf_attention(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
 
 
 def hf_mlp(ours: str, theirs: str, width: int, bias: bool) -> list[Entry]:
+    return mlp(ours, (theirs + "gate_proj", theirs + "up_proj", theirs + "down_proj"), width, bias)
+
+
+def mlp(ours: str, theirs: tuple[str, str, str], width: int, bias: bool) -> list[Entry]:
+    """theirs: what gate, up and down are called."""
+    gate, up, down = theirs
     out = []
     for kind in ("weight", "bias") if bias else ("weight",):
-        gate_up = (f"{theirs}gate_proj.{kind}", f"{theirs}up_proj.{kind}")
-        out.append(rows(f"{ours}gate_up.{kind}", gate_up, (width, width)))
-        out.append(verbatim(f"{ours}down.{kind}", f"{theirs}down_proj.{kind}"))
+        out.append(rows(f"{ours}gate_up.{kind}", (f"{gate}.{kind}", f"{up}.{kind}"), (width, width)))
+        out.append(verbatim(f"{ours}down.{kind}", f"{down}.{kind}"))
     return out
 
 

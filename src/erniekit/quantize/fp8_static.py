@@ -152,7 +152,7 @@ def served(folder: ModelFolder) -> nn.Module:
 @torch.no_grad()
 def prove(written: ModelFolder, probe: Probe) -> StaticProof:
     """Raises where fp32 does not answer as training did. In bf16 a number may round to the next one of fp8, and experts
-    be chosen otherwise: then the difference is told, not judged."""
+    be chosen otherwise: there the difference is reported and never raises."""
     assert probe.rows is not None
     got: torch.Tensor = served(written)(probe.ids)[0][-KEPT_ROWS:]
     difference, allowed = float((got - probe.rows).abs().max()), probes.allowed(probe, torch.float32)

@@ -1,7 +1,7 @@
 """`erniekit export` of a run with compute_type fp8: FP8 weights with the scales that were trained with.
 
-Called by run.py. Adapters are merged first; their share was never rounded in training, so that what merging and
-rounding them costs is told.
+Called by run.py. Adapters are merged first; their share was never rounded in training, so the error that
+merging and rounding add is printed.
 """
 
 from __future__ import annotations

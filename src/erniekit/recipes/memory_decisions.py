@@ -89,8 +89,8 @@ def host_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
 
 
 def advise(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, host: float | None = None) -> str | None:
-    """Before anything is loaded: a full fine-tuning that cannot fit is told what would make it. It is tried all the
-    same, as an estimate may be wrong. host: bytes of its memory; this machine's when not given."""
+    """Before anything is loaded: a warning for a full fine-tuning run that cannot fit, with the keys that would make
+    it. The run goes on all the same, as an estimate may be wrong. host: bytes of host memory; None: this machine's."""
     if world.size > 1 or cfg.lora.lora or not device.counts_memory or cfg.precision.compute_type != "bf16":
         return None
     limit = FULL * device.total_memory

@@ -5,15 +5,13 @@ The kernels run in a process of their own, where Triton interprets them: it asks
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fair16, norm_reference, reference
+from support.interpreted import run_interpreted
 
 RATES = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1)
 LENGTHS = (1, 7, 16, 63, 64, 65, 300, 0, 257)  # around a block of 64 and a chunk of 128; the fastest sizes are larger
@@ -117,11 +115,7 @@ def test_a_norm_of_16_bit_gradients_is_taken_in_fp32() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_the_kernels_do_what_the_definition_says() -> None:
-    code = f"import runpy; runpy.run_path({__file__!r}, run_name='interpreted')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 def updates_equal_the_definition() -> None:

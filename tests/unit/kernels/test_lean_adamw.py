@@ -5,9 +5,6 @@ The kernels run in a process of their own, where Triton interprets them: it asks
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -18,6 +15,7 @@ from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, by_chance16, referen
 from erniekit.kernels.exact_master import join, split
 from erniekit.kernels.launch_tables import LaunchTables
 from erniekit.kernels.position_noise import TensorPart, draws, high16, low16, salt_of
+from support.interpreted import run_interpreted
 
 RATES = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1)
 
@@ -226,11 +224,7 @@ def test_8_bit_moments_follow_fp32_ones_closer_than_the_usual_8_bit_adam() -> No
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_the_kernels_do_what_the_definition_says() -> None:
-    code = f"import runpy; runpy.run_path({__file__!r}, run_name='interpreted')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__file__)
 
 
 SHAPES = ((3, 64), (2, 300), (5, 96), (4, 128))

@@ -62,7 +62,7 @@ def write_header(path: Path, arch: str, fields: Mapping[str, Any], tensors: Sequ
             add[type(value)](key, value)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.word]
-        # A file type of several bytes a weight is told apart by raw_dtype, so that any dtype does for the shape.
+        # raw_dtype sets the tensor's type; the numpy dtype beside it is ignored.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -12,7 +12,7 @@ import torch
 
 from erniekit.kernels.rope import inverse_frequencies
 from erniekit.models.config import DecoderConfig
-from erniekit.models.names import Entry, Tensors, rows, verbatim
+from erniekit.models.names import Entry, Tensors, mlp, rows, verbatim
 
 
 def stored_config(c: DecoderConfig) -> DecoderConfig:
@@ -72,12 +72,8 @@ def _rearranged(t: torch.Tensor, within: tuple[int, int, int]) -> torch.Tensor:
 
 
 def _mlp(ours: str, theirs: str, suffix: str, width: int, bias: bool = False) -> list[Entry]:
-    out = []
-    for kind in ("weight", "bias") if bias else ("weight",):
-        gate_up = (f"{theirs}ffn_gate{suffix}.{kind}", f"{theirs}ffn_up{suffix}.{kind}")
-        out.append(rows(f"{ours}gate_up.{kind}", gate_up, (width, width)))
-        out.append(verbatim(f"{ours}down.{kind}", f"{theirs}ffn_down{suffix}.{kind}"))
-    return out
+    gate, up, down = (f"{theirs}ffn_{name}{suffix}" for name in ("gate", "up", "down"))
+    return mlp(ours, (gate, up, down), width, bias)
 
 
 def _experts(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
