@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORE = -100  # a label that is not trained
+TEXT, IMAGE, VIDEO = 0, 1, 2  # of Batch.modality; the latter two take the vision experts
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,27 @@ class RowProblem:
 
 
 @dataclass(frozen=True)
+class SampleMedia:
+    """The pictures and videos of a sample: what its tokens were laid out for, and how to get the patches, which are
+    made when a batch is assembled."""
+
+    modality: np.ndarray  # uint8 [n]
+    positions: np.ndarray  # int32 [n, 3]
+    grids: np.ndarray  # int32 [pictures and videos, 3]: t, h, w in patches
+    sources: tuple[Any, ...]  # data/media's reference of each: where it is, and every choice made about it
+
+    @property
+    def patches(self) -> int:
+        return int(self.grids.prod(1).sum())
+
+
+@dataclass(frozen=True)
 class Sample:
     """One training example. labels[i] is the target of position i (already shifted); IGNORE where not trained."""
 
     ids: np.ndarray  # int32 [n]
     labels: np.ndarray  # int32 [n]
+    media: SampleMedia | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,18 @@ class Pairs:
     reference: torch.Tensor | None = None  # float32 [2 * count]: the reference's log-prob sums, once they are known
 
 
+class Vision(NamedTuple):
+    """Pictures and video frames of a micro-batch, in the order of their places in the flattened [B * L] tokens.
+
+    A picture of grid (t, h, w) is t * h * w patches, frame after frame; inside a frame 2x2 blocks row-major, then the
+    four patches of a block. A picture has t = 1; a video's t is even.
+    """
+
+    patches: torch.Tensor  # uint8 [P, 3 * 14 * 14], channel first, not normalised
+    grids: torch.Tensor  # int64 [pictures and videos, 3]: t, h, w in patches; in host memory
+    places: torch.Tensor  # int64 [V]: which of the flattened tokens take the features, in their order
+
+
 class More(NamedTuple):
     """What only some models or stages ask of a batch, beside its tokens."""
 
@@ -95,6 +124,8 @@ class More(NamedTuple):
     shared: SharedKeys | None = None
     future: Future | None = None
     trained: int | None = None  # labels that are; without it the head must ask the device
+    vision: Vision | None = None
+    modality: torch.Tensor | None = None  # of Batch
 
 
 @dataclass
@@ -103,7 +134,7 @@ class Batch:
 
     input_ids: torch.Tensor  # int64 [B, L]
     labels: torch.Tensor  # int64 [B, L], shifted, IGNORE where not trained
-    positions: torch.Tensor  # int64 [B, L], restart at 0 in each document
+    positions: torch.Tensor  # int64 [B, L], restart at 0 in each document; [B, L, 3] (t, h, w) where a model sees
     cu_seqlens: torch.Tensor  # int32 [documents + 1], bounds in the flattened [B * L] tokens; rows are bounds too
     max_doc: int  # longest document
     num_label_tokens: int  # labels != IGNORE
@@ -115,6 +146,8 @@ class Batch:
     shared: SharedKeys | None = None
     pairs: Pairs | None = None
     future: Future | None = None
+    vision: Vision | None = None  # None: no picture in this batch
+    modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: the model knows text alone
 
     @property
     def weight(self) -> int:
@@ -122,7 +155,7 @@ class Batch:
         return self.num_label_tokens if self.pairs is None else self.pairs.count
 
     def more(self) -> More:
-        return More(self.real, self.shared, self.future, self.num_label_tokens)
+        return More(self.real, self.shared, self.future, self.num_label_tokens, self.vision, self.modality)
 
     def counted(self) -> Batch:
         """With the numbers of trained labels as these are now; in host memory."""
@@ -146,13 +179,17 @@ class Batch:
         return [tensor for k in TENSORS for tensor in _inside(getattr(self, k))]
 
 
-TENSORS = ("input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future")
+TENSORS = (
+    "input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future", "vision", "modality"
+)  # fmt: skip
 
 
 def _to(value: Any, device: torch.device, pin: bool) -> Any:
     """Tensors, and the tensors inside the nouns above."""
     if value is None or isinstance(value, int):
         return value
+    if isinstance(value, Vision):
+        return value._replace(**{name: _to(getattr(value, name), device, pin) for name in ("patches", "places")})
     if isinstance(value, (SharedKeys, Pairs)):
         return type(value)(**{name: _to(item, device, pin) for name, item in vars(value).items()})
     if isinstance(value, tuple):
