@@ -24,6 +24,7 @@ from erniekit.errors import DeviceError
 from erniekit.log import say
 from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
+from erniekit.models.costs import weight_bytes
 from erniekit.parallel.mesh import World
 from erniekit.parallel.world import check_model, check_schedule, open_world
 from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
@@ -159,19 +160,22 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
             cfg.origin("frozen_base") if cfg.given("frozen_base") else cfg.origin("compute_type"),
         )
     if not cfg.model.continue_training:
-        _refuse_oversized(folder, device, world)
+        _refuse_oversized(cfg, folder, device, world)
     return RunPlan(cfg, device, world, folder, lora, further, model_notes)
 
 
-def _refuse_oversized(folder: ModelFolder, device: Device, world: World) -> None:
+def _refuse_oversized(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:
     """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
-    Counted are its 16-bit weights alone, spread over all ranks: a model above that cannot be trained at all."""
-    count = folder.config.parameters()
-    each = 2 * count / world.size
-    if device.total_memory and each > device.total_memory:
+    Counted are its weights alone as they are stored, spread over all ranks: a model above that cannot be trained at
+    all. Packed weights may wait in host memory as well."""
+    count, base = folder.config.parameters(), memory_decisions.base_of(cfg)
+    each = weight_bytes(folder.config, base) / world.size
+    has = device.total_memory or 0
+    room = has + (0 if base == BF16 else pick("cpu").total_memory or 0)
+    if has and each > room:
         raise DeviceError(
             f"config.json describes a model of {count:,} parameters: {each / 2**30:,.0f} GiB of weights for each of "
-            f"{world.size} ranks, which have {device.total_memory / 2**30:,.0f} GiB",
+            f"{world.size} ranks, which have {room / 2**30:,.0f} GiB",
             where=str(folder.path / "config.json"),
             fix="check its sizes (num_hidden_layers, hidden_size, vocab_size, ...), or use more devices",
         )

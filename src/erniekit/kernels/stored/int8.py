@@ -6,9 +6,11 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import integers
+from erniekit.kernels.available import has_triton
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
 HIGHEST = 127
+_HAS_TRITON = has_triton()
 
 
 class Int8(WeightKind):
@@ -25,4 +27,8 @@ class Int8(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
+        if weight.data.is_cuda and _HAS_TRITON:
+            from erniekit.kernels.triton import eight_bit
+
+            return eight_bit.unpacked(weight.data.contiguous(), weight.scale.contiguous(), dtype)
         return weight.data * weight.scale.to(dtype)  # one pass; both are exact in dtype, so rounded once

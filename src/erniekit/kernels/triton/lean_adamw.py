@@ -26,6 +26,10 @@ _TURN = tl.constexpr(position_noise.TURN)
 _NAN = tl.constexpr(exact_master.QUIET_NAN)
 _TINY, _HUGE, _SPAN = tl.constexpr(moments8.TINY), tl.constexpr(moments8.HUGE), tl.constexpr(moments8.SPAN)
 _CODES, _HALF = tl.constexpr(moments8.CODES), tl.constexpr(moments8.HALF)
+# Integers by additions: conversions are as slow as roots. The bits of _MAGIC + n end with those of n, and the bits of
+# _COUNTS with a 16-bit n in their last places are those of _COUNTS + n.
+_MAGIC, _COUNTS, _COUNTS_BITS = tl.constexpr(3.0 * 2**22), tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -61,32 +65,97 @@ def _bf16(bits):
 
 
 @triton.jit
-def _encoded(m, v, own, chance):
-    """moments8.encode of blocks [TILE, BLOCK]: codes of the update and of v, and their three scales [TILE]."""
+def _log2(x):
+    """One instruction. Codes are rounded by chance: the last bits of a logarithm do not matter."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _reciprocal(x):
+    if _INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _exp2_of_little(x):
+    """2 ** x of -0.19 <= x <= 0: products are cheaper than the one unit of a card that has exp2."""
+    return 1.0 + x * (0.69314718 + x * (0.24022651 + x * (0.05550411 + x * 0.00961813)))
+
+
+@triton.jit
+def _floor_bits(x):
+    """Of 0 <= x < 2 ** 22: a number whose bits end with the integer below x, by an addition that rounds. An integer x
+    may give x - 1 as well."""
+    return (x - 0.5) + _MAGIC
+
+
+@triton.jit
+def _last_byte(x):
+    return x.to(tl.int32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def _decoded(code_u, code_v, most, largest, span):
+    """moments8.decode of blocks [TILE, BLOCK]."""
+    code = code_v.to(tl.int32)
+    half_step = span * (0.5 / _CODES)
+    # The root of v by one exp2: sqrt(largest) * 2 ** (-half_step * (255 - code)).
+    root = tl.sqrt(largest)[:, None] * tl.exp2(code.to(tl.float32) * half_step[:, None] - (half_step * 255.0)[:, None])
+    root = tl.where(code > 0, root, 0.0)
+    a_step = most * (1.0 / _HALF)
+    m = (code_u.to(tl.int32).to(tl.float32) * a_step[:, None] - (a_step * (_HALF + 1.0))[:, None]) * root
+    return m, root * root
+
+
+@triton.jit
+def _updated_fast(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps):
+    """triton/adamw._updated by quotients that are off in the last bits: 8-bit moments are off by far more."""
+    p -= lr_decay * p
+    m += rest1 * (g - m)
+    v = beta2 * v + rest2 * g * g
+    p -= size * m * _reciprocal(tl.sqrt(v) * (1.0 / root) + eps)
+    return p, m, v
+
+
+@triton.jit
+def _encoded(m, v, chance):
+    """moments8.encode of blocks [TILE, BLOCK]: codes of the update and of v, and their three scales [TILE]. Elements
+    beyond a row's end have v = 0 and are no others than those without a moment."""
     v = tl.minimum(v, _HUGE)
-    present = own & (v >= _TINY)
+    present = v >= _TINY
     largest = tl.max(tl.where(present, v, 0.0), 1)
-    smallest = tl.min(tl.where(present, v, _HUGE), 1)
-    top = tl.where(largest > 0, largest, 1.0)
-    span = tl.minimum(tl.maximum(tl.where(largest > 0, -tl.log2(smallest / top), 0.0), 0.0), _SPAN)
+    smallest = tl.minimum(tl.min(tl.where(present, v, _HUGE), 1), _HUGE)
+    some = largest > 0
+    top = tl.log2(tl.where(some, largest, 1.0))
+    span = tl.minimum(tl.maximum(tl.where(some, top - tl.log2(smallest), 0.0), 0.0), _SPAN)
     step = span / _CODES
-    width = tl.where(step > 0, step, 1.0)[:, None]
-    seen = present & (step > 0)[:, None]
-    below = tl.where(seen, -tl.log2(tl.where(seen, v, 1.0) / top[:, None]) / width, 0.0)
-    below = tl.floor(tl.minimum(tl.maximum(below, 0.0), _CODES))
-    up = largest[:, None] * tl.exp2(-(step[:, None] * below))
-    down = largest[:, None] * tl.exp2(-(step[:, None] * (below + 1)))
-    rises = tl.where(up > down, (v - down) / tl.where(up > down, up - down, 1.0), 1.0)
-    below += ((chance >> 16).to(tl.float32) / 65536 >= rises).to(tl.float32)
+    wide = step > 0
+    a_code = tl.where(wide, 1.0 / tl.where(wide, step, 1.0), 0.0)
+    # A value between two codes lies at 2 ** -(step * fraction) of the upper one, the lower one at `least`.
+    least = tl.exp2(-step)
+    share = tl.where(wide, 65536.0 / (1.0 - tl.where(wide, least, 0.0)), 0.0)
+    ahead = tl.where(wide, -least * share, 65536.0) + _COUNTS
+    place = (top[:, None] - _log2(v)) * a_code[:, None]
+    place = tl.minimum(tl.maximum(place, 0.0), _CODES)
+    below = _floor_bits(place) - _MAGIC
+    rises = _exp2_of_little((below - place) * step[:, None]) * share[:, None] + ahead[:, None]
+    high = ((chance >> 16) | _COUNTS_BITS).to(tl.float32, bitcast=True)
+    below += tl.where(high >= rises, 1.0, 0.0)
     below = tl.minimum(below, _CODES)
-    root = tl.sqrt(largest[:, None] * tl.exp2(-(step[:, None] * below)))
-    u = tl.where(present, m / tl.where(present, root, 1.0), 0.0)
+    a_root = tl.where(some, 1.0 / tl.sqrt(tl.where(some, largest, 1.0)), 0.0)
+    u = tl.where(present, m * (a_root[:, None] * tl.exp2((0.5 * step)[:, None] * below)), 0.0)
     most = tl.max(tl.abs(u), 1)
-    steps = u * tl.where(most > 0, _HALF / tl.where(most > 0, most, 1.0), 0.0)[:, None]
-    code_u = tl.floor(steps + (chance & 0xFFFF).to(tl.float32) / 65536)
-    code_u = tl.minimum(tl.maximum(code_u, -_HALF), _HALF) + (_HALF + 1)
-    code_v = tl.where(present, 255 - below, 0.0)
-    return code_u.to(tl.uint8), code_v.to(tl.uint8), most, largest, span
+    a_step = tl.where(most > 0, _HALF / tl.where(most > 0, most, 1.0), 0.0)
+    # _COUNTS / 65536 is the 128 that a code of the update is more than its steps.
+    low = ((chance & 0xFFFF) | _COUNTS_BITS).to(tl.float32, bitcast=True)
+    code_u = _floor_bits(tl.minimum(u * a_step[:, None] + low * (1.0 / 65536), 255.5))
+    code_v = tl.where(present, (255.0 + _MAGIC) - below, _MAGIC)
+    return _last_byte(code_u), _last_byte(code_v), most, largest, span
 
 
 @triton.jit
@@ -100,7 +169,7 @@ def update(
     EVEN: blocks fill rows and all lies on 16 bytes. The rest as in triton/adamw.py."""
     if tl.load(good) != 0:
         tensor = tl.load(chunks + 2 * tl.program_id(0))
-        start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (TILE * TILES)
+        start = tl.load(chunks + 2 * tl.program_id(0) + 1) * (TILE * TILES)
         row = tensors + tensor * COLUMNS
         grad = tl.load(grads + tensor).to(tl.pointer_type(GRAD))
         master, weight = tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + 1).to(tl.pointer_type(WEIGHT))
@@ -112,8 +181,9 @@ def update(
         )
         of_span = tl.load(row + 7).to(tl.pointer_type(tl.float32))
         count = tl.load(tl.load(row + 8).to(tl.pointer_type(tl.float32)))
-        numbers, rows, columns = tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
-        first_column, salt = tl.load(row + 12), tl.load(row + 13).to(tl.uint32)
+        numbers = tl.load(row + 9)
+        rows, columns = tl.load(row + 10).to(tl.int32), tl.load(row + 11).to(tl.int32)
+        first_column, salt = tl.load(row + 12).to(tl.int32), tl.load(row + 13).to(tl.uint32)
         value_salt = count.to(tl.uint32) * _SALT
         turned = count.to(tl.uint32) * _TURN
         step = count.to(tl.float64)
@@ -126,7 +196,7 @@ def update(
             valid = j < rows * a_row
             r, b = j // a_row, j % a_row
             lane = tl.arange(0, BLOCK)[None, :]
-            begin = r * columns + b * BLOCK
+            begin = r.to(tl.int64) * columns + b * BLOCK
             column = (b * BLOCK)[:, None] + lane
             if EVEN:
                 own = tl.broadcast_to(valid[:, None], (TILE, BLOCK))
@@ -155,23 +225,19 @@ def update(
                 p = tl.load(w_at, own, other=0.0).to(tl.float32)
             m, v = tl.load(m_at, own, other=0), tl.load(v_at, own, other=0)
             if tl.uint8 == MOMENT:
-                code = v.to(tl.float32)
+                most = tl.load(of_update + j, valid, other=0.0)
                 largest = tl.load(of_largest + j, valid, other=0.0)
-                a_code = tl.load(of_span + j, valid, other=0.0) / _CODES
-                a_step = tl.load(of_update + j, valid, other=0.0) / _HALF
-                v = tl.where(code > 0, largest[:, None] * tl.exp2(-(a_code[:, None] * (255 - code))), 0.0)
-                m = (m.to(tl.float32) - (_HALF + 1)) * a_step[:, None] * tl.sqrt(v)
-            else:
-                m, v = m.to(tl.float32), v.to(tl.float32)
-            p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
-            if tl.uint8 == MOMENT:
-                code_u, code_v, most, largest, span = _encoded(m, v, own, _mix(h + _OTHER) + turned)
+                m, v = _decoded(m, v, most, largest, tl.load(of_span + j, valid, other=0.0))
+                p, m, v = _updated_fast(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
+                code_u, code_v, most, largest, span = _encoded(m, v, _mix(h + _OTHER) + turned)
                 tl.store(m_at, code_u, own)
                 tl.store(v_at, code_v, own)
                 tl.store(of_update + j, most, valid)
                 tl.store(of_largest + j, largest, valid)
                 tl.store(of_span + j, span, valid)
             else:
+                m, v = m.to(tl.float32), v.to(tl.float32)
+                p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
                 tl.store(m_at, _kept(m, value_salt, MOMENT, FAIR), own)
                 tl.store(v_at, _kept(v, value_salt + _OTHER, MOMENT, FAIR), own)
             if MODE == MASTER:
