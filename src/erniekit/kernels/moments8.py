@@ -27,6 +27,7 @@ SHORTEST = 64  # columns; tensors with fewer, and those of one dim, keep wide mo
 TINY = 2.0**-126  # below it v is 0: beside any epsilon it is
 HUGE = 3e38  # v is at most this: an infinite one would make its whole block infinite
 SPAN = 48.0  # log2 of how far apart the values of a block are at most
+LEAST_SPAN = 2.0**-8  # what they count as apart at least: a step between codes is never 0
 CODES = 254  # steps between 255 codes
 HALF = 127
 
@@ -53,11 +54,11 @@ def encode(
     present = v >= TINY
     largest = torch.where(present, v, 0.0).amax(-1, keepdim=True)
     smallest = torch.where(present, v, HUGE).amin(-1, keepdim=True)
-    span = torch.where(largest > 0, -(smallest / largest).log2(), 0.0).clamp(0.0, SPAN)
+    span = torch.where(largest > 0, -(smallest / largest).log2(), 0.0).clamp(LEAST_SPAN, SPAN)
     step = span / CODES
-    below = torch.where((step > 0) & present, -(v / largest).log2() / step, 0.0).clamp(0.0, CODES).floor()
+    below = torch.where(present, -(v / largest).log2() / step, 0.0).clamp(0.0, CODES).floor()
     up, down = (_log_value(largest, step, below + k) for k in (0, 1))
-    rises = torch.where(up > down, (v - down) / (up - down), 1.0)
+    rises = torch.where(present, (v - down) / (up - down), 1.0)
     below = (below + (chance_v >= rises)).clamp(max=CODES)
     root = _log_value(largest, step, below).sqrt()
     u = torch.where(present, m / root, 0.0)

@@ -25,6 +25,7 @@ _ROW, _COLUMN = tl.constexpr(position_noise.ROW), tl.constexpr(position_noise.CO
 _TURN = tl.constexpr(position_noise.TURN)
 _NAN = tl.constexpr(exact_master.QUIET_NAN)
 _TINY, _HUGE, _SPAN = tl.constexpr(moments8.TINY), tl.constexpr(moments8.HUGE), tl.constexpr(moments8.SPAN)
+_LEAST_SPAN = tl.constexpr(moments8.LEAST_SPAN)
 _CODES, _HALF = tl.constexpr(moments8.CODES), tl.constexpr(moments8.HALF)
 # Integers by additions: conversions are as slow as roots. The bits of _MAGIC + n end with those of n, and the bits of
 # _COUNTS with a 16-bit n in their last places are those of _COUNTS + n.
@@ -129,28 +130,27 @@ def _encoded(m, v, chance):
     v = tl.minimum(v, _HUGE)
     present = v >= _TINY
     largest = tl.max(tl.where(present, v, 0.0), 1)
-    smallest = tl.minimum(tl.min(tl.where(present, v, _HUGE), 1), _HUGE)
-    some = largest > 0
-    top = tl.log2(tl.where(some, largest, 1.0))
-    span = tl.minimum(tl.maximum(tl.where(some, top - tl.log2(smallest), 0.0), 0.0), _SPAN)
-    step = span / _CODES
-    wide = step > 0
-    a_code = tl.where(wide, 1.0 / tl.where(wide, step, 1.0), 0.0)
+    smallest = tl.min(tl.where(present, v, _HUGE), 1)
+    # Of a block without any moment these are infinite or no numbers, and nothing of it is read.
+    top = _log2(largest)
+    span = tl.minimum(tl.maximum(top - _log2(smallest), _LEAST_SPAN), _SPAN)
+    step = span * (1.0 / _CODES)
+    a_code = _reciprocal(step)
     # A value between two codes lies at 2 ** -(step * fraction) of the upper one, the lower one at `least`.
     least = tl.exp2(-step)
-    share = tl.where(wide, 65536.0 / (1.0 - tl.where(wide, least, 0.0)), 0.0)
-    ahead = tl.where(wide, -least * share, 65536.0) + _COUNTS
+    share = 65536.0 * _reciprocal(1.0 - least)
+    ahead = _COUNTS - least * share
     place = (top[:, None] - _log2(v)) * a_code[:, None]
-    place = tl.minimum(tl.maximum(place, 0.0), _CODES)
+    place = tl.maximum(place, 0.0)
     below = _floor_bits(place) - _MAGIC
     rises = _exp2_of_little((below - place) * step[:, None]) * share[:, None] + ahead[:, None]
     high = ((chance >> 16) | _COUNTS_BITS).to(tl.float32, bitcast=True)
     below += tl.where(high >= rises, 1.0, 0.0)
     below = tl.minimum(below, _CODES)
-    a_root = tl.where(some, 1.0 / tl.sqrt(tl.where(some, largest, 1.0)), 0.0)
+    a_root = tl.rsqrt(largest)
     u = tl.where(present, m * (a_root[:, None] * tl.exp2((0.5 * step)[:, None] * below)), 0.0)
     most = tl.max(tl.abs(u), 1)
-    a_step = tl.where(most > 0, _HALF / tl.where(most > 0, most, 1.0), 0.0)
+    a_step = _HALF * _reciprocal(tl.maximum(most, _TINY))
     # _COUNTS / 65536 is the 128 that a code of the update is more than its steps.
     low = ((chance & 0xFFFF) | _COUNTS_BITS).to(tl.float32, bitcast=True)
     code_u = _floor_bits(tl.minimum(u * a_step[:, None] + low * (1.0 / 65536), 255.5))
