@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from erniekit.models import ernie_dense
 from erniekit.models.config import DecoderConfig
 from erniekit.models.ernie_dense import paddle_attention, paddle_head, paddle_mlp
 from erniekit.models.ernie_vl_config import NESTED_TYPE, read_config, write_config
+from erniekit.models.fields import Fields
 from erniekit.models.layers.seeing import SEEING_PLAN, SeeingDecoder
 from erniekit.models.names import Entry, hf_attention, hf_head, hf_mlp, reshaped, rows, transposed, verbatim
 from erniekit.models.spec import ModelSpec
@@ -25,6 +27,17 @@ def settle(c: DecoderConfig, names: Collection[str]) -> DecoderConfig:
     """A run with moe_use_aux_free off left no bias."""
     assert c.moe is not None
     return replace(c, moe=replace(c.moe, bias=any(name.endswith("e_score_correction_bias") for name in names)))
+
+
+def preprocessed(c: DecoderConfig, fields: dict[str, Any], where: str) -> DecoderConfig:
+    """Patches come as bytes: the tower normalises them as the preprocessor would."""
+    assert c.vision is not None
+    f, channels = Fields(fields, where), c.vision.channels
+    f.only("do_normalize", True)
+    mean, std = f.numbers("image_mean", channels), f.numbers("image_std", channels)
+    if std and min(std) <= 0:
+        raise f.refuse("image_std", f"{channels} numbers above zero for", list(std))
+    return replace(c, vision=replace(c.vision, mean=mean or c.vision.mean, std=std or c.vision.std))
 
 
 def layout_of(names: Collection[str]) -> str:
@@ -164,5 +177,6 @@ SPEC = ModelSpec(
     paddle_prefix="ernie.",
     layout_of=layout_of,
     settle=settle,
+    preprocessed=preprocessed,
     fp32=("router.weight", "correction.bias"),
 )
