@@ -15,7 +15,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 
 @dataclass(frozen=True)
-class Bank:
+class BankShape:
     """Experts that tokens of another modality than text take, with a router of their own."""
 
     experts: int
@@ -74,7 +74,7 @@ class MoEShape:
     capacity: tuple[float, float, float] | None = None  # None: no token is ever dropped
     fewest: int = 1  # tokens an expert has room for at least, where there is a capacity
     most: int | None = None  # tokens an expert takes at most
-    vision: Bank | None = None  # what vision tokens take instead; the shared experts are the same
+    vision: BankShape | None = None  # what vision tokens take instead; the shared experts are the same
 
     def of_text(self) -> MoEShape:
         """The one bank by itself, as a layer holds it: shared experts and the bias of both are beside the banks."""

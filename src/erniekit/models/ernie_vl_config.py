@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from erniekit.models import ernie_dense
-from erniekit.models.config import Bank, DecoderConfig, MoEShape, VisionShape, hf_dtype
+from erniekit.models.config import BankShape, DecoderConfig, MoEShape, VisionShape, hf_dtype
 from erniekit.models.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_MLP, MAX_WIDTH, Fields
 
 FLAT_TYPE, NESTED_TYPE = "ernie4_5_moe_vl", "ernie4_5_vl_moe"
@@ -94,7 +94,7 @@ def _experts(f: Fields, both: dict[str, tuple[Any, Any]], layers: int) -> MoESha
         norm_min=f.number("moe_norm_min", 1e-12, 0.0, 1.0),
         bias=balanced,
         biased=balanced,
-        vision=Bank(of_vision, vision_width),
+        vision=BankShape(of_vision, vision_width),
     )
 
 

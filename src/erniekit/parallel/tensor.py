@@ -137,9 +137,10 @@ def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
 
 
 class PlacesInSlice(nn.Module):
-    """Stands where models.layers.seeing.LocalPlaces stands: this rank has a slice of every row."""
+    """Stands where models.layers.seeing.LocalPlaces stands: this rank has a slice of every row. A place behind all
+    tokens is none."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
         self.rank, self.ranks = rank, ranks
 
