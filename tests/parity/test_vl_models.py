@@ -125,7 +125,8 @@ def test_recorded_20_step_curves_are_reproduced(name: str) -> None:
     assert grad_norms == pytest.approx(recorded["grad_norm_before_clip"], rel=2e-3)
     after = logits_of(model, recorded_batch("image_and_video"))
     torch.testing.assert_close(after, tensors()[f"curve.{name}.logits_after"], atol=5e-3, rtol=0)
-    moved = norms(folder.spec.names(folder.config, "hf"), {n: p.detach() - before[n] for n, p in model.named_parameters()})
+    changes = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+    moved = norms(folder.spec.names(folder.config, "hf"), changes)
     for tensor, change in recorded["parameter_change"].items():
         assert moved[tensor] == pytest.approx(change, rel=1e-2, abs=1e-7), tensor
 

@@ -73,7 +73,7 @@ def their_logits(theirs: Any, ours: Any, batch: Batch) -> torch.Tensor:
         placeholder = torch.zeros_like(kinds).view(-1).index_fill(0, vision.places, 1).view_as(kinds)
         ids = torch.where((kinds == VIDEO) & (placeholder == 1), theirs.config.video_token_id, ids)
         pixels = ours.tower.normalised(vision.patches).split(vision.grids.prod(1).tolist())
-        for end, chosen in (("", [t == 1 for t in vision.grids[:, 0]]), ("_videos", [t > 1 for t in vision.grids[:, 0]])):
+        for end, chosen in (("", (vision.grids[:, 0] == 1).tolist()), ("_videos", (vision.grids[:, 0] > 1).tolist())):
             mine = [p for p, one in zip(pixels, chosen) if one]
             if mine:
                 grid = "image_grid_thw" if not end else "video_grid_thw"

@@ -59,7 +59,5 @@ def recorded_batch(name: str) -> Batch:
 def logits_of(model: Any, batch: Batch) -> torch.Tensor:
     """[L, V] of the one row."""
     with torch.no_grad():
-        out: torch.Tensor = model(
-            batch.input_ids, batch.positions, batch.documents(), batch.max_doc, more=batch.more()
-        )
+        out: torch.Tensor = model(batch.input_ids, batch.positions, batch.documents(), batch.max_doc, more=batch.more())
     return out[0]

@@ -10,7 +10,6 @@ from typing import Any
 
 from erniekit.models import costs
 
-
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 

@@ -65,9 +65,9 @@ def _experts(f: Fields, both: dict[str, tuple[Any, Any]], layers: int) -> MoESha
     def number(key: str, place: int, least: int, most: int) -> int:
         return Fields({key: both[key][place]}, f.where).size(key, 0, least, most)
 
-    for key in ("moe_num_experts", "moe_intermediate_size", "moe_k"):
-        for place in (0, 1):
-            Fields({key: both[key][place]}, f.where).need(key, MAX_EXPERTS if key != "moe_intermediate_size" else MAX_MLP)
+    for key, most in (("moe_num_experts", MAX_EXPERTS), ("moe_intermediate_size", MAX_MLP), ("moe_k", MAX_EXPERTS)):
+        for value in both[key]:
+            Fields({key: value}, f.where).need(key, most)
     (experts, of_vision), (choices, other) = both["moe_num_experts"], both["moe_k"]
     if experts != of_vision or choices != other:  # the file's bias is one tensor with a row for each
         key = "moe_num_experts" if experts != of_vision else "moe_k"
@@ -193,8 +193,8 @@ def _flat(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
     seen = dict(kept.get("vision_config") or {})
     seen |= {"depth": v.depth, "hidden_size": v.width, "embed_dim": v.width, "num_heads": v.heads}
     ratio = v.mlp_width / v.width
-    seen |= {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "patch_size": v.patch, "in_channels": v.channels}
-    seen |= {"spatial_merge_size": v.merge, "hidden_act": "quick_gelu"}
+    seen |= {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "patch_size": v.patch}
+    seen |= {"in_channels": v.channels, "spatial_merge_size": v.merge, "hidden_act": "quick_gelu"}
     return out | {
         "architectures": [ARCHITECTURE],
         "model_type": FLAT_TYPE,

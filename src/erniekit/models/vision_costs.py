@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from erniekit.models.config import DecoderConfig, VisionShape
 
 FORWARD, BACKWARD = 2, 4  # FLOPs for each weight and row; backward is of the input and of the weight
-ATTENTION = 4  # for each head, element of a head and squared count of a frame's patches: two products, all of the square
+ATTENTION = 4  # for each channel and squared count of a frame's patches: two products, all of the square
 
 
 class Patches(NamedTuple):
     """What the tower was computed on, and what came of it."""
 
-    count: int
+    patches: int
     squares: int  # sum over frames of their squared patch counts
     tokens: int  # vision tokens that came out
 
@@ -56,7 +56,7 @@ def forward_flops(c: DecoderConfig, seen: Patches) -> float:
     v = c.vision
     assert v is not None
     before, behind = resampler_weights(c)
-    products = tower_weights(v) * seen.count + before * seen.count / v.merge**2 + behind * seen.tokens
+    products = tower_weights(v) * seen.patches + before * seen.patches / v.merge**2 + behind * seen.tokens
     return FORWARD * products + ATTENTION * v.depth * v.width * seen.squares
 
 
@@ -67,8 +67,8 @@ def step_flops(c: DecoderConfig, seen: Patches, tower_trained: bool, resampler_t
     before, behind = resampler_weights(c)
     total = forward_flops(c, seen)
     if tower_trained:
-        total += BACKWARD * tower_weights(v) * seen.count + 2 * ATTENTION * v.depth * v.width * seen.squares
+        total += BACKWARD * tower_weights(v) * seen.patches + 2 * ATTENTION * v.depth * v.width * seen.squares
     if tower_trained or resampler_trained:
         share = BACKWARD if resampler_trained else FORWARD
-        total += share * (before * seen.count / v.merge**2 + behind * seen.tokens)
+        total += share * (before * seen.patches / v.merge**2 + behind * seen.tokens)
     return total

@@ -36,8 +36,8 @@ class ExpertBalance(Hook):
         step: float = 0.0,
         biases: Mapping[int, Pieces] | None = None,
     ) -> None:
-        """layers: those of the whole model that have experts, [E] or [2, E] of them (text, vision). group: all ranks that saw other tokens or hold other
-        layers. step 0: loads are only told."""
+        """layers: those of the whole model that have experts. experts: (E,), or (2, E) of text and vision. group: all
+        ranks that saw other tokens or hold other layers. step 0: loads are only told."""
         self.engine, self.layers, self.group = engine, list(layers), group
         self.step, self.biases = step, dict(biases or {})
         self._none = torch.zeros(len(self.layers), *experts, dtype=torch.int64, device=engine.device)
