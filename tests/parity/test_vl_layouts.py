@@ -64,7 +64,7 @@ def row(step: int, number: int, pictures: bool) -> Batch:
             positions[start : start + 4] = positions[start] + torch.tensor([[0, r, c] for r in (0, 1) for c in (0, 1)])
         patches = torch.randint(0, 256, (48, 12), generator=draw, dtype=torch.uint8)
         vision = Vision(patches, grids, torch.tensor(places))
-        labels[0, modality != TEXT] = IGNORE
+        labels[0, places] = IGNORE
     labels[0, 28:] = IGNORE
     real = torch.arange(LENGTH)[None] < 28
     bounds = torch.tensor([0, first, 28, LENGTH], dtype=torch.int32)
