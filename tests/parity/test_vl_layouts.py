@@ -181,6 +181,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cp2 x sharding 2": (dict(cp=2, fsdp=2), {}),
     "cp2 x tp2": (dict(cp=2, tp=2, experts="tp", sequence_parallel=True), {}),
     "sharding 2, compiled": (dict(fsdp=2), dict(compile=True)),
+    "pp2, computed again": (dict(pp=2), dict(recompute="full")),
     "sharding 2, computed again": (dict(fsdp=2, experts="data"), dict(recompute="full")),
 }  # fmt: skip
 OFTEN = ("tp2 with sequence parallel", "sharding 2", "data 2, all to all", "cp2", "pp2")

@@ -221,6 +221,12 @@ def test_adapters_go_where_erniekit_puts_them_and_come_back_from_both_formats(tm
         assert torch.equal(logits_of(again, batch), before), form
 
 
+def test_a_merged_model_answers_as_base_and_adapter_did(tmp_path: Path) -> None:
+    out = export(FOLDER / "vl_old", FOLDER / "vl_lora", tmp_path / "merged", layout="hf")
+    merged = ModelFolder(out).build()
+    torch.testing.assert_close(logits_of(merged, recorded_batch("image_and_video")), tensors()["lora.logits"], **LOGITS)
+
+
 # --- layouts ---
 
 

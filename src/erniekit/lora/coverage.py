@@ -133,4 +133,4 @@ def _shown(row: CoverageRow, part: str) -> str:
 
 
 def _word(part: str) -> str:
-    return part.removesuffix("_proj")
+    return part.removesuffix("_proj").replace("_linear_", ".")

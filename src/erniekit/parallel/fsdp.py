@@ -37,10 +37,9 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     in_fp32: dict[str, Any] = {**options, "mp_policy": MixedPrecisionPolicy()}
     for part in parts:
-        if part.first:
-            part.always_looks = True  # type: ignore[assignment]  # at nothing, where there is no picture
-            for block in part.front():  # type: ignore[operator]
-                fully_shard(block, reshard_after_forward=again, **options)
+        part.always_looks = True  # type: ignore[assignment]  # at nothing, where there is no picture
+        for block in part.front():  # type: ignore[operator]
+            fully_shard(block, reshard_after_forward=again, **options)
         for _, layer in part.held_layers():  # type: ignore[operator]
             if layer.sparse:
                 for bank in layer.mlp.banks():

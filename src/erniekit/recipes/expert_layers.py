@@ -106,8 +106,9 @@ def balance_hook(cfg: RunConfig, built: Built) -> ExpertBalance | None:
 
 def ignore_bias(cfg: RunConfig, model: nn.Module) -> None:
     """For commands that run a finished model: `moe_use_aux_free: False` there too."""
-    routers = [m for m in model.modules() if isinstance(m, Router) and m.bias is not None]
-    if cfg.moe.moe_use_aux_free is False and any(r.biased for r in routers):
+    config: Any = model.config
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.biased]
+    if cfg.moe.moe_use_aux_free is False and routers and config.moe.bias:
         say(f"note     {IGNORED}")
         for router in routers:
             router.biased = False

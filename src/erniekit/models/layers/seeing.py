@@ -41,8 +41,9 @@ class SeeingDecoder(Decoder):
         self.always_looks = False
 
     def front(self) -> Iterator[nn.Module]:
-        yield from self.tower.blocks
-        yield self.resampler
+        if self.first:
+            yield from self.tower.blocks
+            yield self.resampler
 
     def features(self, vision: Any) -> torch.Tensor:
         """data.types.Vision -> [V, H]."""
