@@ -20,6 +20,7 @@ from erniekit.lora.adapter import adapter_of, load_adapter
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.inject import inject
 from erniekit.lora.merge import fold
+from erniekit.lora.projections import projections
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.layers.modal import OF_VISION
@@ -200,6 +201,31 @@ def test_a_recorded_adapter_answers_as_recorded_and_so_does_the_merged_model() -
     losses = [float(mean_loss(model, recorded_batch("one_image")).detach())]
     assert losses == pytest.approx(numbers()["lora"]["curve"]["loss"][:1], abs=LOSS)
     torch.testing.assert_close(logits_of(fold(model), batch), tensors()["lora.logits"], **LOGITS)
+
+
+def test_adapters_gradients_are_those_of_the_merged_weights() -> None:
+    """dB = s dW A^T and dA = s B^T dW: what the recorded gradients of whole weights imply, for every adapter."""
+    model, batch, folder = adapted(), recorded_batch("image_and_video"), ModelFolder(FOLDER / "vl_old")
+    settings = read_adapter(FOLDER / "vl_lora", model).settings(model)
+    mean_loss(model, batch).backward()
+    values = adapter_of(model, settings).updates
+    grads = adapter_of(model, settings, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}).updates
+    fused = {p.public: (p.module, p.expert) for p in projections(model)}
+    merged = fold(model)
+    merged.requires_grad_(True)
+    mean_loss(merged, batch).backward()
+    whole = {n: p.grad for n, p in merged.named_parameters()}
+    weights = {
+        name.removesuffix(".weight"): grad
+        for entry in folder.spec.names(folder.config, "hf")
+        for name, grad in zip(entry.theirs, entry.write(whole[entry.ours]))
+    }
+    for public, got in grads.items():
+        value, scale = values[public], settings.scaling
+        torch.testing.assert_close(got.B, scale * weights[public] @ value.A.t(), atol=2e-5, rtol=1e-4)
+        sharing = [other for other in values if fused[other] == fused[public]]  # Paddle has one A for these
+        wanted = sum(scale * values[other].B.t() @ weights[other] for other in sharing)
+        torch.testing.assert_close(got.A, wanted, atol=2e-5, rtol=1e-4)
 
 
 def test_adapters_go_where_erniekit_puts_them_and_come_back_from_both_formats(tmp_path: Path) -> None:
