@@ -34,7 +34,8 @@ from erniekit.models.spec import ModelSpec
 from erniekit.parallel.sharding import Box
 
 GENERATION_FILES = ("generation_config.json",)
-SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
+PREPROCESSOR = "preprocessor_config.json"
+SIDE_FILES = (*GENERATION_FILES, PREPROCESSOR)
 # Buffers some exporters store that are derived, not weights.
 DERIVED = (".rotary_emb.inv_freq",)
 _MAX_INDEX = 64 << 20  # bytes: some 500,000 tensors
@@ -79,6 +80,9 @@ class ModelFolder:
             self.config = replace(self.config, head_bias="lm_head.bias" in self.files)
         if self.files and self.spec.settle is not None:
             self.config = self.spec.settle(self.config, self.files)
+        if self.spec.preprocessed is not None and Listed(path).has(PREPROCESSOR):
+            told = read_json(path / PREPROCESSOR)
+            self.config = self.spec.preprocessed(self.config, told, str(path / PREPROCESSOR))
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
         if self.files:

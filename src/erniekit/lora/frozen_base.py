@@ -17,7 +17,8 @@ from erniekit.kernels.stored import PLAIN, kind_named
 from erniekit.lora.layers import LoRAExperts, LoRALinear
 from erniekit.weight_kinds import kinds_of, with_products
 
-_ROLES = {"experts": "experts", "shared": "shared", "attn": "attention"}  # by a word of a layer's name
+# By a word of a layer's name, the first that counts. What sees has roles that no base packs.
+_ROLES = {"tower": "tower", "resampler": "resampler", "experts": "experts", "shared": "shared", "attn": "attention"}
 
 
 def role_of(name: str) -> str:
@@ -38,7 +39,7 @@ def check(base: str, products: str, device: torch.device, experts: bool, where: 
 
 def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
     """A weight [rows, in] as `base` would keep it, unpacked to its dtype; as it is where that keeps it plain."""
-    kind = kind_named(kinds_of(base)[role_of(name)])
+    kind = kind_named(kinds_of(base).get(role_of(name), PLAIN))
     if kind.name == PLAIN or not kind.fits(*weight.shape):
         return weight
     return kind.unpack(kind.pack(weight), weight.dtype)
@@ -55,7 +56,7 @@ def store_frozen(
     for name, layer in model.named_modules():
         if not isinstance(layer, (LoRALinear, LoRAExperts)) or layer.base.weight is None:
             continue
-        kind = kinds[role_of(name)]
+        kind = kinds.get(role_of(name), PLAIN)
         if kind == PLAIN:
             continue
         widths = list(shapes(f"{name}.weight"))

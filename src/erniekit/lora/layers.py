@@ -169,10 +169,10 @@ class LoRARouter(LoRALayer):
         except AttributeError:  # whatever else is asked of a router: how many experts, its bias
             return getattr(super().__getattr__("base"), name)
 
-    def forward(self, x_TH: torch.Tensor) -> Routing:
+    def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
         with torch.autocast(x_TH.device.type, enabled=False):
             weight = self.weight
-        return cast("Routing", functional_call(self.base, {"weight": weight}, (x_TH,)))
+        return cast("Routing", functional_call(self.base, {"weight": weight}, (x_TH, bias)))
 
 
 KINDS: dict[type[nn.Module], type[LoRALayer]] = {

@@ -14,6 +14,8 @@ from erniekit.parallel.plan import HeadShare, Plan, Range, Rule, head_share, rul
 
 Shape = tuple[int, ...]
 
+FRONT = ("tower.", "resampler.")  # weights in front of the layers, on the first stage beside the embedding
+
 
 @dataclass(frozen=True)
 class Box:
@@ -92,7 +94,7 @@ class Sharding:
             return tuple(s for s, layers in enumerate(self.stages()) if layer in layers)
         if name.startswith("embed."):
             return (0, last) if self.embeds_last and last else (0,)
-        return (last,)
+        return (0,) if name.startswith(FRONT) else (last,)
 
     def pp_ranks_of(self, name: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(s % self.layout.pp for s in self.stages_of(name)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.errors import CheckpointError, ConfigError
+from erniekit.errors import CheckpointError, ConfigError, LaterError
 from erniekit.models.config import DecoderConfig
 from erniekit.quant_schemes import CHANNEL, QuantRecipe, Scheme
 
@@ -13,6 +13,12 @@ GROUPS = (128, 64, 32)  # what kernels of serving engines have; the first that f
 
 
 def require_plain(source: ModelFolder) -> None:
+    if source.config.vision is not None:
+        raise LaterError(
+            "quantising a model that sees is not in this version",
+            where=f"model_name_or_path: {source.path}",
+            fix="serve it in 16 bit, or let the server quantise it",
+        )
     if source.quantised:
         kind = next(iter(source.quantised.values())).scheme
         raise CheckpointError(

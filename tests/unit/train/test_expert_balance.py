@@ -22,7 +22,7 @@ def engine(**usage: list[int]) -> Any:
 
 def hook(made: Any, step: float = 0.001, **biases: torch.Tensor) -> ExpertBalance:
     pieces = {int(k[1:]): (v, WHOLE) for k, v in biases.items()}
-    return ExpertBalance(made, [1, 3], 4, None, step, pieces)
+    return ExpertBalance(made, [1, 3], (4,), None, step, pieces)
 
 
 def take(balance: ExpertBalance, loss: float) -> None:
@@ -60,7 +60,7 @@ def test_choices_of_a_step_that_is_rolled_back_are_forgotten() -> None:
 def test_a_rank_moves_only_the_slice_it_holds() -> None:
     held = torch.zeros(2)
     box = Box((slice(2, 4),), (slice(0, 2),))
-    balance = ExpertBalance(engine(_3=[9, 0, 9, 0]), [1, 3], 4, None, 0.5, {3: (held, (box,))})
+    balance = ExpertBalance(engine(_3=[9, 0, 9, 0]), [1, 3], (4,), None, 0.5, {3: (held, (box,))})
     take(balance, APPLIED)
     assert held.tolist() == [-0.5, 0.5]
 
