@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Medium:
     digests: tuple[str, ...] = ()  # of the bytes of `places`, as they were when the sample was made
 
     def to_json(self) -> dict[str, Any]:
-        out = asdict(self)
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["places"] = [place.to_json() for place in self.places]
         return out
 

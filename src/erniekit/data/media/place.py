@@ -11,7 +11,7 @@ import os
 import re
 import tarfile
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,15 @@ class MediaPlace:
     start: int = 0
     size: int = -1  # bytes from `start`; -1: the whole file
     label: str = ""  # what messages call it, where it has no path of its own
+    content: bytes = field(default=b"", repr=False)  # the bytes themselves, until the cache keeps them
 
     @property
     def name(self) -> str:
         return self.label or (f"{self.path}/{self.member}" if self.member else self.path)
 
     def to_json(self) -> dict[str, Any]:
-        plain = asdict(MediaPlace())
-        return {key: value for key, value in asdict(self).items() if value != plain[key]}
+        assert not self.content
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> MediaPlace:
@@ -87,6 +88,10 @@ def from_base64(text: str) -> bytes:
 
 
 def read(place: MediaPlace, limits: MediaLimits) -> bytes:
+    if place.content:
+        if len(place.content) > limits.bytes:
+            raise _too_large(place, len(place.content), limits)
+        return place.content
     try:
         if place.member:
             return _read_member(place, limits)
