@@ -31,6 +31,7 @@ __all__ = [
     "detect",
     "parse",
     "parse_pair",
+    "parsed",
     "read",
     "rows",
 ]
@@ -94,7 +95,7 @@ def parse(
             refuse_media(row)
         return _reader(format)(row, compat)
 
-    return _parsed(raw, line_no, path, conversations)
+    return parsed(raw, line_no, path, conversations)
 
 
 def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | RowProblem:
@@ -107,10 +108,11 @@ def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bo
             refuse_media(row)
         return _pair_reader(format)(row, compat)
 
-    return _parsed(raw, line_no, path, pair)
+    return parsed(raw, line_no, path, pair)
 
 
-def _parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+    """What `read` makes of the decoded row; its BadRow, and whatever cannot be decoded, as a problem of that line."""
     if isinstance(raw, RowProblem):
         return raw
     try:
@@ -140,8 +142,8 @@ def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[
                 yield line_no, conversation
 
 
-def detect(path: str | Path) -> Detected:
-    """The format of the first rows, by their fields. DataError when they fit none."""
+def detect(path: str | Path, vision: bool = False) -> Detected:
+    """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
     example, count = "", 0
@@ -155,6 +157,8 @@ def detect(path: str | Path) -> Detected:
         except (ValueError, RecursionError):
             continue
         guess = _guess(row)
+        if vision and isinstance(row, dict) and ("text_info" in row or "text_list" in row):
+            guess = Detected("erniekit", "rows have `text_info`, with pictures or videos")
         if guess:
             seen[guess.format, guess.preference] += 1
             found[guess.format, guess.preference] = guess

@@ -44,10 +44,12 @@ class Medium:
     patch: int = 14
     merge: int = 2
     digests: tuple[str, ...] = ()  # of the bytes of `places`, as they were when the sample was made
+    origin: str = ""  # file:line of its row, for messages
 
     def to_json(self) -> dict[str, Any]:
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["places"] = [place.to_json() for place in self.places]
+        del out["origin"]
         return out
 
     @classmethod

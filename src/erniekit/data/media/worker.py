@@ -77,6 +77,9 @@ class MediaWorker:
             except BrokenPipeError:
                 pass
 
+    def __del__(self) -> None:
+        self.stop()
+
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = process = subprocess.Popen(

@@ -31,9 +31,11 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     items = _ordered(row, texts, len(images)) if row.get("order") and not compat else _placed(texts, matched, compat, bool(videos))
     system = flag(row["is_system"], "is_system") if row.get("is_system") is not None else False
     lost = compat and bool(videos)  # ERNIEKit forgets `prefix` and `is_system` of a row with a video
+    if not texts or texts[0].get("tag") != "mask":
+        raise BadRow("role_order", "the first text must be tagged mask: a question comes before an answer")
     said = _messages(items, system and not lost)
-    if not any(message.role == "assistant" for message in said):
-        raise BadRow("no_answer", "no text is tagged no_mask")
+    if said[-1].role != "assistant":
+        raise BadRow("no_answer", "the last text must be tagged no_mask: an answer comes last")
     return VisionRow(tuple(said), tuple(media), tuple(unread(row, (*_KNOWN, "name"))), all_trained=lost)
 
 
@@ -158,8 +160,6 @@ def _text(entry: dict[str, Any], field: str, compat: bool) -> tuple[str, str]:
 
 
 def _messages(items: list[Item], system: bool) -> list[ChatMessage]:
-    if not items or items[0][0] != "user":
-        raise BadRow("role_order", "the first text must be tagged mask: a question comes before an answer")
     said: list[ChatMessage] = []
     runs: list[tuple[str, list[Item]]] = []
     for item in items:
