@@ -59,13 +59,15 @@ class VisionRenderer:
         first; otherwise an empty thought is put into its mouth, as in training."""
         self._pictures = self._clips = 0
         out = [self._control(self.tokenizer.begin_token)]
-        for message in map(write_out, messages):
+        for i, message in enumerate(map(write_out, messages)):
             if message.role == "assistant":
-                block = self._block() if self.template.block == "every" and not _tagged(message) else []
-                out += [*block, Piece(message.content), self._control(self.tokenizer.end_token)]
+                if self.template.block == "every" and not _tagged(message):
+                    out.append(self._block(i))
+                out += [Piece(text, answer=i) for text in message.content.split(BOUND) if text]
+                out.append(Piece(self.tokenizer.end_token, control=True, answer=i))
             else:
                 out += self._asked(message)
-        return out if thinking or self.template.block == "none" else [*out, *self._block()]
+        return out if thinking or self.template.block == "none" else [*out, self._block(len(messages))]
 
     def _asked(self, message: ChatMessage) -> Iterator[Piece]:
         if message.role == "system":
@@ -105,8 +107,7 @@ class VisionRenderer:
         elif rules.train == "last" and not self.all_trained and not thinking:
             trained = trained and last
         if blocks:
-            for piece in self._block():
-                yield Piece(piece.text, trained=trained and rules.block_trained, answer=place)
+            yield self._block(place, trained and rules.block_trained)
         for text in message.content.split(BOUND):
             if text:
                 yield Piece(text, trained=trained, answer=place)
@@ -114,8 +115,8 @@ class VisionRenderer:
             self.tokenizer.end_token, control=True, trained=trained and (last or rules.train_ends), answer=place
         )
 
-    def _block(self) -> list[Piece]:
-        return [Piece(f"\n{EMPTY}" if self.template.newline else EMPTY)]
+    def _block(self, place: int, trained: bool = False) -> Piece:
+        return Piece(f"\n{EMPTY}" if self.template.newline else EMPTY, trained=trained, answer=place)
 
     def _control(self, token: str) -> Piece:
         return Piece(token, control=True)
