@@ -7,7 +7,7 @@ the other ranks, do not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -25,14 +25,23 @@ from erniekit.data.vision.rules import VisionTokens
 
 
 class VisionCollate:
-    def __init__(self, tokens: VisionTokens, limits: MediaLimits, processes: int, zero_padding: bool = False) -> None:
-        """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it."""
-        self.tokens, self.limits, self.zero_padding = tokens, limits, zero_padding
+    def __init__(
+        self,
+        tokens: VisionTokens,
+        limits: MediaLimits,
+        processes: int,
+        zero_padding: bool = False,
+        change: Callable[[Pack], Pack] | None = None,
+    ) -> None:
+        """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything."""
+        self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
         self.pool = MediaPool(processes, limits)
         self.failed: list[RowProblem] = []
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
 
     def __call__(self, packs: Sequence[Pack], **padding: Any) -> Batch:
+        if self.change is not None:
+            packs = [self.change(pack) for pack in packs]
         media = [medium for pack in packs for sample in pack.samples for medium in _media(sample)]
         patches = list(self._threads.map(self._patches, media))
         blank = {id(medium) for medium, found in zip(media, patches) if isinstance(found, MediaError)}
