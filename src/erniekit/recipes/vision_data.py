@@ -34,22 +34,18 @@ MOST_PROCESSES = 8
 def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
     """model: the folder whose preprocessor_config.json says sizes; without one ERNIE-4.5-VL's are taken."""
     v, compat = cfg.vision, cfg.compat.erniekit_rows
-    sizes = VisionRules.sizes_of(read_settings(model / PREPROCESSOR)) if model and (model / PREPROCESSOR).is_file() else {}
-    given = {"min_pixels": v.min_pixels, "max_pixels": v.max_pixels}
-    if compat and not v.variable_resolution:
-        given = {}
-    given = {name: value for name, value in given.items() if value is not None}
-    videos = {f"video_{name}": value for name, value in given.items()}
-    videos |= {
-        name: value
-        for name, value in (("video_min_pixels", v.video_min_pixels), ("video_max_pixels", v.video_max_pixels))
-        if value is not None
-    }
+    sizes = (
+        VisionRules.sizes_of(read_settings(model / PREPROCESSOR)) if model and (model / PREPROCESSOR).is_file() else {}
+    )
+    applies = v.variable_resolution or not compat
+    pictures = _given(min_pixels=v.min_pixels, max_pixels=v.max_pixels) if applies else {}
+    sizes |= pictures | {f"video_{name}": value for name, value in pictures.items()}
+    sizes |= _given(video_min_pixels=v.video_min_pixels, video_max_pixels=v.video_max_pixels)
     template = TEMPLATES[v.chat_template]
     if v.vision_train_turns == "all" and template.block == "last":
         template = replace(template, block="every", train="all")
     rules = VisionRules(
-        **{**sizes, **given, **videos},
+        **sizes,
         frames=FrameRules(
             v.video_fps, v.video_min_frames, v.video_max_frames, v.video_target_frames, v.video_frames_sample
         ),
@@ -78,6 +74,10 @@ def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
     return rules
 
 
+def _given(**keys: int | None) -> dict[str, int]:
+    return {name: value for name, value in keys.items() if value is not None}
+
+
 def vision_sources(
     cfg: RunConfig, which: str, tokenizer: Tokenizer, rules: VisionRules, bad_rows: Path | None
 ) -> list[VisionSource]:
@@ -91,8 +91,8 @@ def vision_sources(
             tokenizer,
             rules,
             max_seq_len=d.max_seq_len,
-            overlong=d.overlong,
-            thinking=d.train_thinking,
+            overlong=d.overlong,  # type: ignore[arg-type]
+            thinking=d.train_thinking,  # type: ignore[arg-type]
             cache_dir=d.cache_dir,
             num_proc=d.dataset_num_proc,
             max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,

@@ -27,9 +27,7 @@ class VisionSection:
     )
     visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0, later=_VL)
     rope_3d: bool = key(True, "Positions in time, height and width.", fixed=True, later=_VL)
-    text_dataset_path: tuple[str, ...] = key(
-        (), "Text to train on between the pictures.", commas=True, path="several"
-    )
+    text_dataset_path: tuple[str, ...] = key((), "Text to train on between the pictures.", commas=True, path="several")
     text_dataset_prob: tuple[float, ...] = key((), "Share of each of these files.", low=0, commas=True, fixed=True)
     text_dataset_type: tuple[str, ...] = key((), "Their formats; detected when not given.", commas=True, fixed=True)
     modality_ratio: tuple[float, ...] = key(

@@ -71,6 +71,7 @@ class Detected:
     format: str  # a name in FORMATS and PREFERENCE_FORMATS
     why: str
     preference: bool = False  # rows hold two answers to compare: data for stage DPO
+    vision: bool = False  # some hold pictures or videos
 
 
 @functools.cache
@@ -157,11 +158,12 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         except (ValueError, RecursionError):
             continue
         guess = _guess(row)
-        if vision and isinstance(row, dict) and ("text_info" in row or "text_list" in row):
-            guess = Detected("erniekit", "rows have `text_info`, with pictures or videos")
+        if vision:
+            guess = _guess_seen(row) or guess
         if guess:
             seen[guess.format, guess.preference] += 1
-            found[guess.format, guess.preference] = guess
+            before = found.get((guess.format, guess.preference))
+            found[guess.format, guess.preference] = before if before and before.vision else guess
         elif not example:
             example = _describe(row)
     if not count:
@@ -175,7 +177,8 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
-    return found[tools if alone else seen.most_common(1)[0][0]]
+    chosen = found[tools if alone else seen.most_common(1)[0][0]]
+    return next((guess for guess in found.values() if guess.vision), chosen)
 
 
 def _guess(row: Any) -> Detected | None:
@@ -197,6 +200,19 @@ def _guess(row: Any) -> Detected | None:
         return Detected("messages", "rows have `messages`")
     if "instruction" in row or ("output" in row and "input" in row):
         return Detected("alpaca", "rows have `instruction` and `output`")
+    return None
+
+
+def _guess_seen(row: Any) -> Detected | None:
+    """Of a row with pictures or videos."""
+    if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
+        return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
+    said = row.get("messages") if isinstance(row, dict) else row
+    contents = [m.get("content") for m in said if isinstance(m, dict)] if isinstance(said, list) else []
+    kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
+    beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
+    if contents and (beside or kinds & {"image", "image_url", "video", "video_url"}):
+        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
     return None
 
 

@@ -27,9 +27,9 @@ class FrameRules:
         if self.target > 0:
             return replace(self, fps=-1.0)
         count = int(duration * self.fps)
-        if 0 < self.least and count < self.least:
+        if self.least > 0 and count < self.least:
             return replace(self, fps=-1.0, target=self.least)
-        if 0 < self.most < count:
+        if self.most > 0 and count > self.most:
             return replace(self, fps=-1.0, target=self.most)
         return self
 

@@ -65,7 +65,8 @@ def read_header(content: bytes, name: str, limits: MediaLimits, beat: Beat = lam
             raise MediaError("bad_video", f"{name}: its header gives no frames or no rate")
         if frames / rate > limits.seconds:
             raise MediaError(
-                "too_long_video", f"{name}: plays {frames / rate:,.0f} s, more than media_max_seconds={limits.seconds:g}"
+                "too_long_video",
+                f"{name}: plays {frames / rate:,.0f} s, more than media_max_seconds={limits.seconds:g}",
             )
         return VideoHeader(width, height, frames, rate)
 
@@ -98,5 +99,6 @@ def read_frames(content: bytes, name: str, wanted: Sequence[int], beat: Beat = l
         if missing and (last is None or missing[-1] - place > _NEAR):
             raise MediaError("bad_video", f"{name}: frame {missing[-1]} cannot be decoded; the last is {place}")
         for i in missing:
+            assert last is not None
             found[i] = last.to_ndarray(format="rgb24")
     return [found[i] for i in wanted]

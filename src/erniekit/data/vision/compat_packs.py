@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,8 @@ def joined(samples: Sequence[Sample], end_id: int) -> Sample:
     """One sequence: later samples lose their begin token and go on at the position where the one before ended."""
     if len(samples) == 1:
         return replace(samples[0], media=_last_at_zero(samples[0].media))
-    ids, labels, modality, positions, grids, sources = [], [], [], [], [], []
+    ids, labels, modality, positions, grids = [], [], [], [], []
+    sources: list[Any] = []
     after = 0
     for i, sample in enumerate(samples):
         media = sample.media
@@ -71,6 +73,8 @@ def _last_at_zero(media: SampleMedia | None) -> SampleMedia | None:
 
 
 def like_erniekit(pack: Pack, batch: int, flags: JoinedFlags, end_id: int) -> Pack:
+    if any(sample.media is None for sample in pack.samples):  # text, which another reader packs
+        return pack
     if len(pack.samples) > 1 and not flags[batch]:
         return pack
     return replace(pack, samples=(joined(pack.samples, end_id),))

@@ -19,7 +19,7 @@ from erniekit.data import cache_versions
 from erniekit.data.assemble import Assembled
 from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import FORMATS, detect, parsed
-from erniekit.data.formats.fields import BadRow, is_preference
+from erniekit.data.formats.fields import BadRow
 from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.place import MediaPlace
@@ -30,8 +30,7 @@ from erniekit.data.token_cache import TokenSource, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
-from erniekit.data.vision.chat_rows import read_chat_row
-from erniekit.data.vision.rows import read_info_row
+from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
@@ -60,7 +59,7 @@ class MediaColumns:
 
 @dataclass(frozen=True)
 class VisionJob(TokeniseJob):
-    rules: VisionRules = VisionRules()
+    rules: VisionRules = field(default_factory=VisionRules)
     chunk_rows: ClassVar[int] = 64  # a row may hold many pictures
 
     @property
@@ -109,16 +108,7 @@ class VisionJob(TokeniseJob):
         return out
 
     def vision_row(self, row: Any) -> VisionRow:
-        """BadRow where it cannot be read. Rows without pictures are read by the text formats."""
-        folder = Path(self.path).absolute().parent
-        if isinstance(row, dict) and is_preference(row):
-            raise BadRow("preference", "the row holds two answers to compare: preference data needs `stage: DPO`")
-        if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
-            return read_info_row(row, folder, self.rules.compat)
-        if isinstance(row, list) or (isinstance(row, dict) and "messages" in row):
-            return read_chat_row(row, folder, False)
-        said = FORMATS.get(self.format)(row, False)[0]
-        return VisionRow(said.messages, (), said.unused)
+        return read_vision_row(row, Path(self.path).absolute().parent, self.format, self.rules.compat)
 
     def _assembled(self, row: VisionRow) -> Any:
         made = self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
@@ -261,8 +251,6 @@ def open_vision_source(
     a sample; a file that changed since is found by size and time, and by its digest when it is decoded."""
     format = format or detect(path, vision=True).format
     FORMATS.get(format)
-    job = VisionJob(
-        str(path), format, tokenizer, max_seq_len, overlong, rules.compat, thinking=thinking, rules=rules
-    )
+    job = VisionJob(str(path), format, tokenizer, max_seq_len, overlong, rules.compat, thinking=thinking, rules=rules)
     folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
     return VisionSource(folder, report)

@@ -50,7 +50,7 @@ class ModalStream:
             return floor(steps * self._share)
         whole, rest = divmod(steps, self._group)
         read = self._share * self._group
-        return floor(whole * read) + int(min(rest, ceil(read)))
+        return floor(whole * read) + min(floor(rest), ceil(read))
 
     def is_text(self, step: int) -> bool:
         return self.text_steps(step + 1) > self.text_steps(step)

@@ -28,7 +28,11 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     if compat and images and videos:
         raise BadRow("mixed", "ERNIEKit loses rows with both image_info and video_info")
     media, matched = _media(row, images, videos, folder, compat)
-    items = _ordered(row, texts, len(images)) if row.get("order") and not compat else _placed(texts, matched, compat, bool(videos))
+    items = (
+        _ordered(row, texts, len(images))
+        if row.get("order") and not compat
+        else _placed(texts, matched, compat, bool(videos))
+    )
     system = flag(row["is_system"], "is_system") if row.get("is_system") is not None else False
     lost = compat and bool(videos)  # ERNIEKit forgets `prefix` and `is_system` of a row with a video
     if not texts or texts[0].get("tag") != "mask":

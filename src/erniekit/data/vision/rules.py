@@ -43,11 +43,11 @@ class VisionRules:
     max_pixels: int = 28 * 28 * 1280
     video_min_pixels: int = 56 * 56
     video_max_pixels: int = 28 * 28 * 1280
-    frames: FrameRules = FrameRules()
+    frames: FrameRules = field(default_factory=FrameRules)
     render_timestamp: bool = False
     use_pic_id: bool = True  # "Picture n:" before a picture
     upright: bool = True  # EXIF orientation is honoured
-    template: VisionTemplate = VisionTemplate()
+    template: VisionTemplate = field(default_factory=VisionTemplate)
     squeeze: bool = False  # one_sample_in_one_seq: a video too long loses resolution, then frames
     positions: PositionRule = "erniekit"
     drop_untrained: bool = True

@@ -72,6 +72,11 @@ class VisionAssembler:
             )
         return self._finished(made, media, dropped, cut)
 
+    def length(self, row: VisionRow, ask: Ask) -> int:
+        """Tokens of the whole row, whatever would be cut."""
+        media = seen(row.media, self.rules, ask)
+        return len(self._encoded(kept(row.messages, self.thinking), row, media).ids) - 1
+
     def prompt(self, row: VisionRow, ask: Ask, thinking: bool | None = None) -> VisionPrompt:
         """`row.messages` end with the user's turn."""
         media = seen(row.media, self.rules, ask)
@@ -119,7 +124,10 @@ class VisionAssembler:
                 groups[-1].append(piece)
             else:
                 groups.append([piece])
-        spans = ([("<|IMAGE_PLACEHOLDER|>", True) if p.medium is not None else (p.text, p.control) for p in g] for g in groups)
+        spans = (
+            [("<|IMAGE_PLACEHOLDER|>", True) if p.medium is not None else (p.text, p.control) for p in g]
+            for g in groups
+        )
         return [group[0] for group in groups], list(tokenizer.encode_parts(spans))
 
     def _squeezed(

@@ -26,7 +26,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, given: VisionRules, **options) -> VisionSource:
-    options = {"max_seq_len": 256, "cache_dir": path.parent / "cache", "num_proc": 1, "max_bad_fraction": 1.0, **options}
+    options = {
+        "max_seq_len": 256,
+        "cache_dir": path.parent / "cache",
+        "num_proc": 1,
+        "max_bad_fraction": 1.0,
+        **options,
+    }
     return open_vision_source(path, None, tokenizer(), given, **options)
 
 
@@ -61,7 +67,13 @@ def test_the_cache_holds_the_recorded_rows_and_is_only_read_the_second_time(fold
 def test_a_broken_picture_is_a_bad_row_with_its_line_and_the_rest_goes_on(folder: Path) -> None:
     path = write_jsonl(
         folder / "rows.jsonl",
-        [chat("media/a.png"), chat("media/broken.png"), chat("media/none.png"), chat("http://x/y.png"), chat("media/b.png")],
+        [
+            chat("media/a.png"),
+            chat("media/broken.png"),
+            chat("media/none.png"),
+            chat("http://x/y.png"),
+            chat("media/b.png"),
+        ],
     )
     listed = folder / "bad_rows.jsonl"
     source = opened(path, VisionRules(), bad_rows_path=listed)
