@@ -49,6 +49,11 @@ class TokenSource:
     def path(self) -> str:
         return self.report.file
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the content, and of all that turns it into samples."""
+        return self.folder.name
+
     def __len__(self) -> int:
         return self.report.samples
 

@@ -26,6 +26,8 @@ from erniekit.data.vision.job import VisionSource, open_vision_source
 from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
 from erniekit.data.vision.rules import TEMPLATES, VisionRules, VisionTokens
 from erniekit.errors import ConfigError
+from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
+from erniekit.recipes.run_plan import RunPlan
 
 PREPROCESSOR = "preprocessor_config.json"
 MOST_PROCESSES = 8
@@ -72,6 +74,29 @@ def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
                 fix="the model's own bounds hold where a key is not given: set both",
             )
     return rules
+
+
+def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, model: Path | None) -> TrainData:
+    """What a stage with pictures trains on; its `collate` owns processes: close it with the run."""
+    cfg, world = plan.config, plan.world
+    d, t = cfg.data, cfg.train
+    if not d.train_dataset_path:
+        raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
+    rules = vision_rules(cfg, model)
+
+    def listed(name: str) -> Path | None:  # one rank reports bad rows
+        return output / name if world.is_main else None
+
+    pictures = vision_sources(cfg, "train", tokenizer, rules, listed("bad_rows.jsonl"))
+    text = text_sources(cfg, tokenizer, listed("bad_text_rows.jsonl")) if cfg.vision.text_dataset_path else []
+    alone = vision_stream(cfg, pictures, [], 1)
+    at_once = t.per_device_train_batch_size * world.layout.data_ranks
+    accumulation = steps_accumulated(plan, pictures, alone)
+    stream = vision_stream(cfg, pictures, text, at_once * accumulation) if text else alone
+    wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
+    held_out = vision_sources(cfg, "eval", tokenizer, rules, listed("bad_eval_rows.jsonl")) if wants_eval else []
+    collate = vision_collate(cfg, tokenizer, rules, at_once)
+    return counted(plan, tokenizer, [*pictures, *text], stream, held_out, accumulation, collate)
 
 
 def _given(**keys: int | None) -> dict[str, int]:

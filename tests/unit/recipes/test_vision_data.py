@@ -27,7 +27,12 @@ def test_keys_come_before_the_models_own_sizes_and_these_before_the_defaults(tmp
         json.dumps({"min_pixels": 784, "max_pixels": 78400, "patch_size": 14, "merge_size": 2, "temporal_conv_size": 2})
     )
     rules = vision_rules(given("video_max_pixels=9408", "video_fps=1", "render_timestamp=True"), tmp_path)
-    assert (rules.min_pixels, rules.max_pixels, rules.video_min_pixels, rules.video_max_pixels) == (784, 78400, 784, 9408)
+    assert (rules.min_pixels, rules.max_pixels, rules.video_min_pixels, rules.video_max_pixels) == (
+        784,
+        78400,
+        784,
+        9408,
+    )
     assert rules.frames.fps == 1
     assert rules.render_timestamp
     with pytest.raises(ConfigError, match="fewest"):
@@ -40,7 +45,9 @@ def test_erniekits_reader_turns_no_picture_and_heeds_variable_resolution() -> No
     assert vision_rules(plain, None).max_pixels == 9408
     assert not vision_rules(old, None).upright
     assert vision_rules(old, None).max_pixels == 28 * 28 * 1280
-    assert vision_rules(given("max_pixels=9408", "compat=erniekit", "variable_resolution=True"), None).max_pixels == 9408
+    assert (
+        vision_rules(given("max_pixels=9408", "compat=erniekit", "variable_resolution=True"), None).max_pixels == 9408
+    )
 
 
 def test_all_turns_are_trained_by_key() -> None:
@@ -53,7 +60,9 @@ def test_all_turns_are_trained_by_key() -> None:
 def test_pictures_and_text_are_read_in_turn_by_one_loader(compat: str, tmp_path: Path) -> None:
     shutil.copytree(MEDIA, tmp_path / "media")
     shutil.copy(FOLDER / "rows.jsonl", tmp_path)
-    text = write_jsonl(tmp_path / "text.jsonl", [{"src": [f"say {i}"], "tgt": ["a red bar at the edge"]} for i in range(40)])
+    text = write_jsonl(
+        tmp_path / "text.jsonl", [{"src": [f"say {i}"], "tgt": ["a red bar at the edge"]} for i in range(40)]
+    )
     words = [
         f"train_dataset_path={tmp_path / 'rows.jsonl'}", f"text_dataset_path={text}", "modality_ratio=[1,1]",
         "max_seq_len=256", "max_pixels=9408", "variable_resolution=True", f"cache_dir={tmp_path / 'cache'}",

@@ -68,7 +68,7 @@ def model_rules(model: Path | None, max_pixels: int | None) -> VisionRules:
     sizes = VisionRules.sizes_of(read_settings(model / "preprocessor_config.json")) if model else {}
     if max_pixels:
         sizes |= {"max_pixels": max_pixels, "video_max_pixels": max_pixels}
-    return VisionRules(**sizes)
+    return replace(VisionRules(), **sizes)  # type: ignore[arg-type]
 
 
 def measure(path: str, format: str, rules: VisionRules, max_seq_len: int, model: Path | None) -> VisionBudget:
@@ -185,7 +185,9 @@ def budget_lines(path: str, told: VisionBudget, rules: VisionRules, max_seq_len:
         if counted:
             out.append(f"  tokens of a row in all: {_spread(told.whole)}")
         costs = ", ".join(
-            f"{int(share * rules.max_pixels):,}: {short(count)}" for share, count in sorted(told.at.items()) if count >= 0
+            f"{int(share * rules.max_pixels):,}: {short(count)}"
+            for share, count in sorted(told.at.items())
+            if count >= 0
         )
         out.append(f"  what max_pixels costs, in tokens of all pictures: {costs} (now {rules.max_pixels:,})")
     if told.too_long:

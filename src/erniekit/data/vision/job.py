@@ -5,6 +5,7 @@ The token cache runs the job, text rows and all; media are read by a process of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -77,7 +78,7 @@ class VisionJob(TokeniseJob):
         return MediaFiles(folder)
 
     def is_current(self, folder: Path) -> bool:
-        told = json.loads((folder / STATES).read_text(encoding="utf-8"))
+        told = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
         return all(_state(path) == tuple(state) for path, state in told.items())
 
     def work(self, batch: Rows) -> Chunk:
@@ -164,6 +165,7 @@ class MediaFiles:
         }
         self._offsets, self._patches, self._states = [0], list[int](), dict[str, tuple[int, int]]()
         self._counts: Counter[str] = Counter()
+        self._digest = hashlib.blake2b(digest_size=16)  # of what all media hold, in order
 
     def add(self, chunk: Chunk) -> None:
         columns: MediaColumns = chunk.media
@@ -177,6 +179,7 @@ class MediaFiles:
             self._files[MEDIA].write(line)
             self._offsets.append(self._offsets[-1] + len(line))
             self._patches.append(sum(int(np.prod(medium.grid)) for medium in media))
+            self._digest.update("".join(digest for medium in media for digest in (*medium.digests, " ")).encode())
             self._counts.update("videos" if medium.video else "pictures" for medium in media)
 
     def finish(self, report: DataReport) -> None:
@@ -185,7 +188,8 @@ class MediaFiles:
         np.save(self.folder / MEDIA_OFFSETS, np.array(self._offsets, np.int64))
         np.save(self.folder / PATCHES, np.array(self._patches, np.int64))
         self._counts["patches"] = sum(self._patches)
-        (self.folder / STATES).write_text(json.dumps(self._states), encoding="utf-8")
+        told = {"digest": self._digest.hexdigest(), "files": self._states}
+        (self.folder / STATES).write_text(json.dumps(told), encoding="utf-8")
         for name, count in self._counts.items():
             setattr(report, name, count)
 
@@ -211,6 +215,12 @@ class VisionSource(TokenSource):
         self._media_files = [os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for name in names]
         self._files += self._media_files  # closed with them
         self.patches = np.load(folder / PATCHES)  # int64, per sample
+        self._media_digest = json.loads((folder / STATES).read_text(encoding="utf-8"))["digest"]
+
+    @property
+    def fingerprint(self) -> str:
+        """The folder's name does not know what media hold."""
+        return f"{self.folder.name}-{self._media_digest}"
 
     def sample(self, index: int) -> Sample:
         sample = super().sample(index)

@@ -21,5 +21,7 @@ def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> Vision
         return read_info_row(row, folder, compat)
     if isinstance(row, list) or (isinstance(row, dict) and "messages" in row):
         return read_chat_row(row, folder, False)
+    if isinstance(row, dict):  # a file may hold rows of several formats
+        format = "erniekit" if "src" in row else "alpaca" if "instruction" in row else format
     said = FORMATS.get(format)(row, False)[0]
     return VisionRow(said.messages, (), said.unused)

@@ -44,9 +44,7 @@ def test_a_damaged_picture_with_a_whole_header_is_counted_and_no_pixel_is_read(f
 def test_the_command_says_tokens_costs_bad_rows_and_what_would_be_cut(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_jsonl(
-        folder / "rows.jsonl", [chat("media/big.jpg"), chat("media/tiny.png"), chat("media/none.png")]
-    )
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/big.jpg"), chat("media/tiny.png"), chat("media/none.png")])
     assert data_command([str(path), "--length", "100", "--model", str(FOLDER / "tokenizer")]) == 1
     said = capsys.readouterr().out
     assert "messages (rows have `messages` with pictures or videos)" in said
