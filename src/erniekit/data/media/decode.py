@@ -87,24 +87,45 @@ class ReadPatches:
     check: bool = False
 
     def work(self, beat: Beat) -> np.ndarray | None:
-        medium = self.medium
-        frames = [self._frame(place, content) for place, content in self._contents(beat)] if not medium.frames else []
-        if medium.frames:
-            from PIL import Image
-
-            [(place, content)] = self._contents(beat)
-            frames = [Image.fromarray(f) for f in video.read_frames(content, place.name, medium.frames, beat)]
+        frames = self._frames(beat)
         if self.check:
             return None
-        _, h, w = medium.grid
-        size = (w * medium.patch, h * medium.patch)
-        out = np.empty((len(frames), size[1], size[0], 3), np.uint8)
+        medium = self.medium
+        out = np.empty((len(frames), *self._size()[::-1], 3), np.uint8)
         for i, frame in enumerate(frames):
-            if medium.stamps:
-                frame = draw_stamp(frame, medium.stamps[i])
-            out[i] = np.asarray(frame.resize(size, resample=3))  # bicubic
+            out[i] = self._resized(self._stamped(frame, i))
             beat()
         return to_patches(out, medium.patch, medium.merge)
+
+    def stages(self) -> dict[str, list[np.ndarray]]:
+        """The pixels after each step, for proof.py."""
+        frames = self._frames(lambda: None)
+        stamped = [self._stamped(frame.copy(), i) for i, frame in enumerate(frames)]
+        return {
+            "decode": [np.asarray(frame) for frame in frames],
+            "time stamp": [np.asarray(frame) for frame in stamped],
+            "resize": [self._resized(frame) for frame in stamped],
+        }
+
+    def _frames(self, beat: Beat) -> list[Any]:
+        """Pictures of Pillow, in RGB."""
+        contents = self._contents(beat)
+        if not self.medium.frames:
+            return [self._frame(place, content) for place, content in contents]
+        from PIL import Image
+
+        [(place, content)] = contents
+        return [Image.fromarray(f) for f in video.read_frames(content, place.name, self.medium.frames, beat)]
+
+    def _size(self) -> tuple[int, int]:
+        _, h, w = self.medium.grid
+        return w * self.medium.patch, h * self.medium.patch
+
+    def _stamped(self, frame: Any, index: int) -> Any:
+        return draw_stamp(frame, self.medium.stamps[index]) if self.medium.stamps else frame
+
+    def _resized(self, frame: Any) -> np.ndarray:
+        return np.asarray(frame.resize(self._size(), resample=3))  # bicubic
 
     def _contents(self, beat: Beat) -> list[tuple[MediaPlace, bytes]]:
         out = []

@@ -26,7 +26,7 @@ class MediaLimits:
     frames: int = 200_000  # of a video as stored
     seconds: float = 4 * 3600.0  # that a video plays
     timeout: float = 8.0  # seconds without a sign of life from the process that reads it
-    total: float = 120.0  # seconds for one picture or video, whatever it reports
+    total: float = 600.0  # seconds for one picture or video, whatever it reports
 
 
 SIDES = 200  # ERNIEKit and transformers draw the same line: no side is more than so many times the other

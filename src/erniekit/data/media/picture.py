@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # A file says by its first bytes which it is, whatever its name. Others (vector graphics, astronomy, fonts) are refused.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+# Several pictures in a file of one of these play; in others, such as photographs with a depth map, the first is meant.
+_PLAYS = ("GIF", "PNG", "WEBP", "AVIF")
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 
@@ -75,7 +77,7 @@ def _eight_bits(picture: Picture) -> Picture:
 def _on_white(picture: Picture) -> Picture:
     from PIL import Image
 
-    if picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info:
+    if picture.mode not in ("RGBA", "LA", "PA") and not (picture.mode == "P" and "transparency" in picture.info):
         return picture
     clear = picture.convert("RGBA")
     if clear.getchannel("A").getextrema()[0] == 255:
@@ -97,7 +99,7 @@ def _turned(picture: Picture, orientation: int) -> Picture:
 
 def _animated(picture: Picture) -> bool:
     try:
-        return bool(getattr(picture, "is_animated", False))
+        return picture.format in _PLAYS and bool(getattr(picture, "is_animated", False))
     except Exception:  # a damaged second frame: the first may be whole
         return False
 

@@ -14,6 +14,11 @@ from erniekit.data.media.extra import not_installed
 from erniekit.data.media.limits import MediaError, MediaLimits
 
 Beat = Callable[[], None]
+# Files that hold a video themselves. Playlists and scripts, which name other files and servers, are none of them.
+_SAFE = {
+    "format_whitelist": "mov,mp4,matroska,webm,avi,gif,apng,mpegts,mpeg,mpegvideo,flv,asf,ogg,h264,hevc,ivf,m4v,rm,3gp",
+    "protocol_whitelist": "none",
+}
 _NEAR = 10  # a frame that cannot be decoded is replaced by the one before it, if it is no further away
 
 
@@ -36,7 +41,7 @@ def _opened(content: bytes, name: str) -> Any:
     except ImportError:
         raise not_installed("PyAV", "reading videos") from None
     try:
-        with av.open(io.BytesIO(content), mode="r", metadata_errors="ignore") as container:
+        with av.open(io.BytesIO(content), mode="r", metadata_errors="ignore", options=dict(_SAFE)) as container:
             if not container.streams.video:
                 raise MediaError("bad_video", f"{name}: holds no video")
             yield container, container.streams.video[0]

@@ -5,6 +5,7 @@ The token cache asks them for headers, the loader's threads for patches (`MediaP
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import queue
@@ -26,6 +27,7 @@ _BEAT = 0  # a message of no bytes: still at work
 _BEAT_EVERY = 0.5  # seconds
 _MEMORY = 8 << 30  # bytes of address space that one may take
 _READ = 1 << 20
+_START = MediaLimits(timeout=120, total=120)  # of a process, on a busy machine or a slow disk
 
 
 class MediaWork(Protocol):
@@ -90,6 +92,8 @@ class MediaWorker:
             )
             assert process.stdin is not None
             pickle.dump(sys.path, process.stdin)
+            process.stdin.flush()
+            self._take(process, _SIZE.size, _START, time.monotonic() + _START.total, "a process that reads media")
         return self._process
 
     def _answer(self, process: subprocess.Popen[bytes], limits: MediaLimits, name: str) -> bytes:
@@ -152,6 +156,7 @@ def serve() -> None:
     asked, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
     lock = threading.Lock()
+    _preload()
 
     def send(message: bytes) -> None:
         with lock:
@@ -159,6 +164,7 @@ def serve() -> None:
             while left:
                 left = left[os.write(answers, left) :]
 
+    send(b"")  # ready: from here on the time of a medium counts
     while True:
         try:
             work = pickle.load(asked)
@@ -181,6 +187,14 @@ def serve() -> None:
         except Exception as error:  # a decoder's own fault, met in a row
             answer = MediaError("bad_media", f"{type(error).__name__}: {error}")
         send(pickle.dumps(answer, protocol=5))
+
+
+def _preload() -> None:
+    for name in ("erniekit.data.media.decode", "PIL.Image", "av"):
+        try:
+            importlib.import_module(name)
+        except ImportError:  # said by name when it is needed
+            pass
 
 
 def _bound_memory() -> None:

@@ -7,13 +7,16 @@ messages format, so roles, labels and thoughts follow one set of rules.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from erniekit.data.formats.fields import BadRow, named
+from erniekit.data.formats.message import MessageReader
 from erniekit.data.formats.messages import read_messages
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.place import MediaPlace, from_base64, located
+from erniekit.data.types import ChatMessage
 from erniekit.data.vision.said import GivenMedium, VisionRow, mark, media_in, refuse_marks
 
 _TAGS = re.compile("<(image|video)>")
@@ -96,12 +99,31 @@ def read_chat_row(row: Any, folder: Path, compat: bool) -> VisionRow:
         ]
     _replace_tags(row, media)
     said, unused = read_messages(row, compat)
-    if any(message.role == "tool" or message.tool_calls for message in said):
-        raise BadRow("tools", "tool calls beside pictures are not supported")
+    _refuse_media_elsewhere(said)
+    return VisionRow(said, tuple(media.found), unused)
+
+
+def read_prompt(messages: Sequence[Any], folder: Path | None = None) -> VisionRow:
+    """The messages of a request, up to the user's. folder: as ChatMedia's; a server gives none."""
+    media, reader = ChatMedia(folder), MessageReader(False)
+    said = []
+    for i, item in enumerate(messages):
+        field = f"messages[{i}]"
+        if isinstance(item, dict):
+            item = {**item, "content": media.plain(item.get("content"), f"{field}.content")}
+        said.append(reader.read(item, field, i))
+    if not said or said[-1].role != "user":
+        raise BadRow("role_order", "the last message must be the user's")
+    _refuse_media_elsewhere(said)
+    return VisionRow(tuple(said), tuple(media.found), reader.unused)
+
+
+def _refuse_media_elsewhere(said: Sequence[ChatMessage]) -> None:
     for i, message in enumerate(said):
+        if message.role == "tool" or message.tool_calls:
+            raise BadRow("tools", "tool calls beside pictures are not supported")
         if message.role != "user" and media_in(message):
             raise BadRow("media_in_answer", f"`messages[{i}]` is from {message.role} and holds a picture")
-    return VisionRow(said, tuple(media.found), unused)
 
 
 def _replace_tags(row: dict[str, Any], media: ChatMedia) -> None:

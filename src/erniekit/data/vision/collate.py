@@ -32,9 +32,12 @@ class VisionCollate:
         processes: int,
         zero_padding: bool = False,
         change: Callable[[Pack], Pack] | None = None,
+        decode: bool = True,
     ) -> None:
-        """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything."""
+        """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything.
+        decode: off on ranks that do not see, such as later pipeline stages: they have the rest of a batch."""
         self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
+        self.decode = decode
         self.pool = MediaPool(processes, limits)
         self.failed: list[RowProblem] = []
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
@@ -42,7 +45,7 @@ class VisionCollate:
     def __call__(self, packs: Sequence[Pack], **padding: Any) -> Batch:
         if self.change is not None:
             packs = [self.change(pack) for pack in packs]
-        media = [medium for pack in packs for sample in pack.samples for medium in _media(sample)]
+        media = [medium for pack in packs for sample in pack.samples for medium in _media(sample) if self.decode]
         patches = list(self._threads.map(self._patches, media))
         blank = {id(medium) for medium, found in zip(media, patches) if isinstance(found, MediaError)}
         if blank:

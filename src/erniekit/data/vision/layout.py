@@ -29,9 +29,9 @@ class SeenMedium:
 def seen(given: Sequence[GivenMedium], rules: VisionRules, ask: Ask) -> list[SeenMedium]:
     out = []
     frames = rules.frames
-    for number, one in enumerate(given):
+    for one in given:
         if one.video and len(one.sources) == 1 and not one.stamps:
-            made, chosen = _video(one, number, rules, frames, ask)
+            made, chosen = _video(one, rules, frames, ask)
             if rules.compat:  # a clamp of the first video decides the next
                 frames = chosen
         elif one.video:
@@ -70,9 +70,7 @@ def _grid(size: tuple[int, int], rules: VisionRules, least: int, most: int, name
     return high // rules.patch, wide // rules.patch
 
 
-def _video(
-    given: GivenMedium, number: int, rules: VisionRules, frames: FrameRules, ask: Ask
-) -> tuple[SeenMedium, FrameRules]:
+def _video(given: GivenMedium, rules: VisionRules, frames: FrameRules, ask: Ask) -> tuple[SeenMedium, FrameRules]:
     header = ask(given, 0)
     name = given.sources[0].name
     chosen = frames.for_video(header.frames / header.rate)
@@ -81,7 +79,8 @@ def _video(
         if indices[-1] >= header.frames:
             raise MediaError("frames", f"{name}: the row asks for frame {indices[-1]} of {header.frames}")
     else:
-        indices = frame_indices(header.frames, header.rate, chosen, rules.seed + number)
+        seed = rules.seed ^ int(header.digest[:8], 16)  # of `rand`: the same for a video wherever it is met
+        indices = frame_indices(header.frames, header.rate, chosen, seed)
     if not indices:
         raise MediaError("frames", f"{name}: too short for one frame at video_fps={frames.fps:g}")
     indices = even(indices, rules.temporal)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
+import socket
 import struct
 import time
 import zlib
@@ -132,3 +134,52 @@ def test_a_hostile_file_is_refused_within_half_a_second_and_little_memory(name: 
         assert found == kind
         assert time.monotonic() - began < 0.5
         assert process.memory_info().rss - before < 200 << 20
+
+
+def test_a_playlist_opens_no_connection_and_no_other_file(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, MediaPool(1, LIMITS) as pool:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/a.ts"
+        for content in (
+            f"#EXTM3U\n#EXTINF:10,\n{url}\n#EXT-X-ENDLIST\n",
+            f"ffconcat version 1.0\nfile {MEDIA / 'v.mov'}\n",
+        ):
+            work = ReadHeader(MediaPlace(content=content.encode(), label="list"), True, LIMITS)
+            with pytest.raises(MediaError) as refused:
+                pool.ask(work, "list")
+            assert refused.value.kind == "bad_video"
+        assert not select.select([server], [], [], 0)[0]
+
+
+def test_a_photograph_with_a_second_picture_inside_is_no_animation() -> None:
+    pictures = [Image.fromarray(np.full((48, 64, 3), level, np.uint8)) for level in (10, 200)]
+    kinds = {}
+    for format in ("MPO", "GIF", "WEBP", "PNG"):
+        out = io.BytesIO()
+        pictures[0].save(out, format, save_all=True, append_images=pictures[1:])
+        work = ReadHeader(MediaPlace(content=out.getvalue(), label=format), False, LIMITS)
+        kinds[format] = work.work(lambda: None).animated
+    assert kinds == {"MPO": False, "GIF": True, "WEBP": True, "PNG": True}
+
+
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264", "libvpx-vp9", "gif", "mjpeg"])
+def test_a_video_of_each_usual_kind_is_counted_and_read(codec: str, tmp_path: Path) -> None:
+    import av
+
+    container = {"libvpx-vp9": "webm", "gif": "gif", "mjpeg": "avi"}.get(codec, "mp4")
+    path = tmp_path / f"x.{container}"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream(codec, rate=10)
+        stream.width, stream.height = 64, 48
+        stream.pix_fmt = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
+        for level in range(0, 240, 10):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), level, np.uint8), format="rgb24")
+            out.mux(stream.encode(frame.reformat(format=stream.pix_fmt)))
+        out.mux(stream.encode())
+    place = MediaPlace(str(path))
+    told = ReadHeader(place, True, LIMITS).work(lambda: None)
+    assert (told.width, told.height, told.frames) == (64, 48, 24)
+    assert told.rate == pytest.approx(10, rel=0.05)
+    pixels = ReadPatches(Medium((place,), (2, 4, 4), True, (0, 20)), LIMITS).work(lambda: None)
+    first, later = pixels.reshape(2, -1).mean(1)
+    assert first < 20
+    assert abs(later - 200) < 40

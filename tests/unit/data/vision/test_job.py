@@ -6,13 +6,15 @@ import base64
 import json
 import os
 import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from erniekit.data.media.limits import MediaLimits
-from erniekit.data.vision.job import VisionSource, open_vision_source
+from erniekit.data.vision.job import VisionJob, VisionSource, open_vision_source
 from erniekit.data.vision.rules import VisionRules
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
@@ -142,3 +144,18 @@ def test_images_and_tags_beside_the_messages_are_read_in_order(folder: Path) -> 
     names = [os.path.basename(m.places[0].path) for m in source.sample(0).media.sources]
     assert names == ["a.png", "b.png"]
     assert source.report.bad == {"length_mismatch": 2}
+
+
+def test_a_hung_clip_is_a_bad_row_with_its_line_within_ten_seconds(folder: Path) -> None:
+    clip = {"type": "video", "video": "media/v.mov"}
+    row = {"messages": [{"role": "user", "content": [clip]}, {"role": "assistant", "content": "a bar."}]}
+    rules = VisionRules(limits=MediaLimits(timeout=1))
+    job = VisionJob(str(folder / "rows.jsonl"), "messages", tokenizer(), 2048, "drop", False, rules=rules)
+    assert not job.work([(1, row)]).bad
+    os.kill(job._worker.pid, signal.SIGSTOP)  # what a decoder that hangs looks like from outside
+    began = time.monotonic()
+    chunk = job.work([(2, row), (3, row)])
+    assert time.monotonic() - began < 10
+    assert [(line, kind) for line, kind, _ in chunk.bad] == [(2, "timeout")]
+    assert "media/v.mov" in chunk.bad[0][2]
+    assert chunk.main.lines.tolist() == [3]

@@ -56,7 +56,10 @@ def test_a_thousand_pictures_stream_with_flat_memory(tmp_path: Path) -> None:
     rows = [
         {
             "messages": [
-                {"role": "user", "content": [{"type": "image", "image": f"media/{i % 20}.jpg"}, {"type": "text", "text": f"{i}?"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": f"media/{i % 20}.jpg"}, {"type": "text", "text": f"{i}?"}],
+                },
                 {"role": "assistant", "content": "noise."},
             ]
         }

@@ -96,7 +96,7 @@ def test_messages_in_paddleformers_templates_are_the_recorded_ones(key: str, nam
     template, _, thinking = key.partition(" enable_thinking=")
     chosen = TEMPLATES[template.replace("ernie_vl", "paddleformers_vl")]
     chosen = replace(chosen, block_trained=thinking == "True")
-    if "nothink" in template:
+    if template == "ernie_vl_nothink":
         chosen = replace(chosen, drop_thoughts=thinking == "False")
     given = replace(rules(), compat=False, template=chosen)
     row = read_chat_row(as_messages(rows()[name]), FOLDER, False)
@@ -196,3 +196,11 @@ def test_colours_of_lossy_video_are_within_four_levels_of_another_processor() ->
         assert np.abs(pixels.astype(int) - told[name]).max() <= 4
     still = patches(made_of("video_lossless", rules(render_timestamp=False), 256).sample.media.sources)
     assert np.array_equal(still, told["no_timestamp.video_lossless"])
+
+
+def test_positions_by_the_other_rule_are_those_transformers_was_recorded_with() -> None:
+    told = load_file(FOLDER / "patches.safetensors")["video_max_clamp.position_ids_transformers"]
+    media = made_of("video_max_clamp", replace(rules(), positions="transformers"), 256).sample.media
+    assert media.positions.tolist() == told.tolist()
+    ours = made_of("video_max_clamp", rules(), 256).sample.media
+    assert media.positions.tolist() != ours.positions.tolist()
