@@ -68,7 +68,7 @@ SPREAD = (
 # The commands that would need it -> what they would need. Adding the capability takes its line away.
 LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
     ("train", "eval", "doctor"): (
-        _Row(("stage",), _one_of("VL-SFT", "OCR-VL-SFT"), "vision-language training", "SFT trains on text today"),
+        _Row(("stage",), _one_of("OCR-VL-SFT"), "training of OCR models", "VL-SFT trains ERNIE-4.5-VL"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
         _Row(
             ("device",),
@@ -99,7 +99,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "dropout",
             "leave it out",
         ),
-        _Row(("freeze_config", "train_emb_only", "train_moe_only"), bool, "training a part of the model", "use LoRA"),
+        _Row(("train_emb_only", "train_moe_only"), bool, "training a part of the model", "use LoRA"),
         _Row(("adaptive_norm_clip",), bool, "clipping by a running norm", "use max_grad_norm"),
         _Row(("ignore_data_skip", "skip_data_intervals"), bool, "resuming elsewhere in the data", "leave it out"),
         _Row(

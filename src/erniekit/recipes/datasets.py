@@ -74,6 +74,12 @@ class TrainData:
         """The run's very first pack, the same on every rank."""
         return self.collate([self.pack(0)], pad_id=self.pad_id, pad_multiple=math.lcm(8, self.length_multiple))
 
+    def close(self) -> None:
+        """Processes that decode pictures end with the run."""
+        close = getattr(self.collate, "close", None)
+        if close is not None:
+            close()
+
     def padding(self, cfg: RunConfig) -> dict[str, Any]:
         """Rows as long as their longest, or all of one length where shapes are fixed: a compiled model recompiles
         for none of them, and pipeline stages agree on them beforehand. ERNIEKit's rows are, and its router losses

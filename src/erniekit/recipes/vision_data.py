@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from erniekit.config import RunConfig
+from erniekit.data.assemble import Assembled
+from erniekit.data.formats import parsed
+from erniekit.data.formats import rows as rows_in
+from erniekit.data.formats.fields import BadRow
+from erniekit.data.media.decode import MediaHeader, ReadHeader
 from erniekit.data.media.frames import FrameRules
-from erniekit.data.media.limits import MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.settings_files import read_settings
+from erniekit.data.thinking import Thinking, divided, kept, write_out
 from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Pack
@@ -24,10 +30,14 @@ from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit, like_erniekit
 from erniekit.data.vision.job import VisionSource, open_vision_source
 from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
+from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import TEMPLATES, VisionRules, VisionTokens
+from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ConfigError
 from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.served_prompts import Compared
 
 PREPROCESSOR = "preprocessor_config.json"
 MOST_PROCESSES = 8
@@ -76,13 +86,13 @@ def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
     return rules
 
 
-def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, model: Path | None) -> TrainData:
+def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
     """What a stage with pictures trains on; its `collate` owns processes: close it with the run."""
     cfg, world = plan.config, plan.world
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
-    rules = vision_rules(cfg, model)
+    rules = vision_rules(cfg, plan.folder.path)
 
     def listed(name: str) -> Path | None:  # one rank reports bad rows
         return output / name if world.is_main else None
@@ -95,7 +105,7 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, model: P
     stream = vision_stream(cfg, pictures, text, at_once * accumulation) if text else alone
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
     held_out = vision_sources(cfg, "eval", tokenizer, rules, listed("bad_eval_rows.jsonl")) if wants_eval else []
-    collate = vision_collate(cfg, tokenizer, rules, at_once)
+    collate = vision_collate(cfg, tokenizer, rules, at_once, decode=world.at["pp"] == 0)
     return counted(plan, tokenizer, [*pictures, *text], stream, held_out, accumulation, collate)
 
 
@@ -185,15 +195,64 @@ def _rows(source: VisionSource) -> np.ndarray:
     return out
 
 
-def vision_collate(cfg: RunConfig, tokenizer: Tokenizer, rules: VisionRules, packs_at_once: int) -> VisionCollate:
-    """packs_at_once: that all ranks together take in one micro-batch."""
+def vision_collate(
+    cfg: RunConfig, tokenizer: Tokenizer, rules: VisionRules, packs_at_once: int, decode: bool = True
+) -> VisionCollate:
+    """packs_at_once: that all ranks together take in one micro-batch. decode: off where there is no tower."""
     change: Callable[[Pack], Pack] | None = None
     if cfg.compat.erniekit_order:
         change = partial(_joined, flags=JoinedFlags(), end_id=tokenizer.end_id, at_once=packs_at_once)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = cfg.vision.media_num_proc or max(1, min(MOST_PROCESSES, cores))
     padding = cfg.compat.erniekit_rows
-    return VisionCollate(VisionTokens.of(tokenizer), rules.limits, count, zero_padding=padding, change=change)
+    tokens = VisionTokens.of(tokenizer)
+    return VisionCollate(tokens, rules.limits, count, zero_padding=padding, change=change, decode=decode, rules=rules)
+
+
+def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
+    """The first conversation's last prompt as a server will send it, and as training has it. Not compared under compat:
+    there ERNIEKit's own differences are kept."""
+    collate = data.collate
+    assert isinstance(collate, VisionCollate)
+    assert collate.rules is not None
+    if collate.rules.compat:
+        return None
+    rules, thinking = collate.rules, cast(Thinking, cfg.data.train_thinking)
+    assembler = VisionAssembler(tokenizer, rules, thinking)
+
+    def ask(given: GivenMedium, index: int) -> MediaHeader:
+        place = given.sources[index]
+        found: MediaHeader = collate.pool.ask(
+            ReadHeader(place, given.video and not given.stamps, rules.limits), place.name
+        )
+        return found
+
+    for row in _vision_rows(data):
+        messages = kept(row.messages, thinking)
+        if not messages or messages[-1].role != "assistant":
+            continue
+        try:
+            made = assembler.sample(row, cfg.data.max_seq_len, "drop", ask)
+            thinks = any(divided(write_out(m).content)[0] for m in messages if m.role == "assistant")
+            asked = assembler.prompt(replace(row, messages=messages[:-1]), ask, thinks).ids.tolist()
+        except (MediaError, BadRow):
+            continue
+        if isinstance(made, Assembled) and not made.dropped_turns:
+            return asked, made.sample.ids[: len(asked)].tolist()
+    return None
+
+
+def _vision_rows(data: TrainData) -> Iterator[VisionRow]:
+    for source in data.sources:
+        if not isinstance(source, VisionSource):
+            continue
+        read = partial(
+            read_vision_row, folder=Path(source.path).absolute().parent, format=source.report.format, compat=False
+        )
+        for line, raw in rows_in(source.path):
+            row = parsed(raw, line, source.path, read)
+            if isinstance(row, VisionRow):
+                yield row
 
 
 def _joined(pack: Pack, flags: JoinedFlags, end_id: int, at_once: int) -> Pack:

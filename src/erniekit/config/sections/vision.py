@@ -1,5 +1,5 @@
-"""Images and video: what is read of them, how large, which parts are trained. Keys marked `later` wait for the model;
-not_yet_supported.py refuses the VL stages by name. recipes/vision_data.py reads the others."""
+"""Images and video: what is read of them, how large, which parts are trained. Read by recipes/vision_data.py, build.py
+and optimiser.py; keys marked `later` are of parts that this version does not have."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ _VL = "vision"
 
 @dataclass(frozen=True)
 class VisionSection:
-    multimodal: bool = key(False, "The model sees.", later=_VL)
     vision_model_name_or_path: str | None = key(None, "Its vision part, when apart.", later=_VL, path="one")
     vision_config: Mapping[str, Any] | None = key(
         None, "Values that replace those of its config.", fixed=True, later=_VL
     )
     freeze_config: tuple[str, ...] = key(
-        (), "Parts that are not trained.", choices=("freeze_vision", "freeze_lm"), fixed=True, later=_VL
+        (),
+        "Parts of a model that sees which are not trained: its tower, its language model, its resampler.",
+        choices=("freeze_vision", "freeze_lm", "freeze_resampler"),
+        fixed=True,
     )
     vit_lr_ratio: float | None = key(
-        None, "Rate of a vision layer as a share of the next.", low=0, fixed=True, later=_VL
+        None, "Learning rate of a layer of the tower as a share of the next one's.", low=0, fixed=True
     )
-    visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0, later=_VL)
+    visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0)
     rope_3d: bool = key(True, "Positions in time, height and width.", fixed=True, later=_VL)
     text_dataset_path: tuple[str, ...] = key((), "Text to train on between the pictures.", commas=True, path="several")
     text_dataset_prob: tuple[float, ...] = key((), "Share of each of these files.", low=0, commas=True, fixed=True)
@@ -98,12 +100,7 @@ class VisionSection:
     media_timeout: float = key(8.0, "Seconds without progress after which a decoder is killed; a bad row.", low=0.1)
     media_num_proc: int = key(0, "Processes that decode media for each rank; 0: as many as its cores, up to 8.", low=0)
     spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)
-    add_sys_token: bool = key(False, "Mark system text.", fixed=True, later=_VL)
-    drop_history_with_k: bool = key(False, "Drop old turns.", fixed=True, later=_VL)
-    trigger_data_prob: float = key(0.5, "Of the old reader.", low=0, high=1, later=_VL)
     token_balance_loss: bool = key(False, "Weigh modalities by tokens.", fixed=True, later=_VL)
-    balanced_image_preprocess: bool = key(False, "Even out images over ranks.", later=_VL)
-    vit_second_fwd_batch_size: int | None = key(None, "Images per second vision pass.", later=_VL)
     packing_size: int = key(1, "Rows per pack of the OCR stage.", low=1, fixed=True, later=_VL)
     padding: bool = key(True, "Pad packs of the OCR stage.", fixed=True, later=_VL)
     sft_replace_ids: bool = key(False, "Of the OCR stage.", later=_VL)

@@ -21,7 +21,7 @@ from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.types import IGNORE, TEXT, Batch, Pack, RowProblem, Sample, Vision
-from erniekit.data.vision.rules import VisionTokens
+from erniekit.data.vision.rules import VisionRules, VisionTokens
 
 
 class VisionCollate:
@@ -33,11 +33,13 @@ class VisionCollate:
         zero_padding: bool = False,
         change: Callable[[Pack], Pack] | None = None,
         decode: bool = True,
+        rules: VisionRules | None = None,
     ) -> None:
         """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything.
-        decode: off on ranks that do not see, such as later pipeline stages: they have the rest of a batch."""
+        decode: off on ranks that do not see, such as later pipeline stages: they have the rest of a batch. rules: that
+        its samples were laid out by."""
         self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
-        self.decode = decode
+        self.decode, self.rules = decode, rules
         self.pool = MediaPool(processes, limits)
         self.failed: list[RowProblem] = []
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
@@ -54,22 +56,29 @@ class VisionCollate:
         batch = collate(packs, **padding)
         shape = batch.input_ids.shape
         places = batch.positions.numpy()[..., None].repeat(3, -1)
-        modality = np.full(shape, TEXT, np.uint8)
+        modality, seen = np.full(shape, TEXT, np.uint8), False
         for row, pack in enumerate(packs):
             at = 0
             for sample in pack.samples:
                 end = at + len(sample.ids)
                 if sample.media is not None:
                     places[row, at:end], modality[row, at:end] = sample.media.positions, sample.media.modality
+                    seen = seen or bool(sample.media.sources)
                 at = end
             if self.zero_padding:
                 places[row, at:] = 0
         return replace(
             batch,
             positions=torch.from_numpy(places),
-            modality=torch.from_numpy(modality),
+            modality=torch.from_numpy(modality) if seen else None,
             vision=self._vision(batch, media, patches),
         )
+
+    def __enter__(self) -> VisionCollate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

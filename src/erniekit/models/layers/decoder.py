@@ -141,8 +141,6 @@ class Decoder(nn.Module):
         c = self.config
         freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, positions.device)
         shared, real, modality = (None, None, None) if more is None else (more.shared, more.real, more.modality)
-        if more is not None and more.vision is None:
-            modality = None  # no picture in this batch
         record: dict[tuple[str, int], Any] | None = None
         if self.records is not None and torch.is_grad_enabled():
             self.records.append(record := {})
