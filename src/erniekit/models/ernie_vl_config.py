@@ -26,15 +26,14 @@ _PER_MODALITY = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_in
 def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) -> DecoderConfig:
     top = Fields(raw, where)
     nested = isinstance(raw.get("text_config"), dict)
-    text = {**top.object("text_config"), "tie_word_embeddings": _tied(raw)} if nested else dict(raw)
-    pairs = {key: text.pop(key) for key in _PER_MODALITY if isinstance(text.get(key), list)}
+    text = {**top.object("text_config"), "tie_word_embeddings": _tied(raw)} if nested else raw
     f = Fields(text, where)
     f.only("use_bias", False)
     f.only("moe_gate_act", "softmax")
     f.only("moe_group_experts", False)
     f.only("rope_3d", True)
     f.only("use_temporal_conv", True)
-    both = {key: _two(f, key, pairs.get(key, text.get(key))) for key in _PER_MODALITY}
+    both = {key: _two(f, key, text.get(key)) for key in _PER_MODALITY}
     dense = ernie_dense.read_config(text, "paddle", has_head, where)  # head_dim is hidden / heads in both worlds here
     return replace(
         dense,

@@ -119,7 +119,7 @@ class Sharding:
             width = shape[0] // rule.parts
             start, stop = share(width, self.layout.tp, tp_rank)
             return Cut(tuple((p * width + start, p * width + stop) for p in range(rule.parts)))
-        if rule.kind == "replicate" or name.endswith(".bias"):
+        if rule.is_whole or name.endswith(".bias"):
             return None
         return Cut(((0, shape[0]),), self._columns(rule.kind, shape[1], tp_rank))
 
@@ -141,7 +141,7 @@ class Sharding:
         part, side = rest.rsplit(".", 1)
         rule, shape = self._rules[name], self.shapes[name]
         if not rule.splits_output:
-            if rule.kind == "replicate" or side == "B":
+            if rule.is_whole or side == "B":
                 return None
             return Cut(((0, shape[0]),), self._columns(rule.kind, shape[1], tp_rank))
         if side == "A":

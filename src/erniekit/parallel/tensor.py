@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from erniekit.model_contract import bare, pairs_of
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
+from erniekit.parallel.pictures import DealtPictures
 from erniekit.parallel.plan import rule_of
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.vocab import VocabEmbedding, VocabHead
@@ -46,7 +47,7 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         if name.endswith(".base") or not isinstance(base, (nn.Linear, nn.Embedding)):
             continue
         rule = rule_of(sharding.plan, name)
-        if rule.kind == "replicate":
+        if rule.is_whole:
             continue
         _shrink(module, base, name, sharding, tp)
         if rule.kind == "vocab":
@@ -57,6 +58,8 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         else:
             assert isinstance(base, nn.Linear)
             _leave_summed(module, base, group, sp)
+    if hasattr(model, "look"):
+        model.look = DealtPictures(group, tp, sliced=sp)
     if sp:
         _work_on_slices(model, tp, world.layout.tp)
     _share_heads(model, sharding, tp)
