@@ -38,6 +38,8 @@ _READ = 1 << 20
 class TokenSource:
     """Samples of one file, read by position: what is resident does not grow with the file or with use."""
 
+    patches: np.ndarray | None = None  # of each sample's pictures, where it has some
+
     def __init__(self, folder: Path, report: DataReport) -> None:
         self.folder, self.report = folder, report
         self._offsets = np.load(folder / OFFSETS, mmap_mode="r")

@@ -259,7 +259,11 @@ def eval_batches(
         stream = CompatPairStream(shuffled, lengths, d.max_seq_len, epochs=1, **options)
     else:
         order = SampleOrder([len(s) for s in sources], seed=cfg.train.seed, shuffle=False, strategy="concat")
-        stream = PackStream(order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1)
+        costs = [source.patches for source in sources if source.patches is not None]
+        stream = PackStream(
+            order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1, costs=costs,
+            max_cost=cfg.vision.max_patches if costs else None,
+        )  # fmt: skip
     loader = BatchLoader(
         stream,
         sources,

@@ -131,10 +131,11 @@ class MediaPool:
         for worker in reversed(self.workers):
             self._free.put(worker)
 
-    def ask(self, work: MediaWork, name: str) -> Any:
+    def ask(self, work: MediaWork, name: str, limits: MediaLimits | None = None) -> Any:
+        """limits: other ones of time than the pool's."""
         worker = self._free.get()
         try:
-            return worker.ask(work, self.limits, name)
+            return worker.ask(work, limits or self.limits, name)
         finally:
             self._free.put(worker)
 

@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal
 
@@ -22,9 +22,9 @@ from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import FORMATS, detect, parsed
 from erniekit.data.formats.fields import BadRow
 from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
-from erniekit.data.media.limits import MediaError
+from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
-from erniekit.data.media.worker import MediaWorker
+from erniekit.data.media.worker import MediaPool
 from erniekit.data.report import DataReport
 from erniekit.data.thinking import Thinking
 from erniekit.data.token_cache import TokenSource, tokenised
@@ -123,15 +123,17 @@ class VisionJob(TokeniseJob):
         return self._ask(ReadHeader(place, given.video and not given.stamps, self.rules.limits), place)
 
     def _ask(self, work: Any, place: MediaPlace) -> Any:
-        return self._worker.ask(work, self.rules.limits, place.name)
+        return decoder().ask(work, place.name, self.rules.limits)
 
     @cached_property
     def _assembler(self) -> VisionAssembler:
         return VisionAssembler(self.tokenizer, self.rules, self.thinking)
 
-    @cached_property
-    def _worker(self) -> MediaWorker:
-        return MediaWorker()
+
+@cache
+def decoder() -> MediaPool:
+    """Of this process, for all its files."""
+    return MediaPool(1, MediaLimits())
 
 
 def _columns(samples: list[Sample]) -> MediaColumns:
@@ -214,7 +216,7 @@ class VisionSource(TokenSource):
         names = (MODALITY, POSITIONS, MEDIA)
         self._media_files = [os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for name in names]
         self._files += self._media_files  # closed with them
-        self.patches = np.load(folder / PATCHES)  # int64, per sample
+        self.patches: np.ndarray = np.load(folder / PATCHES)  # int64
         self._media_digest = json.loads((folder / STATES).read_text(encoding="utf-8"))["digest"]
 
     @property

@@ -52,7 +52,7 @@ def _picture(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
     if header.animated and not rules.compat:
         raise MediaError("animated", f"{given.sources[0].name}: an animated picture; give it as a video")
     size = given.declared or _size(header, rules)
-    grid = (1, *_grid(size, rules, rules.min_pixels, rules.max_pixels, given.sources[0].name))
+    grid = (1, *grid_of(size, rules, rules.min_pixels, rules.max_pixels, given.sources[0].name))
     medium = Medium(given.sources, grid, upright=rules.upright, patch=rules.patch, merge=rules.merge)
     return SeenMedium(replace(medium, digests=(header.digest,)), size)
 
@@ -62,7 +62,7 @@ def _size(header: MediaHeader, rules: VisionRules) -> tuple[int, int]:
     return size[::-1] if header.turned and rules.upright else size
 
 
-def _grid(size: tuple[int, int], rules: VisionRules, least: int, most: int, name: str) -> tuple[int, int]:
+def grid_of(size: tuple[int, int], rules: VisionRules, least: int, most: int, name: str) -> tuple[int, int]:
     try:
         high, wide = fitted(size[1], size[0], least, most, rules.patch * rules.merge, squeeze=rules.compat)
     except MediaError as error:
@@ -84,8 +84,8 @@ def _video(given: GivenMedium, rules: VisionRules, frames: FrameRules, ask: Ask)
     if not indices:
         raise MediaError("frames", f"{name}: too short for one frame at video_fps={frames.fps:g}")
     indices = even(indices, rules.temporal)
-    size = header.width, header.height
-    grid = (len(indices), *_grid(size, rules, rules.video_min_pixels, rules.video_max_pixels, name))
+    size = given.declared or (header.width, header.height)
+    grid = (len(indices), *grid_of(size, rules, rules.video_min_pixels, rules.video_max_pixels, name))
     duration = header.frames / header.rate
     stamps = tuple(index * duration / header.frames for index in indices) if rules.render_timestamp else ()
     medium = Medium(given.sources, grid, True, tuple(indices), stamps, False, rules.patch, rules.merge)
@@ -100,74 +100,9 @@ def _frames(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
     name = given.sources[0].name
     if not given.declared and any(_size(header, rules) != size for header in headers):
         raise MediaError("frames", f"{name}: the frames of one video differ in size")
-    grid = (len(order), *_grid(size, rules, rules.video_min_pixels, rules.video_max_pixels, name))
+    grid = (len(order), *grid_of(size, rules, rules.video_min_pixels, rules.video_max_pixels, name))
     stamps = tuple(given.stamps[i] for i in order) if rules.render_timestamp and given.stamps else ()
     medium = Medium(
         tuple(given.sources[i] for i in order), grid, True, (), stamps, rules.upright, rules.patch, rules.merge
     )
     return SeenMedium(replace(medium, digests=tuple(headers[i].digest for i in order)), size)
-
-
-def squeezed(media: Sequence[SeenMedium], room: int, rules: VisionRules) -> list[SeenMedium]:
-    """Videos of fewer than `room` tokens in all: less resolution first, then fewer frames, evenly left out."""
-    videos = [one for one in media if one.video]
-
-    def at(most: int) -> list[SeenMedium]:
-        return [_resized(one, rules, most) if one.video else one for one in media]
-
-    def count(those: Sequence[SeenMedium]) -> int:
-        return sum(tokens_of(one.medium, rules) for one in those if one.video)
-
-    if not videos:
-        return list(media)
-    # A video smaller than video_min_pixels keeps its size here.
-    least = min(rules.video_min_pixels, *(one.size[0] * one.size[1] for one in videos), rules.video_max_pixels)
-    rules = replace(rules, video_min_pixels=least)
-    media = at(rules.video_max_pixels)
-    if count(media) < room:
-        return media
-    low, high = least, rules.video_max_pixels
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            fits = count(at(middle)) < room
-        except MediaError:  # no size lies between these bounds
-            fits, high = False, middle - 1
-            continue
-        low, high = (middle, high) if fits else (low, middle - 1)
-    while True:
-        try:
-            out = at(low)
-            break
-        except MediaError:
-            low += 1
-    while count(out) >= room:
-        longest = max((one for one in out if one.video), key=lambda one: one.medium.grid[0])
-        if longest.medium.grid[0] <= rules.temporal:
-            break
-        out = [_thinned(one, rules.temporal) if one is longest else one for one in out]
-    return out
-
-
-def _resized(one: SeenMedium, rules: VisionRules, most: int) -> SeenMedium:
-    name = one.medium.places[0].name
-    grid = (one.medium.grid[0], *_grid(one.size, rules, rules.video_min_pixels, most, name))
-    return replace(one, medium=replace(one.medium, grid=grid))
-
-
-def _thinned(one: SeenMedium, temporal: int) -> SeenMedium:
-    medium = one.medium
-    before = medium.grid[0]
-    kept = [round(i * (before - 1) / (before - temporal - 1)) for i in range(before - temporal)]
-    several = len(medium.places) > 1
-    return replace(
-        one,
-        medium=replace(
-            medium,
-            grid=(len(kept), *medium.grid[1:]),
-            frames=tuple(medium.frames[i] for i in kept) if medium.frames else (),
-            stamps=tuple(medium.stamps[i] for i in kept) if medium.stamps else (),
-            places=tuple(medium.places[i] for i in kept) if several else medium.places,
-            digests=tuple(medium.digests[i] for i in kept) if several else medium.digests,
-        ),
-    )

@@ -74,7 +74,8 @@ def _media(
         if not all(isinstance(index, int) and index >= 0 for index in frames):
             raise BadRow("wrong_type", f"`{field}.extracted_frame_indices` must be a list of numbers")
         place = _place(entry, field, folder, compat)
-        media.append(GivenMedium((place,), True, frames=tuple(sorted(frames))))
+        declared = _declared(entry) if compat else None
+        media.append(GivenMedium((place,), True, frames=tuple(sorted(frames)), declared=declared))
         matched.append(_matched(entry, field))
     return media, matched
 

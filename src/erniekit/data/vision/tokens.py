@@ -15,10 +15,11 @@ from erniekit.data.media.decode import Medium
 from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Sample, SampleMedia
-from erniekit.data.vision.layout import Ask, SeenMedium, seen, squeezed, tokens_of
+from erniekit.data.vision.layout import Ask, SeenMedium, seen, tokens_of
 from erniekit.data.vision.positions import modality_of, positions_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
 from erniekit.data.vision.said import VisionRow, media_in
+from erniekit.data.vision.squeeze import squeezed
 from erniekit.data.vision.template import Piece, VisionRenderer
 
 
