@@ -64,7 +64,7 @@ class Sample:
 
     ids: np.ndarray  # int32 [n]
     labels: np.ndarray  # int32 [n]
-    media: SampleMedia | None = field(default=None, kw_only=True)  # subclasses have fields without defaults
+    media: SampleMedia | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
