@@ -91,13 +91,13 @@ class StoredWeight:
 
     def _read_nf4(self, read: Read) -> torch.Tensor:
         state, name = self._nf4_state(read), f"{self.module}.weight"
-        codes, absmax = read(name).reshape(1, -1), read(f"{name}.absmax")
-        if 2 * codes.numel() != prod(state["shape"]) or absmax.numel() * nf4.BLOCK != 2 * codes.numel():
+        codes, absmax, count = read(name).reshape(-1), read(f"{name}.absmax"), prod(state["shape"])
+        if codes.numel() != -(-count // 2) or absmax.numel() != -(-count // nf4.BLOCK):
             raise self.wrong("its codes and scales are not as many as its shape asks for")
         if "nested_offset" in state:
             offset = torch.tensor(float(state["nested_offset"]))
             absmax = nf4.decode_absmax(nf4.Nested(absmax, read(f"{name}.nested_absmax"), offset))
-        return nf4.decode(codes, absmax.reshape(1, -1), self.dtype).view(state["shape"])
+        return nf4.decode_flat(codes, absmax.reshape(-1), count, self.dtype).view(state["shape"])
 
     def wrong(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.module}: {what}", fix="download the model again, or quantise it again")

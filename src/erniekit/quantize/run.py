@@ -23,13 +23,13 @@ from erniekit.checkpoint.model_writer import copy_side_files
 from erniekit.checkpoint.writer import publish
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError
-from erniekit.export.target import check_replaceable, check_target, one_export
+from erniekit.export.target import QUANTIZE, check_replaceable, check_target, one_export
 from erniekit.export.verify import default_ids, same_tensors
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.quant_schemes import QuantRecipe
 from erniekit.quantize.file_parts import Parts, weight_from
 from erniekit.quantize.fp8_static import served
-from erniekit.quantize.layer_weights import LayerResult, LayerWeights, Method, is_quantised
+from erniekit.quantize.layer_weights import LayerResult, LayerWeights, Method, is_quantised, require_finite
 from erniekit.quantize.model_files import LAYOUT, layer_of, write_weights
 from erniekit.quantize.report import report_facts, write_report
 from erniekit.quantize.streams import OneLayer, Quality, Streams
@@ -64,10 +64,9 @@ def quantise(job: QuantiseJob) -> dict[str, Any]:
     source = ModelFolder(job.source)
     source.check_names()
     source.check_shapes(source.meta())
-    check_target(job.out, [job.source])
-    job.out.parent.mkdir(parents=True, exist_ok=True)
+    check_target(job.out, [job.source], QUANTIZE)
     with one_export(job.out):
-        check_target(job.out, [job.source])
+        check_target(job.out, [job.source], QUANTIZE)
         work = WorkFolder(job.out, _identity(job))
         run = _Run(job, source, work)
         quality = run.layers()
@@ -88,6 +87,9 @@ class _Run:
 
     def layers(self) -> Quality | None:
         one = OneLayer(self.source, self.job.device, self.job.dtype)
+        for name, entry in one.entries.items():  # what stays as it is, before hours are spent on the rest
+            if not is_quantised(layer_of(name)[1]):
+                require_finite(entry, self.source.read(entry), str(self.job.source))
         done = self.work.open()
         sizes = [self._size(one, number) for number in range(len(self.entries))]
         streams = Streams(one, self.job.calibrating, self.job.measuring) if self.job.calibrating else None
@@ -112,6 +114,13 @@ class _Run:
             )  # fmt: skip
             result = weights.quantise(inputs)
         plain = self._plain(number, result.parts)
+        for name, weight in plain.items():
+            if not torch.isfinite(weight).all():
+                raise CheckpointError(
+                    f"layers.{number}.{name} holds numbers too large for {self.job.quant}",
+                    where=str(self.job.source),
+                    fix="quant=w8a16 has a scale for each row; or look at the model: `erniekit eval` gives its loss",
+                )
         if streams is not None and layer is not None:
             streams.advance_plain(layer)
             one.fill(layer, plain)
@@ -166,7 +175,8 @@ class _Run:
             write_report(folder, facts)
 
         info = {"base": str(job.source), "quant": job.quant, "method": job.method_name, "layout": LAYOUT}
-        publish(job.out.parent, job.out.name, write, info=info, expected_bytes=before, may_replace=check_replaceable)
+        replaceable = partial(check_replaceable, command=QUANTIZE)
+        publish(job.out.parent, job.out.name, write, info=info, expected_bytes=before, may_replace=replaceable)
         return facts
 
     def _measured_on(self) -> str:

@@ -17,6 +17,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, for_world
 from erniekit.config.note import Note
 from erniekit.config.rules.frozen import PACKED
+from erniekit.config.rules.optimiser import FP32_MASTERS
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
@@ -29,7 +30,7 @@ from erniekit.parallel.world import check_model, check_schedule, open_world
 from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
-from erniekit.weight_kinds import BF16
+from erniekit.weight_kinds import BF16, MIXES, kinds_of
 
 DTYPES = {"fp32": torch.float32, **dict.fromkeys(("bf16", *PACKED), torch.bfloat16)}
 
@@ -118,6 +119,10 @@ def open_device(cfg: RunConfig) -> DevicePlan:
         note = Note("bf16", True, False, f"bf16 is slow on {device.name}: what is not fp8 is fp32")
         say(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
+    if cfg.train.do_train and cfg.optim.master_weights != "fp32" and not cfg.precision.bf16:
+        note = Note("master_weights", cfg.optim.master_weights, "fp32", FP32_MASTERS)
+        say(f"note     {note}")
+        cfg = cfg.derive(replace(note, quiet=True))
     device.reset_peak()
     if cfg.train.deterministic:
         device.same_bits()
@@ -160,6 +165,9 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
         )
     if not cfg.model.continue_training:
         _refuse_oversized(folder, device, world)
+    if cfg.lora.packed_base and cfg.lora.frozen_base in MIXES and model.moe is None:
+        kinds = ", ".join(dict.fromkeys(kinds_of(cfg.lora.frozen_base)[role] for role in ("attention", "mlp")))
+        model_notes += (f"frozen_base: {cfg.lora.frozen_base} is {kinds} here: the model has no experts",)
     return RunPlan(cfg, device, world, folder, lora, further, model_notes)
 
 
