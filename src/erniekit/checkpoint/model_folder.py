@@ -39,6 +39,7 @@ SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
 DERIVED = (".rotary_emb.inv_freq",)
 _MAX_INDEX = 64 << 20  # bytes: some 500,000 tensors
 _AGAIN = "download it again"
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
@@ -170,6 +171,12 @@ class ModelFolder:
                         f"{name} has shape {list(found)}, config.json asks for {list(tensor.shape)}",
                         where=str(self.path),
                         fix="config.json and the weights are of different models",
+                    )
+                if (kind := self.slices().dtype(name)) not in _WEIGHTS:
+                    raise CheckpointError(
+                        f"{name} is stored as {str(kind).removeprefix('torch.')}, which is no weight by itself",
+                        where=str(self.path),
+                        fix="its scale or quantization_config is missing: download the model again, or quantise it again",
                     )
 
     def dtype(self) -> torch.dtype:
