@@ -131,7 +131,9 @@ class StoredWeight:
         return nf4.decode_flat(codes, absmax, count, self.dtype).view(state["shape"])
 
     def wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.module}: {what}", where=self.where, fix="download the model again, or quantise it again")
+        return CheckpointError(
+            f"{self.module}: {what}", where=self.where, fix="download the model again, or quantise it again"
+        )
 
 
 class QuantisedFiles(TensorFiles):

@@ -128,6 +128,10 @@ def export(
     if rounded:
         info["merge_grid"] = grid
         whole = probe = None
+    if source.quantised:
+        static = any(weight.scheme.static_inputs for weight in source.quantised.values())
+        say("note     the weights are quantised: they are written dequantised" + (", and inputs unrounded" * static))
+        probe = None if static and not folders else probe  # it was measured with rounded inputs
     as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
     merge = _Merge(source, updates, grid, rounded=as_gguf is None)
     proofs: list[Proof | GgufProof] = []
@@ -166,7 +170,9 @@ def export(
 
 def no_adapter(grid: str) -> ConfigError:
     return ConfigError(
-        f"merge_grid: {grid} rounds merged weights; there is no adapter to merge", where="merge_grid", fix="leave it out"
+        f"merge_grid: {grid} rounds merged weights; there is no adapter to merge",
+        where="merge_grid",
+        fix="leave it out",
     )
 
 

@@ -1,5 +1,7 @@
-"""The folder an export or a quantised model goes to: what may be replaced there, and one such command at a time. Used by
-run.py and by quantize/."""
+"""The folder an export or a quantised model goes to: what may be replaced there, and one such command at a time.
+
+Used by run.py and by quantize/.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,11 @@ from erniekit.errors import CheckpointError
 from erniekit.files.record import NotOurs, some
 from erniekit.log import say
 
-
 EXPORT, QUANTIZE = "export", "quantize"
 
 
 def check_target(target: Path, sources: Sequence[Path], command: str = EXPORT) -> None:
-    """Raises unless `target` is absent, empty, or an earlier result of this command as it was written; changes nothing."""
+    """Raises unless `target` is absent, empty, or an earlier result of this command, unchanged; changes nothing."""
     real = Path(os.path.realpath(target))
     for source in sources:
         if Path(os.path.realpath(source)).is_relative_to(real):
@@ -42,7 +43,8 @@ def check_replaceable(target: Path, command: str = EXPORT) -> None:
         raise NotOurs(
             f"{target.name} exists and {reason}",
             where=str(target),
-            fix=f"move it away, or choose another output_dir: only an unchanged earlier result of `erniekit {command}` is replaced",
+            fix="move it away, or choose another output_dir: only an unchanged earlier result of "
+            f"`erniekit {command}` is replaced",
         )
 
 
@@ -70,8 +72,8 @@ def _tell_replaced(target: Path) -> None:
         info = manifest.load(target).info
     except (Damaged, NoManifest):  # refused by check_target
         return
-    kind = next((f"{word} {info[word]}" for word in ("quant", "gguf", "merge_grid", "layout") if word in info), "")
-    say(f"note     {target} holds an earlier result ({kind + ', ' if kind else ''}of {info.get('base', '?')}): it is replaced")
+    kind = next((f"{word} {info[word]}, " for word in ("quant", "gguf", "merge_grid", "layout") if word in info), "")
+    say(f"note     {target} holds an earlier result ({kind}of {info.get('base', '?')}): it is replaced")
 
 
 def _made_by(info: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from erniekit.errors import ConfigError
 from erniekit.kernels.stored import PLAIN, kind_named
 from erniekit.lora.layers import LoRAExperts, LoRALinear
+from erniekit.models.layers.linear import HoldsWeight
 from erniekit.weight_kinds import kinds_of, with_products
 
 _ROLES = {"experts": "experts", "shared": "shared", "attn": "attention"}  # by a word of a layer's name
@@ -42,6 +43,24 @@ def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
     if kind.name == PLAIN or not kind.fits(*weight.shape):
         return weight
     return kind.unpack(kind.pack(weight), weight.dtype)
+
+
+def store_linears(model: nn.Module, base: str) -> list[str]:
+    """The same for a model that only answers: every linear and expert of its layers, adapted or not. The head, routers
+    and layers that predict further tokens stay plain."""
+    left, kinds = [], kinds_of(base)
+    for name, layer in model.named_modules():
+        if not name.startswith("layers.") or not isinstance(layer, HoldsWeight):
+            continue
+        kind, experts = kind_named(kinds[role_of(name)]), getattr(layer, "experts", 1)
+        if kind.name == PLAIN:
+            continue
+        rows, width = layer.held_shape
+        if kind.fits(rows // experts, width):
+            layer.store_as(kind.name)
+        else:
+            left.append(name)
+    return left
 
 
 def store_frozen(

@@ -126,7 +126,9 @@ def _in_16_bits(cfg: RunConfig) -> RunConfig:
         return cfg
     note = Note("compute_type", kind, BF16, "layers are computed in bf16 or fp32 while weights are quantised")
     say(f"note     {note}")
-    return cfg.derive(replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True))
+    return cfg.derive(
+        replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True)
+    )
 
 
 def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:

@@ -111,7 +111,8 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     if not device.fast_bf16 and (kind in PACKED or (kind == BF16 and not cfg.given("compute_type"))):
         where = "a CPU" if device.vendor == "cpu" else device.name
         base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
-        note = Note("compute_type", kind, "fp32", f"bf16 is slow on {where}; write compute_type: bf16{base} to have it")
+        otherwise = f"; write compute_type: bf16{base} to have it" if cfg.train.do_train or not base else ""
+        note = Note("compute_type", kind, "fp32", f"bf16 is slow on {where}{otherwise}")
         say(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
@@ -128,6 +129,11 @@ def open_device(cfg: RunConfig) -> DevicePlan:
         device.same_bits()
     device.seed(cfg.train.seed)
     return DevicePlan(cfg, device)
+
+
+def packed_as(cfg: RunConfig) -> str:
+    """The base that compute_type: wint8, wint4/8 or nf4 means: what a run over it answers with."""
+    return PACKED[cfg.precision.compute_type][0] if cfg.precision.compute_type in PACKED else BF16
 
 
 def open_model(cfg: RunConfig) -> ModelFolder:

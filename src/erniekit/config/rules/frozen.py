@@ -18,8 +18,8 @@ PACKED = {
     "wint8": ("int8", "int8: routed and shared experts, attention and dense feed-forward; the rest bf16"),
     "wint4/8": (
         "wint4/8",
-        "int4: routed experts, where there are any; int8: attention and dense feed-forward; shared experts, head and the "
-        "rest bf16",
+        "int4: routed experts, where there are any; int8: attention and dense feed-forward; shared experts, head and "
+        "the rest bf16",
     ),
     "nf4": ("nf4", "nf4: routed and shared experts, attention and dense feed-forward; the rest bf16"),
 }

@@ -15,7 +15,9 @@ class QuantizeSection:
         None,
         "Number format of the result. " + "; ".join(f"{name}: {r.about}" for name, r in QUANT_RECIPES.items()) + ".",
         choices=tuple(QUANT_RECIPES),
-        elsewhere={word: f"erniekit export format=gguf gguf_type={word}" for word in GGUF_TYPES if word not in QUANT_RECIPES},
+        elsewhere={
+            word: f"erniekit export format=gguf gguf_type={word}" for word in GGUF_TYPES if word not in QUANT_RECIPES
+        },
         basic=True,
     )
     quant_method: str | None = key(
