@@ -20,7 +20,7 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.model_folder import SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files
-from erniekit.checkpoint.writer import publish
+from erniekit.checkpoint.writer import publish, require_space
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError
 from erniekit.export.target import QUANTIZE, check_replaceable, check_target, one_export
@@ -78,6 +78,8 @@ def quantise(job: QuantiseJob) -> dict[str, Any]:
 class _Run:
     def __init__(self, job: QuantiseJob, source: ModelFolder, work: WorkFolder) -> None:
         self.job, self.source, self.recipe, self.work = job, source, job.recipe, work
+        self.expected = 0  # bytes of the result
+        self.before = sum(file.stat().st_size for file in set(source.files.values()))
         self.dtype = source.dtype()  # of the weights the files stand for
         self.entries: dict[int, dict[str, Any]] = {}  # by layer, then by names inside it, in the layout that is written
         for entry in source.spec.names(source.config, LAYOUT):
@@ -92,6 +94,9 @@ class _Run:
                 require_finite(entry, self.source.read(entry), str(self.job.source))
         done = self.work.open()
         sizes = [self._size(one, number) for number in range(len(self.entries))]
+        # Layers are kept until the result is there, and it holds them once more.
+        self.expected = max(0, self.before - sum(sizes) * self.dtype.itemsize) + self._packed(sizes)
+        require_space(self.job.out.parent, self.job.out.name, self.expected + self._packed(sizes[done:]))
         streams = Streams(one, self.job.calibrating, self.job.measuring) if self.job.calibrating else None
         with _bar(sum(sizes), sum(sizes[:done])) as advance:
             for number in range(len(self.entries)):
@@ -151,10 +156,13 @@ class _Run:
         state = one.model.get_submodule(f"layers.{number}").state_dict()
         return sum(weight.numel() for name, weight in state.items() if is_quantised(name))
 
+    def _packed(self, sizes: Sequence[int]) -> int:
+        """Bytes of so many weights; a bit of each for scales."""
+        return sum(sizes) * (max(scheme.bits for scheme in self.recipe.schemes) + 1) // 8
+
     def publish(self, quality: Quality | None) -> dict[str, Any]:
         job = self.job
         layers = [self.work.facts(number) for number in range(len(self.entries))]
-        before = sum(file.stat().st_size for file in set(self.source.files.values()))
         facts: dict[str, Any] = {}
 
         def write(folder: Path) -> None:
@@ -168,7 +176,7 @@ class _Run:
                 report_facts(
                     source=str(job.source), quant=job.quant, recipe=self.recipe, method=job.method_name,
                     moe=self.source.config.moe is not None, layers=layers, quality=quality,
-                    measured_on=self._measured_on(), rows=_documents(job.calibrating), bytes_before=before,
+                    measured_on=self._measured_on(), rows=_documents(job.calibrating), bytes_before=self.before,
                     bytes_after=after, expert_tokens=job.method.expert_tokens,
                 )
             )  # fmt: skip
@@ -176,7 +184,7 @@ class _Run:
 
         info = {"base": str(job.source), "quant": job.quant, "method": job.method_name, "layout": LAYOUT}
         replaceable = partial(check_replaceable, command=QUANTIZE)
-        publish(job.out.parent, job.out.name, write, info=info, expected_bytes=before, may_replace=replaceable)
+        publish(job.out.parent, job.out.name, write, info=info, expected_bytes=self.expected, may_replace=replaceable)
         return facts
 
     def _measured_on(self) -> str:

@@ -109,11 +109,8 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     cache = make_cache(weights.config, limits, s.block_size, kind, hardware, s.gpu_memory_utilization)
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries) for entry in entries}
     word = str(kind).removeprefix("torch.")
-    about = (
-        "".join(f"{line}; " for line in told)
-        + f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
-    )
-    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, about)
+    about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
+    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, "; ".join([*told, about]))
 
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:
