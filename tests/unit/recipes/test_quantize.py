@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
@@ -173,6 +175,24 @@ def odd_model(folder: Path, **broken: float) -> Path:
     return folder
 
 
+def test_a_file_in_the_place_of_the_work_folder_is_left_alone(model: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / ".erniekit-out.layers").write_text("mine")
+    error = said(capsys, "quantize", model, "quant=w8a16", f"output_dir={tmp_path / 'out'}", code=2)
+    assert ".erniekit-out.layers is not a folder" in error
+    assert (tmp_path / ".erniekit-out.layers").read_text() == "mine"
+
+
+def test_a_disk_too_small_for_layers_and_result_is_told_before_the_first_layer(
+    model: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=1_000_000))
+    error = said(capsys, "quantize", model, "quant=w8a16", f"output_dir={tmp_path / 'out'}", code=2)
+    assert "out needs 0.00" in error
+    assert "the disk has 0.001 GB free" in error
+    assert not list((tmp_path / ".erniekit-out.layers").iterdir())
+
+
 def test_odd_widths_are_refused_with_kinds_that_take_them_and_those_do(tmp_path: Path, capsys) -> None:
     folder = odd_model(tmp_path / "odd")
     for quant in ("w4a16", "w8a16", "mxfp4"):
@@ -192,7 +212,6 @@ def test_odd_widths_are_refused_with_kinds_that_take_them_and_those_do(tmp_path:
         ("norm.weight", float("inf"), "model.norm.weight holds NaN or infinity"),
         ("layers.1.attn_norm.weight", float("nan"), "input_layernorm.weight holds NaN or infinity"),
         ("layers.1.mlp.down.weight", float("nan"), "mlp.down_proj.weight holds NaN or infinity"),
-        ("layers.0.mlp.down.weight", 3e38, "layers.0.mlp.down.weight holds numbers too large for nf4"),
     ],
 )
 def test_weights_that_are_not_finite_are_refused_wherever_they_are(
@@ -201,6 +220,16 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_are(
     folder = odd_model(tmp_path / "odd", **{name: value})
     assert what in said(capsys, "quantize", folder, "quant=nf4", f"output_dir={tmp_path / 'out'}", code=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_a_kind_would_make_infinite_are_refused(model: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(model, tmp_path / "large", ignore=shutil.ignore_patterns("export*"))
+    tensors = load_file(tmp_path / "large" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0] = 3e38  # NF4 rounds its scales a second time: up, here
+    save_file(tensors, tmp_path / "large" / "model.safetensors")
+    words = ["quantize", tmp_path / "large", f"output_dir={tmp_path / 'out'}"]
+    assert "layers.1.mlp.down.weight holds numbers too large for nf4" in said(capsys, *words, "quant=nf4", code=2)
+    said(capsys, *words, "quant=w8a16")
 
 
 def test_a_static_fp8_folder_is_exported_dequantised_and_that_is_said(model: Path, tmp_path: Path, capsys) -> None:
