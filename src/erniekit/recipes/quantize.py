@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, need
-from erniekit.config.note import Note
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError, ConfigError
@@ -27,7 +25,7 @@ from erniekit.quantize.readers import warnings
 from erniekit.quantize.report import HTML
 from erniekit.quantize.run import QuantiseJob, quantise
 from erniekit.recipes.calibration_rows import calibration_rows, evaluation_rows, rows_are_given
-from erniekit.recipes.run_plan import open_device
+from erniekit.recipes.run_plan import in_16_bits, open_device
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -77,7 +75,7 @@ def _source(cfg: RunConfig) -> Path:
 
 
 def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
-    opened = open_device(_in_16_bits(cfg))
+    opened = open_device(in_16_bits(cfg))
     cfg = opened.config
     folder = ModelFolder(source)
     quant, recipe = str(cfg.quantize.quant), _recipe(cfg, folder)
@@ -117,18 +115,6 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
 def _recipe(cfg: RunConfig, folder: ModelFolder) -> QuantRecipe:
     require_plain(folder)
     return fitted(QUANT_RECIPES[str(cfg.quantize.quant)], folder.config, cfg.quantize.quant_group_size)
-
-
-def _in_16_bits(cfg: RunConfig) -> RunConfig:
-    """A recipe's compute_type is how it was trained; layers are computed in bf16 or fp32 here."""
-    kind = cfg.precision.compute_type
-    if kind in (BF16, "fp32"):
-        return cfg
-    note = Note("compute_type", kind, BF16, "layers are computed in bf16 or fp32 while weights are quantised")
-    say(f"note     {note}")
-    return cfg.derive(
-        replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True)
-    )
 
 
 def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:

@@ -131,6 +131,18 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     return DevicePlan(cfg, device)
 
 
+def in_16_bits(cfg: RunConfig) -> RunConfig:
+    """For `erniekit quantize`: a recipe's compute_type is how it was trained; layers are computed in bf16 or fp32."""
+    kind = cfg.precision.compute_type
+    if kind in (BF16, "fp32"):
+        return cfg
+    note = Note("compute_type", kind, BF16, "layers are computed in bf16 or fp32 while weights are quantised")
+    say(f"note     {note}")
+    return cfg.derive(
+        replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True)
+    )
+
+
 def packed_as(cfg: RunConfig) -> str:
     """The base that compute_type: wint8, wint4/8 or nf4 means: what a run over it answers with."""
     return PACKED[cfg.precision.compute_type][0] if cfg.precision.compute_type in PACKED else BF16
