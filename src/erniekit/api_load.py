@@ -6,7 +6,6 @@ A folder may be a base model, an adapter, a merged export, a checkpoint-N or the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,11 @@ from erniekit.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
-from erniekit.log import say, warn
+from erniekit.log import say
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
-from erniekit.lora.frozen_base import check as check_base
-from erniekit.lora.frozen_base import store_linears
-from erniekit.models.layers.linear import packed_layers
+from erniekit.lora.frozen_base import packing
 from erniekit.weight_kinds import BF16
 
 UNREAD_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # other programs' files; load_tokenizer refuses them
@@ -135,26 +132,6 @@ def find_model(
     else:
         path = source.path
     return Found(ModelFolder(find_base(path, base, hub)), path, override_base)
-
-
-def packing(
-    weights: ModelFolder, base: str, device: str | torch.device, tell: Callable[[str], object] = say
-) -> Callable[[nn.Module], None] | None:
-    """What `ModelFolder.build` takes to keep weights as `base` does; None: as they are."""
-    if base == BF16:
-        return None
-    if weights.quantised:
-        warn(f"these weights are quantised already: they are not packed as {base} on top of that")
-        return None
-    check_base(base, BF16, torch.device(device), weights.config.moe is not None, str(weights.path))
-
-    def store(model: nn.Module) -> None:
-        left = store_linears(model, base)
-        kinds = sorted({layer.kind for layer in packed_layers(model).values()})
-        odd = f"; {left[0]} and {len(left) - 1} more do not have the widths for it" if left else ""
-        tell(f"weights  packed as {base} when read: {' and '.join(kinds) or 'none'}, the rest as stored{odd}")
-
-    return store
 
 
 def _same(one: Path, other: Path) -> bool:

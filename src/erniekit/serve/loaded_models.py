@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from erniekit.api_load import DTYPES, Found, find_model, packing
+from erniekit.api_load import DTYPES, Found, find_model
 from erniekit.config import RunConfig
 from erniekit.devices import pick
 from erniekit.devices.base import Device
@@ -21,6 +21,7 @@ from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import warn
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
+from erniekit.lora.frozen_base import packing
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.linear import share_packed
 from erniekit.models.layers.rounding import share_rounding

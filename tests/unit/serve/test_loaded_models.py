@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from erniekit.api_load import packing
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
 from erniekit.devices import pick
@@ -15,6 +14,7 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
+from erniekit.lora.frozen_base import packing
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.layers.linear import HoldsWeight, packed_layers
