@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from erniekit.errors import ConfigError
-from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts
+from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts, weight_like
 from erniekit.models import MODELS
 from erniekit.registry import nearest
 
@@ -91,7 +91,7 @@ def projections(model: nn.Module) -> list[Projection]:
             part, rows = parts[i % len(parts)]
             if word_of(public) in spec.lora_targets or kind is LoRARouter:
                 paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
-                place = (module_name, part, start, start + rows, base.weight.shape[1])  # type: ignore[union-attr,index]
+                place = (module_name, part, start, start + rows, weight_like(base).shape[1])
                 expert = i // len(parts) if kind is LoRAExperts else None
                 found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))  # type: ignore[arg-type]
             start += rows
