@@ -13,7 +13,6 @@ from erniekit.errors import ConfigError, LaterError
 @pytest.mark.parametrize(
     "word",
     [
-        "stage=VL-SFT",
         "stage=OCR-VL-SFT",
         "compute_type=fp16",
         "moe_group_experts=1",
