@@ -55,9 +55,9 @@ def blocks_of(grid: str) -> int:
 
 
 def by_kernel(kernels: list) -> dict[str, float]:
-    """Milliseconds of each kernel, what NCCL and copies take left out. Two processes take turns on the card, and one that
-    is interrupted takes as much longer: the quicker launches say what a block takes. Launches of nearly one size are
-    taken together, as rows that travel are another number each time."""
+    """Milliseconds of each kernel, what NCCL and copies take left out. Two processes take turns on the card, and one
+    that is interrupted takes as much longer: the quicker launches say what a block takes. Launches of nearly one size
+    are taken together, as rows that travel are another number each time."""
     sized: dict[tuple[str, int], list[tuple[float, int]]] = {}
     for launched, times in kernels:
         name, _, grid = launched.rpartition("|")
