@@ -197,7 +197,7 @@ def test_a_model_that_sees_trains_the_same_in_layout(name: str, ranks: Ranks) ->
 MORE = ("sharding 2", "tp2 with sequence parallel", "cp2, experts over data", "pp2 x tp2", "data 2")
 
 
-@pytest.mark.parametrize("name", named("tp2 with sequence parallel", full=MORE))
+@pytest.mark.parametrize("name", named(full=MORE))
 def test_router_losses_of_both_modalities_are_the_same_in_layout(name: str, ranks: Ranks) -> None:
     axes, options = LAYOUTS[name]
     check(ranks, axes, losses=True, **options)

@@ -115,7 +115,7 @@ def train(model: nn.Module, run: dict[str, Any]) -> tuple[list[float], list[floa
     return [r.loss for r in results], [r.grad_norm for r in results]
 
 
-@pytest.mark.parametrize("name", ["full", "freeze_vision"])
+@pytest.mark.parametrize("name", ["full", pytest.param("freeze_vision", marks=pytest.mark.full)])
 def test_recorded_20_step_curves_are_reproduced(name: str) -> None:
     recorded, folder = numbers()["curves"][name], ModelFolder(FOLDER / "vl_old")
     model: Any = folder.build()
@@ -161,6 +161,7 @@ def test_router_losses_of_each_layer_and_modality_are_the_recorded_ones(case: st
         assert got[name] == pytest.approx(norm, rel=NORM, abs=1e-6), name
 
 
+@pytest.mark.full
 def test_the_recorded_curve_with_router_losses_is_reproduced() -> None:
     recorded = numbers()["router"]["curve"]
     losses, _ = train(with_router_losses(ModelFolder(FOLDER / "vl_old").build()), recorded)

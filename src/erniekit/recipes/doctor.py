@@ -22,6 +22,7 @@ from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, paint, say, typed
 from erniekit.lora.inject import is_lora
+from erniekit.models.vision_parts import part_of
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.compiled import eager
@@ -208,9 +209,14 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
         seen = {name: looked_at(local(grad)) for name, grad in optimizer.gradients().items()}
     parameters = dict(built.parameters())
     heard, here = set(), set(optimizer.params)
+    # Tokens of pictures carry no loss, so what only they meet in the last layer has a gradient of zeros.
+    unseen = {"vision"}
+    if not any(built.world.gather(first.vision is not None)):
+        unseen |= {"tower", "resampler"}
     for name in optimizer.params:
         partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
-        excused = name in formed and partner is not None and not bool(local(partner).any())
+        starts_at_zero = partner is not None and not bool(local(partner).any())
+        excused = name in formed and (starts_at_zero or part_of(name) in unseen)
         if excused or (name in seen and bool(seen[name].any)):
             heard.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.

@@ -87,5 +87,8 @@ class ExpertBalance(Hook):
         `moe_dead_experts`, how many were never chosen."""
         loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
         worst = (loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)).max()
-        worst_value, dead = torch.stack((worst, (loads == 0).sum().double())).tolist()
+        dead_here = loads == 0
+        if loads.dim() == 3:  # a modality that no token had says nothing of its experts
+            dead_here &= loads.sum(-1, keepdim=True) > 0
+        worst_value, dead = torch.stack((worst, dead_here.sum().double())).tolist()
         return {"moe_load": worst_value, "moe_dead_experts": dead}
