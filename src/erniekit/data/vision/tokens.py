@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
-from erniekit.data.media.decode import Medium
 from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Sample, SampleMedia
 from erniekit.data.vision.layout import Ask, SeenMedium, seen, tokens_of
 from erniekit.data.vision.positions import modality_of, positions_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import VisionRow, media_in
+from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.squeeze import squeezed
 from erniekit.data.vision.template import Piece, VisionRenderer
 
@@ -170,14 +169,6 @@ class VisionAssembler:
         return Assembled(Sample(ids, labels, media=chosen), dropped, cut)
 
 
-def patches_of(sample: Sample) -> int:
-    return sample.media.patches if sample.media is not None else 0
-
-
-def media_of(sample: Sample) -> tuple[Medium, ...]:
-    return sample.media.sources if sample.media is not None else ()
-
-
 def _turns(messages: Sequence[ChatMessage]) -> list[int]:
     """Where each question begins."""
     return [i for i, message in enumerate(messages) if message.role == "user"]
@@ -195,7 +186,3 @@ def _cut_answer(made: _Encoded, limit: int) -> tuple[_Encoded, int]:
     if len(made.ids) - over <= first + 1:
         return made, 0
     return replace(made, ids=made.ids[:-over], labels=made.labels[:-over]), over
-
-
-def without_media(messages: Sequence[ChatMessage]) -> bool:
-    return not any(media_in(message) for message in messages)
