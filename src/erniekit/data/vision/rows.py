@@ -40,7 +40,16 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     said = _messages(items, system and not lost)
     if said[-1].role != "assistant":
         raise BadRow("no_answer", "the last text must be tagged no_mask: an answer comes last")
-    return VisionRow(tuple(said), tuple(media), tuple(unread(row, (*_KNOWN, "name"))), all_trained=lost)
+    prefix = refuse_marks(text(row.get("prefix") or "", "prefix", empty=True), "prefix")
+    if lost or (compat and not _thinks(texts)):  # ERNIEKit puts an empty thought there, or nothing
+        prefix = ""
+    unused = tuple(unread(row, (*_KNOWN, "name")))
+    return VisionRow(tuple(said), tuple(media), unused, all_trained=lost, prefix=prefix)
+
+
+def _thinks(texts: list[dict[str, Any]]) -> bool:
+    answers = "".join(str(entry.get("text")) for entry in texts if entry.get("tag") == "no_mask")
+    return THINK in answers and THOUGHT in answers
 
 
 def _entries(row: dict[str, Any], field: str, needed: bool = True) -> list[dict[str, Any]]:
@@ -118,9 +127,7 @@ def _placed(texts: list[dict[str, Any]], matched: list[int], compat: bool, video
         if index >= len(texts):
             raise BadRow("length_mismatch", f"matched_text_index {index} of {len(texts)} texts")
         before.setdefault(index, []).append(number)
-    answers = "".join(str(entry.get("text")) for entry in texts if entry.get("tag") == "no_mask")
-    thinks = THINK in answers and THOUGHT in answers
-    no_labels = compat and not thinks and not videos  # there the last answer is trained, whatever they say
+    no_labels = compat and not _thinks(texts) and not videos  # there the last answer is trained, whatever they say
     items: list[Item] = []
     for i, entry in enumerate(texts):
         role, content = _text(entry, f"text_info[{i}]", compat)

@@ -35,6 +35,7 @@ class VisionRow:
     media: tuple[GivenMedium, ...]
     unused: tuple[str, ...] = ()
     all_trained: bool = False  # whatever the template says: ERNIEKit's rows with video
+    prefix: str = ""  # put before the last answer, which alone is trained then
 
 
 def mark(number: int) -> str:

@@ -25,7 +25,8 @@ class Piece:
 
 
 class VisionRenderer:
-    """One conversation. `all_trained` overrides the template's choice of trained answers, without empty thoughts."""
+    """One conversation. `all_trained` overrides the template's choice of trained answers, without empty thoughts;
+    `prefix` stands for the empty thought before the last answer, and leaves that alone trained."""
 
     def __init__(
         self,
@@ -34,9 +35,10 @@ class VisionRenderer:
         videos: Sequence[bool],
         use_pic_id: bool = True,
         all_trained: bool = False,
+        prefix: str = "",
     ) -> None:
         self.template, self.tokenizer, self.videos = template, tokenizer, videos
-        self.use_pic_id, self.all_trained = use_pic_id, all_trained
+        self.use_pic_id, self.all_trained, self.prefix = use_pic_id, all_trained, prefix
         self._pictures = self._clips = 0
 
     def sample(self, messages: Sequence[ChatMessage]) -> list[Piece]:
@@ -99,14 +101,16 @@ class VisionRenderer:
 
     def _answer(self, message: ChatMessage, place: int, last: bool, thinking: bool) -> Iterator[Piece]:
         rules = self.template
-        trained = message.trained
+        trained = message.trained and (last or not self.prefix)
         blocks = rules.block == "every" and not _tagged(message)
         if rules.block == "last" and not self.all_trained and not thinking:
             blocks = last
             trained = trained and (last or rules.train == "all")
         elif rules.train == "last" and not self.all_trained and not thinking:
             trained = trained and last
-        if blocks:
+        if self.prefix and last:
+            yield Piece(self.prefix, answer=place)
+        elif blocks:
             yield self._block(place, trained and rules.block_trained)
         for text in message.content.split(BOUND):
             if text:

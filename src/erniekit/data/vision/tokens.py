@@ -88,7 +88,7 @@ class VisionAssembler:
     def _renderer(self, row: VisionRow, media: Sequence[SeenMedium]) -> VisionRenderer:
         rules = self.rules
         videos = [one.video for one in media]
-        return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, row.all_trained)
+        return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, row.all_trained, row.prefix)
 
     def _encoded(self, messages: Sequence[ChatMessage], row: VisionRow, media: Sequence[SeenMedium]) -> _Encoded:
         return self._encode(self._renderer(row, media).sample(messages), media)
