@@ -10,7 +10,7 @@ from erniekit.data.thinking import THINK, THOUGHT, divided, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
 from erniekit.data.vision.rules import VisionTemplate
-from erniekit.data.vision.said import BOUND, parts
+from erniekit.data.vision.said import BOUND, UNTRAINED, parts
 
 EMPTY = f"{THINK}\n\n{THOUGHT}\n\n"
 
@@ -36,9 +36,12 @@ class VisionRenderer:
         use_pic_id: bool = True,
         all_trained: bool = False,
         prefix: str = "",
+        thinks: bool | None = None,
+        mask_thoughts: bool = False,
     ) -> None:
         self.template, self.tokenizer, self.videos = template, tokenizer, videos
         self.use_pic_id, self.all_trained, self.prefix = use_pic_id, all_trained, prefix
+        self.thinks, self.mask_thoughts = thinks, mask_thoughts
         self._pictures = self._clips = 0
 
     def sample(self, messages: Sequence[ChatMessage]) -> list[Piece]:
@@ -47,7 +50,9 @@ class VisionRenderer:
         if self.template.drop_thoughts:
             messages = tuple(_without_thought(m) for m in messages)
         answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
-        thinking = any(divided(messages[i].content)[0] or _tagged(messages[i]) for i in answers)
+        thinking = self.thinks
+        if thinking is None:
+            thinking = any(map(_tagged, (messages[i] for i in answers)))
         out = [self._control(self.tokenizer.begin_token)]
         for i, message in enumerate(messages):
             if message.role == "assistant":
@@ -65,7 +70,8 @@ class VisionRenderer:
             if message.role == "assistant":
                 if self.template.block == "every" and not _tagged(message):
                     out.append(self._block(i))
-                out += [Piece(text, answer=i) for text in message.content.split(BOUND) if text]
+                texts = [text.removeprefix(UNTRAINED) for text in message.content.split(BOUND)]
+                out += [Piece(text, answer=i) for text in texts if text]
                 out.append(Piece(self.tokenizer.end_token, control=True, answer=i))
             else:
                 out += self._asked(message)
@@ -112,12 +118,22 @@ class VisionRenderer:
             yield Piece(self.prefix, answer=place)
         elif blocks:
             yield self._block(place, trained and rules.block_trained)
+        mine = trained
         for text in message.content.split(BOUND):
-            if text:
-                yield Piece(text, trained=trained, answer=place)
-        yield Piece(
-            self.tokenizer.end_token, control=True, trained=trained and (last or rules.train_ends), answer=place
-        )
+            mine = trained and not text.startswith(UNTRAINED)
+            thought, bare = self._divided(text.removeprefix(UNTRAINED))
+            if thought:
+                yield Piece(thought, answer=place)
+            if bare:
+                yield Piece(bare, trained=mine, answer=place)
+        yield Piece(self.tokenizer.end_token, control=True, trained=mine and (last or rules.train_ends), answer=place)
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        """A thought that is read and not trained, and the rest."""
+        if not self.mask_thoughts or not text.lstrip().startswith(THINK) or THOUGHT not in text:
+            return "", text
+        end = text.index(THOUGHT) + len(THOUGHT)
+        return text[:end], text[end:]
 
     def _block(self, place: int, trained: bool = False) -> Piece:
         return Piece(f"\n{EMPTY}" if self.template.newline else EMPTY, trained=trained, answer=place)

@@ -88,7 +88,8 @@ class VisionAssembler:
     def _renderer(self, row: VisionRow, media: Sequence[SeenMedium]) -> VisionRenderer:
         rules = self.rules
         videos = [one.video for one in media]
-        return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, row.all_trained, row.prefix)
+        more = row.all_trained, row.prefix, row.thinks if rules.compat else None, self.thinking == "mask"
+        return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, *more)
 
     def _encoded(self, messages: Sequence[ChatMessage], row: VisionRow, media: Sequence[SeenMedium]) -> _Encoded:
         return self._encode(self._renderer(row, media).sample(messages), media)

@@ -102,6 +102,15 @@ def test_a_label_of_0_is_read_and_not_learnt() -> None:
     assert [m.trained for m in old.messages if m.role == "assistant"] == [True, True]
 
 
+def test_texts_of_one_answer_may_have_labels_of_their_own() -> None:
+    texts = [info()["text_info"][0], {"text": "a", "tag": "no_mask", "label": 0}, {"text": "b", "tag": "no_mask"}]
+    row = read_info_row(info(text_info=texts), HERE, False)
+    pieces = VisionRenderer(TEMPLATES["ernie_vl"], tokenizer(), [False]).sample(row.messages)
+    assert [(p.text, p.trained) for p in pieces if p.answer >= 0][-3:] == [
+        ("a", False), ("b", True), (tokenizer().end_token, True)
+    ]  # fmt: skip
+
+
 def test_a_prefix_stands_before_the_last_answer_untrained() -> None:
     texts = [*info()["text_info"], {"text": "and?", "tag": "mask"}, {"text": "a ring.", "tag": "no_mask"}]
     row = read_info_row(info(text_info=texts, prefix="In short: "), HERE, False)
