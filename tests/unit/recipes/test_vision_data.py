@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
 from erniekit.data.loader import BatchLoader
 from erniekit.data.vision.mix import ModalStream
+from erniekit.devices import cpu
 from erniekit.errors import ConfigError
-from erniekit.recipes.vision_data import text_sources, vision_collate, vision_rules, vision_sources, vision_stream
+from erniekit.parallel.mesh import World
+from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.vision_data import (
+    open_vision_data,
+    text_sources,
+    vision_collate,
+    vision_rules,
+    vision_sources,
+    vision_stream,
+)
 from support.jsonl import write_jsonl
 from support.seen import FOLDER, MEDIA, tokenizer
 
@@ -89,3 +102,33 @@ def test_pictures_and_text_are_read_in_turn_by_one_loader(compat: str, tmp_path:
     if not compat:
         patches = [sum(int(pictures[s].patches[i]) for s, i in no_text[k]) for k in range(10)]
         assert max(patches) <= 500
+
+
+def test_a_run_counts_its_steps_knows_its_media_and_evaluates_on_pictures(tmp_path: Path) -> None:
+    shutil.copytree(MEDIA, tmp_path / "media")
+    shutil.copy(FOLDER / "rows.jsonl", tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    cfg = given(
+        f"train_dataset_path={rows}", f"eval_dataset_path={rows}", "do_eval=True", "max_seq_len=256", "max_pixels=9408",
+        "max_patches=500", f"cache_dir={tmp_path / 'cache'}", "max_bad_fraction=1", "dataset_num_proc=1",
+        "media_num_proc=1", "gradient_accumulation_steps=2", "num_train_epochs=2",
+    )  # fmt: skip
+    plan = RunPlan(cfg, cpu.make(), World(), cast(ModelFolder, None), lora=None, mtp_tokens=0)
+
+    def opened() -> TrainData:
+        return open_vision_data(plan, tokenizer(), tmp_path, None)
+
+    data = opened()
+    try:
+        assert data.max_steps == -(-data.stream.count_packs(2) // 2)
+        batches = list(data.eval_batches(cfg))
+        assert sum(batch.num_tokens for batch in batches) == sum(s.lengths.sum() for s in data.evaluation)
+        assert all(len(batch.vision.patches) <= 500 for batch in batches if batch.vision is not None)
+        assert data.first_batch().vision is not None
+        assert (tmp_path / "bad_rows.jsonl").read_text().count("bad_picture") == 1
+        before = data.fingerprints()
+    finally:
+        data.collate.close()
+    assert opened().fingerprints() == before
+    shutil.copy(MEDIA / "tiny.png", tmp_path / "media/b.png")
+    assert opened().fingerprints() != before

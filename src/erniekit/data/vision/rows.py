@@ -12,7 +12,7 @@ from erniekit.data.media.limits import MediaError
 from erniekit.data.media.place import MediaPlace, from_base64, located
 from erniekit.data.thinking import THINK, THOUGHT
 from erniekit.data.types import ChatMessage
-from erniekit.data.vision.said import BOUND, GivenMedium, VisionRow, mark, refuse_marks
+from erniekit.data.vision.said import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
 
 _KNOWN = ("text_info", "text_list", "image_info", "video_info", "order", "is_system", "is_video", "prefix")
 _ROLES = {"mask": "user", "no_mask": "assistant"}
@@ -40,7 +40,16 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     said = _messages(items, system and not lost)
     if said[-1].role != "assistant":
         raise BadRow("no_answer", "the last text must be tagged no_mask: an answer comes last")
-    return VisionRow(tuple(said), tuple(media), tuple(unread(row, (*_KNOWN, "name"))), all_trained=lost)
+    prefix = refuse_marks(text(row.get("prefix") or "", "prefix", empty=True), "prefix")
+    if lost or (compat and not _thinks(texts)):  # ERNIEKit puts an empty thought there, or nothing
+        prefix = ""
+    unused = tuple(unread(row, (*_KNOWN, "name")))
+    return VisionRow(tuple(said), tuple(media), unused, all_trained=lost, thinks=_thinks(texts), prefix=prefix)
+
+
+def _thinks(texts: list[dict[str, Any]]) -> bool:
+    answers = "".join(str(entry.get("text")) for entry in texts if entry.get("tag") == "no_mask")
+    return THINK in answers and THOUGHT in answers
 
 
 def _entries(row: dict[str, Any], field: str, needed: bool = True) -> list[dict[str, Any]]:
@@ -118,9 +127,7 @@ def _placed(texts: list[dict[str, Any]], matched: list[int], compat: bool, video
         if index >= len(texts):
             raise BadRow("length_mismatch", f"matched_text_index {index} of {len(texts)} texts")
         before.setdefault(index, []).append(number)
-    answers = "".join(str(entry.get("text")) for entry in texts if entry.get("tag") == "no_mask")
-    thinks = THINK in answers and THOUGHT in answers
-    no_labels = compat and not thinks and not videos  # there the last answer is trained, whatever they say
+    no_labels = compat and not _thinks(texts) and not videos  # there the last answer is trained, whatever they say
     items: list[Item] = []
     for i, entry in enumerate(texts):
         role, content = _text(entry, f"text_info[{i}]", compat)
@@ -172,10 +179,13 @@ def _messages(items: list[Item], system: bool) -> list[ChatMessage]:
             runs.append((item[0], []))
         runs[-1][1].append(item)
     for role, run in runs:
-        content = BOUND.join(content for _, content, _ in run)
-        labels = [entry["label"] for _, _, entry in run if entry.get("label") is not None]
-        trained = flag(labels[-1], "label") if labels and role == "assistant" else True
-        said.append(ChatMessage(role, content, trained))
+        labels = [flag(e["label"], "label") if e.get("label") is not None else True for _, _, e in run]
+        if role == "user" or len(set(labels)) == 1:
+            contents = [content for _, content, _ in run]
+        else:  # the last decides about the end of the answer
+            contents = [content if trained else UNTRAINED + content for (_, content, _), trained in zip(run, labels)]
+        trained = role == "user" or any(labels)
+        said.append(ChatMessage(role, BOUND.join(contents), trained))
     if system:
         if len(said) < 4:
             raise BadRow("no_answer", "`is_system` is 1 and no question follows the system text and its answer")

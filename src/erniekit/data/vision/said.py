@@ -14,7 +14,7 @@ from erniekit.data.media.place import MediaPlace
 from erniekit.data.types import ChatMessage
 
 # Noncharacters: no text may hold them, and no tokenizer or template changes them.
-_OPEN, _CLOSE, BOUND = "\ufdd0", "\ufdd1", "\ufdd2"
+_OPEN, _CLOSE, BOUND, UNTRAINED = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # the last opens a text that has label 0
 _MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
 
@@ -35,6 +35,8 @@ class VisionRow:
     media: tuple[GivenMedium, ...]
     unused: tuple[str, ...] = ()
     all_trained: bool = False  # whatever the template says: ERNIEKit's rows with video
+    thinks: bool | None = None  # some answer does, where that is not to be told from the messages
+    prefix: str = ""  # put before the last answer, which alone is trained then
 
 
 def mark(number: int) -> str:
@@ -42,8 +44,8 @@ def mark(number: int) -> str:
 
 
 def refuse_marks(text: str, field: str) -> str:
-    if any(c in text for c in (_OPEN, _CLOSE, BOUND)):
-        raise BadRow("bad_text", f"`{field}` holds Unicode noncharacters (U+FDD0 to U+FDD2)")
+    if any(c in text for c in (_OPEN, _CLOSE, BOUND, UNTRAINED)):
+        raise BadRow("bad_text", f"`{field}` holds Unicode noncharacters (U+FDD0 to U+FDD3)")
     return text
 
 

@@ -10,7 +10,7 @@ from erniekit.data.thinking import THINK, THOUGHT, divided, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
 from erniekit.data.vision.rules import VisionTemplate
-from erniekit.data.vision.said import BOUND, parts
+from erniekit.data.vision.said import BOUND, UNTRAINED, parts
 
 EMPTY = f"{THINK}\n\n{THOUGHT}\n\n"
 
@@ -25,7 +25,8 @@ class Piece:
 
 
 class VisionRenderer:
-    """One conversation. `all_trained` overrides the template's choice of trained answers, without empty thoughts."""
+    """One conversation. `all_trained` overrides the template's choice of trained answers, without empty thoughts;
+    `prefix` stands for the empty thought before the last answer, and leaves that alone trained."""
 
     def __init__(
         self,
@@ -34,9 +35,13 @@ class VisionRenderer:
         videos: Sequence[bool],
         use_pic_id: bool = True,
         all_trained: bool = False,
+        prefix: str = "",
+        thinks: bool | None = None,
+        mask_thoughts: bool = False,
     ) -> None:
         self.template, self.tokenizer, self.videos = template, tokenizer, videos
-        self.use_pic_id, self.all_trained = use_pic_id, all_trained
+        self.use_pic_id, self.all_trained, self.prefix = use_pic_id, all_trained, prefix
+        self.thinks, self.mask_thoughts = thinks, mask_thoughts
         self._pictures = self._clips = 0
 
     def sample(self, messages: Sequence[ChatMessage]) -> list[Piece]:
@@ -45,7 +50,9 @@ class VisionRenderer:
         if self.template.drop_thoughts:
             messages = tuple(_without_thought(m) for m in messages)
         answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
-        thinking = any(divided(messages[i].content)[0] or _tagged(messages[i]) for i in answers)
+        thinking = self.thinks
+        if thinking is None:
+            thinking = any(map(_tagged, (messages[i] for i in answers)))
         out = [self._control(self.tokenizer.begin_token)]
         for i, message in enumerate(messages):
             if message.role == "assistant":
@@ -63,7 +70,8 @@ class VisionRenderer:
             if message.role == "assistant":
                 if self.template.block == "every" and not _tagged(message):
                     out.append(self._block(i))
-                out += [Piece(text, answer=i) for text in message.content.split(BOUND) if text]
+                texts = [text.removeprefix(UNTRAINED) for text in message.content.split(BOUND)]
+                out += [Piece(text, answer=i) for text in texts if text]
                 out.append(Piece(self.tokenizer.end_token, control=True, answer=i))
             else:
                 out += self._asked(message)
@@ -99,21 +107,33 @@ class VisionRenderer:
 
     def _answer(self, message: ChatMessage, place: int, last: bool, thinking: bool) -> Iterator[Piece]:
         rules = self.template
-        trained = message.trained
+        trained = message.trained and (last or not self.prefix)
         blocks = rules.block == "every" and not _tagged(message)
         if rules.block == "last" and not self.all_trained and not thinking:
             blocks = last
             trained = trained and (last or rules.train == "all")
         elif rules.train == "last" and not self.all_trained and not thinking:
             trained = trained and last
-        if blocks:
+        if self.prefix and last:
+            yield Piece(self.prefix, answer=place)
+        elif blocks:
             yield self._block(place, trained and rules.block_trained)
+        mine = trained
         for text in message.content.split(BOUND):
-            if text:
-                yield Piece(text, trained=trained, answer=place)
-        yield Piece(
-            self.tokenizer.end_token, control=True, trained=trained and (last or rules.train_ends), answer=place
-        )
+            mine = trained and not text.startswith(UNTRAINED)
+            thought, bare = self._divided(text.removeprefix(UNTRAINED))
+            if thought:
+                yield Piece(thought, answer=place)
+            if bare:
+                yield Piece(bare, trained=mine, answer=place)
+        yield Piece(self.tokenizer.end_token, control=True, trained=mine and (last or rules.train_ends), answer=place)
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        """A thought that is read and not trained, and the rest."""
+        if not self.mask_thoughts or not text.lstrip().startswith(THINK) or THOUGHT not in text:
+            return "", text
+        end = text.index(THOUGHT) + len(THOUGHT)
+        return text[:end], text[end:]
 
     def _block(self, place: int, trained: bool = False) -> Piece:
         return Piece(f"\n{EMPTY}" if self.template.newline else EMPTY, trained=trained, answer=place)

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
-from erniekit.data.media.decode import Medium
 from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Sample, SampleMedia
 from erniekit.data.vision.layout import Ask, SeenMedium, seen, tokens_of
 from erniekit.data.vision.positions import modality_of, positions_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import VisionRow, media_in
+from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.squeeze import squeezed
 from erniekit.data.vision.template import Piece, VisionRenderer
 
@@ -89,7 +88,8 @@ class VisionAssembler:
     def _renderer(self, row: VisionRow, media: Sequence[SeenMedium]) -> VisionRenderer:
         rules = self.rules
         videos = [one.video for one in media]
-        return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, row.all_trained)
+        more = row.all_trained, row.prefix, row.thinks if rules.compat else None, self.thinking == "mask"
+        return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, *more)
 
     def _encoded(self, messages: Sequence[ChatMessage], row: VisionRow, media: Sequence[SeenMedium]) -> _Encoded:
         return self._encode(self._renderer(row, media).sample(messages), media)
@@ -170,14 +170,6 @@ class VisionAssembler:
         return Assembled(Sample(ids, labels, media=chosen), dropped, cut)
 
 
-def patches_of(sample: Sample) -> int:
-    return sample.media.patches if sample.media is not None else 0
-
-
-def media_of(sample: Sample) -> tuple[Medium, ...]:
-    return sample.media.sources if sample.media is not None else ()
-
-
 def _turns(messages: Sequence[ChatMessage]) -> list[int]:
     """Where each question begins."""
     return [i for i, message in enumerate(messages) if message.role == "user"]
@@ -195,7 +187,3 @@ def _cut_answer(made: _Encoded, limit: int) -> tuple[_Encoded, int]:
     if len(made.ids) - over <= first + 1:
         return made, 0
     return replace(made, ids=made.ids[:-over], labels=made.labels[:-over]), over
-
-
-def without_media(messages: Sequence[ChatMessage]) -> bool:
-    return not any(media_in(message) for message in messages)

@@ -11,7 +11,10 @@ from erniekit.data.formats.fields import BadRow
 from erniekit.data.vision.chat_rows import read_chat_row
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rows import read_info_row, rewritten_table
+from erniekit.data.vision.rules import TEMPLATES
 from erniekit.data.vision.said import media_in
+from erniekit.data.vision.template import VisionRenderer
+from support.seen import tokenizer
 
 HERE = Path("/data")
 
@@ -97,6 +100,25 @@ def test_a_label_of_0_is_read_and_not_learnt() -> None:
     assert [m.trained for m in row.messages if m.role == "assistant"] == [True, False]
     old = read_info_row(info(text_info=texts), HERE, True)  # there the last answer is trained whatever they say
     assert [m.trained for m in old.messages if m.role == "assistant"] == [True, True]
+
+
+def test_texts_of_one_answer_may_have_labels_of_their_own() -> None:
+    texts = [info()["text_info"][0], {"text": "a", "tag": "no_mask", "label": 0}, {"text": "b", "tag": "no_mask"}]
+    row = read_info_row(info(text_info=texts), HERE, False)
+    pieces = VisionRenderer(TEMPLATES["ernie_vl"], tokenizer(), [False]).sample(row.messages)
+    assert [(p.text, p.trained) for p in pieces if p.answer >= 0][-3:] == [
+        ("a", False), ("b", True), (tokenizer().end_token, True)
+    ]  # fmt: skip
+
+
+def test_a_prefix_stands_before_the_last_answer_untrained() -> None:
+    texts = [*info()["text_info"], {"text": "and?", "tag": "mask"}, {"text": "a ring.", "tag": "no_mask"}]
+    row = read_info_row(info(text_info=texts, prefix="In short: "), HERE, False)
+    pieces = VisionRenderer(TEMPLATES["ernie_vl"], tokenizer(), [False], prefix=row.prefix).sample(row.messages)
+    said = [(piece.text, piece.trained) for piece in pieces if piece.answer >= 0]
+    end = tokenizer().end_token
+    assert said == [("a bar.", False), (end, False), ("In short: ", False), ("a ring.", True), (end, True)]
+    assert read_info_row(info(text_info=texts, prefix="In short: "), HERE, True).prefix == ""
 
 
 def test_only_the_old_reader_rewrites_tables() -> None:

@@ -156,6 +156,20 @@ def test_without_compat_rows_with_a_video_keep_system_text_and_thought_block_and
     assert two.grids[:, 0].tolist() == [4, 6]  # each video by its own length
 
 
+def test_thoughts_are_trained_masked_or_left_out_by_key() -> None:
+    row = read_info_row(rows()["thinking"], FOLDER, False)
+    given = replace(rules(), compat=False)
+    made = {
+        rule: VisionAssembler(tokenizer(), given, rule).sample(row, 256, "drop", header).sample
+        for rule in ("all", "mask", "drop")
+    }
+    trained = {rule: tokenizer().decode(sample.labels[sample.labels != IGNORE]) for rule, sample in made.items()}
+    assert trained["all"].startswith("<think>\nthe blue circle")
+    assert trained["mask"].lstrip() == trained["drop"].lstrip() == "the grey bar turns at the left."
+    assert made["mask"].ids.tolist() == made["all"].ids.tolist()
+    assert "blue circle" not in tokenizer().decode(made["drop"].ids)
+
+
 def test_a_turned_picture_is_upright_and_a_declared_size_is_not_believed() -> None:
     given = replace(rules(), compat=False, upright=True)
     turned = made_of("exif_rotated", given, 256).sample.media
