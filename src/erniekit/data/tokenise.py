@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -42,15 +42,8 @@ from erniekit.errors import DataError, ErnieKitError
 
 CHUNK_ROWS = 2000
 CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
-IDS, LABELS, OFFSETS, ROWS, FORMS, PAIR_PARTS, BAD_ROWS = (
-    "ids.bin",
-    "labels.bin",
-    "offsets.npy",
-    "rows.npy",
-    "forms.npy",
-    "parts.npy",
-    "bad_rows.jsonl",
-)
+IDS, LABELS, OFFSETS, ROWS = "ids.bin", "labels.bin", "offsets.npy", "rows.npy"
+FORMS, PAIR_PARTS, BAD_ROWS = "forms.npy", "parts.npy", "bad_rows.jsonl"
 MOST_FIELDS, OTHER_FIELDS = 1000, "(other names)"  # rows that are tables of their own must not fill the memory
 
 Rows = list[tuple[int, Any]]
@@ -313,15 +306,22 @@ def in_parallel(chunks: Iterable[Rows], job: RowWork[Made], num_proc: int) -> It
         for batch in chunks:
             ahead.append(pool.submit(ask, batch))
             if len(ahead) > 2 * num_proc:
-                heartbeat.beat()
-                yield ahead.popleft().result()
+                yield _awaited(ahead.popleft())
         while ahead:
-            heartbeat.beat()
-            yield ahead.popleft().result()
+            yield _awaited(ahead.popleft())
     finally:
         for worker in workers:
             worker.stop()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _awaited(work: Future[Made]) -> Made:
+    """A chunk of videos may take minutes: whoever watches hears of it."""
+    while True:
+        heartbeat.beat()
+        wait([work], timeout=5)
+        if work.done():
+            return work.result()
 
 
 class TokeniseWorker(Generic[Made]):

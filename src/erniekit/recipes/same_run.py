@@ -31,6 +31,7 @@ OWN_KEYS = (
     "model_name_or_path", "download_hub", "tokenizer_name", "lora_path", "vision_model_name_or_path",
     "train_dataset_path", "eval_dataset_path", "text_dataset_path", "offline_dataset_path", "input_dir",
     "data_filelist", "data_weights", "cache_dir", "dataset_num_proc", "dataloader_num_workers", "prefetch_factor",
+    "media_num_proc", "media_timeout", "media_check",
     "max_bad_fraction", "output_dir", "resume_from_checkpoint", "device", "no_cuda", "memory_limit", "gc_interval",
     "hang_soft_s", "hang_hard_s", "preempt_grace_s", "verify", "save_total_limit", "keep_every", "logging_dir",
     "report_to", "run_name", "disable_tqdm", "wandb_api_key", "wandb_http_proxy",

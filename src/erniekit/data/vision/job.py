@@ -16,6 +16,7 @@ from typing import IO, Any, ClassVar, Literal
 
 import numpy as np
 
+from erniekit import heartbeat
 from erniekit.data import cache_versions
 from erniekit.data.assemble import Assembled
 from erniekit.data.chunks import COUNTED, Arrays, Chunk
@@ -61,7 +62,7 @@ class MediaColumns:
 @dataclass(frozen=True)
 class VisionJob(TokeniseJob):
     rules: VisionRules = field(default_factory=VisionRules)
-    chunk_rows: ClassVar[int] = 64  # a row may hold many pictures
+    chunk_rows: ClassVar[int] = 16  # a row may hold many pictures
 
     @property
     def two_forms(self) -> bool:
@@ -84,7 +85,7 @@ class VisionJob(TokeniseJob):
     def work(self, batch: Rows) -> Chunk:
         out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
         samples: list[tuple[int, Sample]] = []
-        for line, raw in batch:
+        for line, raw in heartbeat.each(batch):
             row = parsed(raw, line, self.path, self.vision_row)
             if isinstance(row, RowProblem):
                 out.bad.append((line, row.kind, row.reason))
