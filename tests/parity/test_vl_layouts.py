@@ -203,7 +203,7 @@ def test_router_losses_of_both_modalities_are_the_same_in_layout(name: str, rank
     check(ranks, axes, losses=True, **options)
 
 
-@pytest.mark.parametrize("name", named("sharding 2, experts over data", full=MORE))
+@pytest.mark.parametrize("name", named(full=("sharding 2, experts over data", *MORE)))
 def test_adapters_over_a_frozen_tower_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
     axes, options = LAYOUTS[name]
     check(ranks, axes, lora=True, **options)
