@@ -1,4 +1,4 @@
-"""Names of PaddleFormers 1.2, ERNIEKit's successor: which key each is here, which do nothing, which have no counterpart.
+"""Names of PaddleFormers 1.2, ERNIEKit's successor: which key each is here, what does nothing, what has no counterpart.
 
 flat.py reads RENAMED, ignored_keys.py IGNORED, sources.py all three; so does `erniekit migrate`.
 """

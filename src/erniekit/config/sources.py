@@ -87,7 +87,7 @@ class Sources:
 def collect(
     args: list[str], command: str, overrides: Mapping[str, Any] | None = None, *, alone: bool = False
 ) -> Sources:
-    """Everything given after the command word, then the Python values of `overrides`. alone: no recipe may name others."""
+    """Everything given after the command word, then the Python values of `overrides`. alone: a recipe has no base."""
     out = Sources()
     items = list(_items(args))
     recipes = YAML if command == "data" else YAML + JSON  # a .json after `data` is a dataset
