@@ -126,9 +126,7 @@ def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, li
         keys |= _pre_training(cfg, models, degrees[sd] * micro * cfg.train.batch_size)
     else:
         keys["max_seq_len"] = 1024 if "/fc/" in str(path) else 256
-        keys["model_name_or_path"] = models / path.relative_to(ROOT / "examples/configs").parts[0].removeprefix(
-            "ERNIE-4.5-"
-        )
+        keys["model_name_or_path"] = models / path.parent.parent.name.removeprefix("ERNIE-4.5-")
     return math.prod(degrees.values()), [str(path), *(f"{name}={value}" for name, value in keys.items())]
 
 

@@ -69,7 +69,7 @@ def _of_command(name: str) -> list[str]:
     if not command.target:
         return [f"erniekit {name}: {command.about}; not in this version", f"today: {command.usage[0]}"]
     out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
-    if name in ("version", "help", "webui", "bench", "data"):
+    if name in ("version", "help", "webui", "bench", "data", "recipes", "migrate"):
         return out
     from erniekit.config.flat import KEYS
 
