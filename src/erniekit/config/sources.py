@@ -89,7 +89,7 @@ def collect(
 ) -> Sources:
     """Everything given after the command word, then the Python values of `overrides`. alone: a recipe has no base."""
     out = Sources()
-    items = list(_items(args))
+    items = [(name, value, _origin(args[at], name)) for name, value, at in words_by_key(args)]
     recipes = YAML if command == "data" else YAML + JSON  # a .json after `data` is a dataset
     for name, value, _ in items:
         if not name and value.endswith(recipes):
@@ -160,27 +160,31 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 BEFORE = ("--config", "--configs", "--kwargs")
 
 
-def _items(words: list[str]) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, origin) of every flag and key=value; a word that stands alone has no key."""
+def words_by_key(words: list[str]) -> Iterator[tuple[str, Any, int]]:
+    """(key, value, number of the word) of every flag and key=value; a word that stands alone has no key."""
     at = 0
     while at < len(words):
-        word = words[at]
+        word, first = words[at], at
         at += 1
         if word in BEFORE:
             continue
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             if equals:
-                yield name, value, f"flag --{name}"
+                yield name, value, first
             else:
                 taken, at = _take(words, at, name)
-                yield name, taken, f"flag --{name}"
+                yield name, taken, first
         elif _is_assignment(word):
             name, _, text = word.partition("=")
             structured = text.startswith(("[", "{", '"', "'"))
-            yield name, parse_value(text, f"key=value {name}") if structured else text, "key=value"
+            yield name, parse_value(text, f"key=value {name}") if structured else text, first
         else:
-            yield "", word, BARE
+            yield "", word, first
+
+
+def _origin(word: str, name: str) -> str:
+    return (f"flag --{name}" if word.startswith("--") else "key=value") if name else BARE
 
 
 def _is_assignment(word: str) -> bool:
