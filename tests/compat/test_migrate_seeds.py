@@ -66,7 +66,7 @@ def test_two_machines_of_two_vendors(migrated):
     assert "FlagCX: it joins cards of two vendors" in out
     assert "adapters over random weights" in out
     assert "export FLAGCX_IB_HCA=mlx5" in out
-    assert [line[-14:] for line in starts(out)] == ["0, 10.1.15.172", "1    # node 1"[-14:]]
+    assert [line[-14:] for line in starts(out)] == ["0, 10.1.15.172", " 1    # node 1"]
 
 
 def test_eight_machines_of_sixteen_ascend_cards(migrated):

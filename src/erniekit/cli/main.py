@@ -83,6 +83,7 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit recipes [WORD] [--json]   all of them, or those whose name has the word in it",
             "erniekit recipes NAME              one of them: each value with the file and line it comes from",
+            "erniekit recipes NAME --flat       one of them as a whole file, with what its bases give",
         ),
     ),
     "migrate": Command(

@@ -6,15 +6,15 @@ Called by cli.main. Runs nothing of the script, overwrites nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from erniekit.cli.config_command import purpose
 from erniekit.config import RunConfig, load, not_yet_supported
-from erniekit.config.flat import DEGREES, KEYS
+from erniekit.config.flat import DEGREES
 from erniekit.config.migrate import KINDS, MigratedRun, Remark, migrate_file
 from erniekit.config.note import shown
+from erniekit.config.recipe_text import recipe_lines
 from erniekit.errors import ConfigError
 from erniekit.log import paint
 
@@ -100,27 +100,7 @@ def _recipe(run: MigratedRun, cfg: RunConfig, file: str, name: str) -> str:
     lines += [f"#   {line}" for line in run.machines.setup()]
     for machine, line in run.machines.lines(cfg.command, name):
         lines.append(f"#   {line}" + (f"    # {machine}" if machine else ""))
-    section = ""
-    for key, k in KEYS.items():
-        if key not in run.values:
-            continue
-        if section and k.section != section:
-            lines.append("")
-        section = k.section
-        lines.append(f"{key}: {_yaml(run.values[key])}")
-    return "\n".join(lines) + "\n"
-
-
-def _yaml(value: Any) -> str:
-    import yaml
-
-    if isinstance(value, bool):
-        return str(value)
-    if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], str) and value[0].isidentifier():
-        return value[0]
-    plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
-    text = str(yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000))
-    return text.removesuffix("\n").removesuffix("\n...")
+    return "\n".join([*lines, *recipe_lines(run.values)]) + "\n"
 
 
 # ---- what is told

@@ -15,6 +15,8 @@ from typing import Any
 
 from erniekit.cli.config_command import purpose, report
 from erniekit.config import RunConfig, load, not_yet_supported
+from erniekit.config.recipe_text import recipe_lines
+from erniekit.config.sources import collect
 from erniekit.errors import ConfigError, LaterError
 from erniekit.log import paint
 from erniekit.registry import nearest
@@ -46,11 +48,15 @@ COLUMNS = ("name", "stage", "model", "method", "length", "cards", "proven")
 
 
 def recipes_command(args: list[str]) -> int:
-    words, as_json, cluster = _options(args)
+    words, cluster = _options(args)
+    as_json, flat = "--json" in args, "--flat" in args
     fits = _planner() if cluster else None
     folder = examples_folder()
     names = _chosen(words[0] if words else "", _names(folder))
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    if flat:
+        print("\n".join(_flat(names, folder)))
+        return 0
     if len(names) == 1 and words and not as_json:
         print("\n".join(_one(names[0], folder, facts)))
         return 0
@@ -72,8 +78,8 @@ def examples_folder() -> Path:
     )
 
 
-def _options(args: list[str]) -> tuple[list[str], bool, str]:
-    words, cluster = [w for w in args if w != "--json"], ""
+def _options(args: list[str]) -> tuple[list[str], str]:
+    words, cluster = [w for w in args if w not in ("--json", "--flat")], ""
     if "--fits" in words:
         at = words.index("--fits")
         cluster = words[at + 1] if at + 1 < len(words) else ""
@@ -83,9 +89,9 @@ def _options(args: list[str]) -> tuple[list[str], bool, str]:
     if len(words) > 1 or any(w.startswith("-") for w in words):
         wrong = next((w for w in words if w.startswith("-")), words[-1])
         raise ConfigError(
-            f"cannot tell what {wrong!r} is", where="command line", fix="erniekit recipes [NAME] [--json]"
+            f"cannot tell what {wrong!r} is", where="command line", fix="erniekit recipes [NAME] [--json | --flat]"
         )
-    return words, "--json" in args, cluster
+    return words, cluster
 
 
 def _planner() -> Fits:
@@ -159,6 +165,15 @@ def _table(rows: Sequence[RecipeRow], columns: Sequence[str], facts: dict[str, A
         legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME says why")
     head = paint(lines[0], "bold")
     return [head, *lines[1:], "", *legend, "cards        what ERNIEKit's own guides name; not measured here"]
+
+
+def _flat(names: list[str], folder: Path) -> list[str]:
+    """One recipe with all that its bases give, for places that take a single file, such as the web page."""
+    if len(names) > 1:
+        raise ConfigError("--flat prints one recipe", where="command line", fix=f"name one, such as {names[0]}")
+    path = folder / f"{names[0]}.yaml"
+    given = collect([str(path)], "config").given
+    return [f"# {path}, with what its bases give.", *recipe_lines({name: g.value for name, g in given.items()})]
 
 
 def _one(name: str, folder: Path, facts: dict[str, Any]) -> list[str]:

@@ -40,7 +40,11 @@ def with_bases(name: str, *, alone: bool = False) -> list[Recipe]:
             return found[::-1]
         at = f"{name}:{base.line}"
         if alone:
-            raise ConfigError("this recipe cannot extend another", where=at, fix="give all of its keys here")
+            raise ConfigError(
+                "this recipe cannot extend another",
+                where=at,
+                fix="erniekit recipes NAME --flat prints a shipped one whole",
+            )
         name = _path_of(base, name, at)
 
 

@@ -1,4 +1,4 @@
-"""`erniekit recipes`: every shipped recipe is listed, the data beside them names real ones, and claims no run too many."""
+"""`erniekit recipes`: all shipped recipes are listed, the data beside them names real ones and claims no run too many."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from erniekit.cli.main import main
 from erniekit.cli.recipes_command import FACTS, _proofs, _row
+from erniekit.config import load
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
@@ -62,13 +63,23 @@ def test_one_recipe_is_shown_with_the_file_and_line_of_each_value(capsys, monkey
     assert "proven     resolves; never run" in out
 
 
+def test_one_recipe_is_printed_whole_for_a_place_that_takes_one_file(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    name = "examples/configs/xpu/ERNIE-4.5-21B-A3B/sft/run_sft_lora_32k.yaml"
+    assert main(["recipes", name, "--flat"]) == 0
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(capsys.readouterr().out)
+    assert "base:" not in whole.read_text()
+    assert load([str(whole)]).flat() == load([name]).flat()
+
+
 def test_a_path_names_a_recipe_as_well(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["recipes", "examples/configs/ERNIE-4.5-0.3B/sft/run_sft_8k.yaml"]) == 0
     assert "proven     H200" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["zzz"], ["--fits"], ["--fits", "8x80G"], ["--what"], ["a", "b"]])
+@pytest.mark.parametrize("words", [["zzz"], ["--fits"], ["--fits", "8x80G"], ["--what"], ["a", "b"], ["xpu", "--flat"]])
 def test_bad_words_are_three_lines(capsys, words):
     assert main(["recipes", *words]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 3

@@ -20,7 +20,7 @@ KINDS: tuple[Kind, ...] = ("changed", "added", "dropped", "no counterpart", "min
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrittenKey:
     """One key as it was written, and where."""
 
     name: str
@@ -38,7 +38,7 @@ class Remark:
     why: str
 
 
-# What the scripts take where a flag is not given, and YAML recipes do not: as their README says it.
+# What the script form takes where a flag is not given and a recipe does not; examples/post-training reads it too.
 SCRIPT_DEFAULTS = {
     "fine_tuning": ("Full", "the script trains every weight unless --lora is given"),
     "compute_type": ("fp32", "the script computes in fp32 unless --bf16 or --fp16 is given"),
@@ -59,7 +59,7 @@ class MigratedKeys:
     kept: int = 0
 
 
-def migrated_keys(entries: Iterable[Entry], stage: str = "", from_script: bool = False) -> MigratedKeys:
+def migrated_keys(entries: Iterable[WrittenKey], stage: str = "", from_script: bool = False) -> MigratedKeys:
     sources = Sources()
     remarks: list[Remark] = []
     for entry in entries:
@@ -82,7 +82,7 @@ def migrated_keys(entries: Iterable[Entry], stage: str = "", from_script: bool =
     return out
 
 
-def _put(sources: Sources, entry: Entry) -> Iterator[Remark]:
+def _put(sources: Sources, entry: WrittenKey) -> Iterator[Remark]:
     """Into `sources`, unless it does nothing here or nobody knows it."""
     written = entry.name.replace("-", "_")
     what = f"{written} {shown(entry.value)}" if entry.value is not True else written
@@ -134,7 +134,8 @@ def _settle(out: MigratedKeys, from_script: bool) -> None:
         _without_idle_words(out, name)
     out.remarks += _unusual(out)
     for name, (value, why) in SCRIPT_DEFAULTS.items() if from_script else ():
-        if name not in out.values and not (name.endswith("_path") and "input_dir" in out.values):
+        unasked = name == "eval_dataset_path" and not out.values.get("do_eval")
+        if name not in out.values and not unasked:
             out.values[name] = value
             out.remarks.append(Remark("added", "", f"{name}: {shown(value)}", why))
 

@@ -14,7 +14,7 @@ from typing import Any
 from erniekit.config.extends import with_bases
 from erniekit.config.files import FileEntry
 from erniekit.config.migrate import environment
-from erniekit.config.migrate.keys import Entry, Remark, migrated_keys
+from erniekit.config.migrate.keys import Remark, WrittenKey, migrated_keys
 from erniekit.config.migrate.launcher import Launch, launch_of
 from erniekit.config.migrate.machines import Machines
 from erniekit.config.migrate.shell import ShellWord, Statement, read_script
@@ -77,12 +77,12 @@ def _text(name: str) -> str:
         raise ConfigError(f"{name} is not UTF-8 text (byte {e.start})", where=name, fix="save it as UTF-8") from None
 
 
-def _recipe_entries(name: str) -> Iterator[Entry]:
+def _recipe_entries(name: str) -> Iterator[WrittenKey]:
     for file, entries in with_bases(name):
         for key, entry in entries.items():
             nested = key in SECTIONED and isinstance(entry.value, dict)
             for inner, value in entry.value.items() if nested else [(key, entry)]:
-                yield Entry(inner, _plain(value), f"{file}:{value.line}", in_file=True)
+                yield WrittenKey(inner, _plain(value), f"{file}:{value.line}", in_file=True)
 
 
 def _plain(entry: FileEntry) -> Any:
@@ -172,7 +172,7 @@ def _environment(run: MigratedRun, env: dict[str, ShellWord], name: str) -> Iter
             yield Remark("added", place, f"device: {word.text}", f"{variable} says it")
 
 
-def _entries(launch: Launch, name: str) -> Iterator[Entry]:
+def _entries(launch: Launch, name: str) -> Iterator[WrittenKey]:
     """The keys of the recipes a command names, then those of its own words: the last word wins, as there."""
     words = [w.text for w in launch.words]
     items = list(words_by_key(words))
@@ -183,7 +183,7 @@ def _entries(launch: Launch, name: str) -> Iterator[Entry]:
         word = launch.words[at]
         if key:
             taken = launch.words[at : _next(items, at, len(words))]
-            yield Entry(key, value, f"{name}:{word.line}", open=any(w.open for w in taken))
+            yield WrittenKey(key, value, f"{name}:{word.line}", open=any(w.open for w in taken))
         elif not str(value).endswith(YAML + JSON):
             raise ConfigError(
                 f"cannot tell what {value!r} is", where=f"{name}:{word.line}", fix="expected --key value or key=value"

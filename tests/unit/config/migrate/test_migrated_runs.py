@@ -1,4 +1,4 @@
-"""What becomes of a script's words: our keys, launch lines for each machine, and a remark for each word that changed."""
+"""What becomes of a script's words: our keys, a launch line for each machine, a remark for each word that changed."""
 
 from __future__ import annotations
 
