@@ -1,4 +1,4 @@
-"""`erniekit recipes`: all shipped recipes are listed, the data beside them names real ones and claims no run too many."""
+"""`erniekit recipes`: shipped recipes are listed; the data beside them names real ones and claims no run too many."""
 
 from __future__ import annotations
 

@@ -81,6 +81,8 @@ def test_every_shipped_recipe_goes_through_a_form_and_stays_the_same_run(root: P
         given = collect([str(file)], "config").given
         text = "\n".join(recipe_lines({name: g.value for name, g in given.items()}))  # as recipes --flat has it
         values = forms.from_yaml(text)
+        if "VL" in values.get("stage", ""):  # the page has no form for pictures
+            continue
         command = {"chat": "server"}.get(word := purpose(load([str(file)], "config")), word)
         before = load([str(file)], command)
         page = forms.page_of(command, values)
