@@ -22,6 +22,8 @@ from erniekit.log import say
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
+from erniekit.lora.frozen_base import packing
+from erniekit.weight_kinds import BF16
 
 UNREAD_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # other programs' files; load_tokenizer refuses them
 DTYPES = {
@@ -60,12 +62,15 @@ class Found:
     adapter: Path | None = None
     override_base: bool = False  # the adapter may have been trained on another base
 
-    def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    def build(
+        self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", packed: str = BF16
+    ) -> nn.Module:
+        """packed: the kind of base, as frozen_base names it, that weights are kept as."""
         if kinds := sorted({f"{w.scheme.format}, {w.scheme.bits} bits" for w in self.weights.quantised.values()}):
             static = any(w.scheme.static_inputs for w in self.weights.quantised.values())
             how = "computed as an FP8 engine does" if static else "dequantised as they are read"
             say(f"weights  quantised ({'; '.join(kinds)}), {how}")
-        model = self.weights.build(dtype, device)
+        model = self.weights.build(dtype, device, packing(self.weights, packed, device))
         if self.adapter is not None:
             attach(model, read_adapter(self.adapter, model))
         model.eval()

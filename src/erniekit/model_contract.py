@@ -47,12 +47,23 @@ class DecoderBlock(Protocol):
     def __call__(self, x: torch.Tensor, ctx: Any) -> torch.Tensor: ...
 
 
-class ExpertBlock(Protocol):
+class ExpertBank(Protocol):
+    """A router and its experts."""
+
     router: Any
     experts: Any
     exchange: Any  # (x [T, H], routing, experts, count) -> [T, H]: how tokens reach their experts
     balance: Any  # (y, routing, router, ctx) -> y, with router losses attached
+
+
+class ExpertBlock(Protocol):
+    """`mlp` of a sparse layer. Where it has several banks, `piece` says which slice of a row it works on, and
+    `correction` holds the routers' biases."""
+
     shared: Any  # the shared experts, or None
+
+    def banks(self) -> Iterator[Any]:
+        """Every ExpertBank: text alone, or text and vision."""
 
 
 class SpreadModel(Protocol):
@@ -71,6 +82,9 @@ class SpreadModel(Protocol):
 
     def blocks(self) -> Iterator[Any]:
         """Every DecoderBlock on this stage, those inside `mtp` too."""
+
+    def front(self) -> Iterator[Any]:
+        """Blocks in front of the layers, on the first stage: a vision tower's."""
 
     def embed_ids(self, ids: torch.Tensor) -> torch.Tensor: ...
 

@@ -36,6 +36,8 @@ MIXES = {"wint4/8": {"attention": "int8", "mlp": "int8", "experts": "int4", "sha
 BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4.0, "int4-group": 4.25, "mxfp4": 4.25, "nf4": 4.125}
 
 BASES = (BF16, *(kind for kind in WEIGHT_KINDS if kind not in (PLAIN, *set(IN_FP8.values()) - {"fp8"})), *MIXES)
+# Words of `quantization` that the embedded engine packs by -> the base.
+SERVED = {"wint8": "int8", "wint4": "wint4/8", "wint4/8": "wint4/8"}
 
 
 def kinds_of(base: str) -> dict[str, str]:

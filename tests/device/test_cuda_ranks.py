@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import log2, prod
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,42 @@ def alone(keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tup
     return steps, kernels[0]
 
 
-def computing(kernels: list) -> dict[str, float]:
-    """Milliseconds by kind, what NCCL and copies take left out. Two processes take turns on the card, and a kernel that
-    is interrupted takes as much longer: the quicker launches of each kernel say what it takes."""
-    out: dict[str, float] = {}
-    for name, times in kernels:
+def blocks_of(grid: str) -> int:
+    return max(1, prod(int(size) for size in re.findall(r"\d+", grid)))
+
+
+def by_kernel(kernels: list) -> dict[str, float]:
+    """Milliseconds of each kernel, what NCCL and copies take left out. Two processes take turns on the card, and one
+    that is interrupted takes as much longer: the quicker launches say what a block takes. Launches of nearly one size
+    are taken together, as rows that travel are another number each time."""
+    sized: dict[tuple[str, int], list[tuple[float, int]]] = {}
+    for launched, times in kernels:
+        name, _, grid = launched.rpartition("|")
         if "nccl" not in name.lower() and kind_of(name) != "copy":
-            undisturbed = sorted(times)[len(times) // 10]
-            out[kind_of(name)] = out.get(kind_of(name), 0.0) + len(times) * undisturbed / 1e3
+            count = blocks_of(grid)
+            sized.setdefault((name, round(4 * log2(count))), []).extend((time / count, count) for time in times)
+    out: dict[str, float] = {}
+    for (name, _), launches in sized.items():
+        each = sorted(time for time, _ in launches)[len(launches) // 10]
+        out[name] = out.get(name, 0.0) + each * sum(count for _, count in launches) / 1e3
     return out
+
+
+def computing(kernels: list) -> dict[str, float]:
+    """The same by kind."""
+    out: dict[str, float] = {}
+    for name, took in by_kernel(kernels).items():
+        out[kind_of(name)] = out.get(kind_of(name), 0.0) + took
+    return out
+
+
+def longer(kernels: list[list], alone: list) -> str:
+    """The kernels that take most more of all ranks' time than of one rank's."""
+    many, one = [by_kernel(rank) for rank in kernels], by_kernel(alone)
+    names = set(one).union(*many)
+    more = {name: sum(rank.get(name, 0.0) for rank in many) - one.get(name, 0.0) for name in names}
+    top = sorted(more, key=lambda name: -more[name])[:12]
+    return "; ".join(f"{more[name]:+.1f} ms {name[:60]} (one rank {one.get(name, 0.0):.1f})" for name in top)
 
 
 def hand_written(kernels: list) -> set[str]:
@@ -81,6 +109,7 @@ def test_ranks_are_compiled_and_train_as_one_rank_does(
     total, one = sum(sum(found.values()) for found in both), sum(computing(alone[1]).values())
     print(f"== {name}: {total:.1f} ms of kernels, one rank {one:.1f}: {total / one:.3f}; by kind {both} {got}")
     print(f"   one rank: {computing(alone[1])} {want}")
+    print(f"   longer: {longer(kernels, alone[1])}")
     assert got == pytest.approx(want, abs=LOSS), (got, want)
     missing = hand_written(alone[1]) - set().union(*(hand_written(rank) for rank in kernels))
     assert not missing, f"one rank runs these, {name} does not: {missing}"

@@ -41,9 +41,11 @@ DENSE = {
     "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 EXPERTS = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 1}
+SEEING = {"freq_allocation": 2, "vision_config": {"depth": 2, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}}
 FAMILIES = {
     "ernie4_5": {"model_type": "ernie4_5", **DENSE},
     "ernie4_5_moe": {"model_type": "ernie4_5_moe", **DENSE, **EXPERTS},
+    "ernie4_5_vl_moe": {"model_type": "ernie4_5_moe_vl", **DENSE, **EXPERTS, **SEEING},
     "llama": {"model_type": "llama", **DENSE},
 }
 

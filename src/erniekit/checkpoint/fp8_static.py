@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from erniekit.errors import CheckpointError
 from erniekit.kernels.stored.fp8_static import StaticFormat
 from erniekit.model_contract import bare
 from erniekit.models.layers.experts import ExpertLinear
@@ -40,4 +41,11 @@ def install_scales(model: nn.Module, folder: ModelFolder, prefix: str = "") -> N
 
 def _read(folder: ModelFolder, modules: list[str], what: str) -> torch.Tensor:
     """fp32, one for each."""
-    return torch.cat([folder.stored_tensor(f"{module}.{what}").float().reshape(-1)[:1] for module in modules])
+    found = torch.cat([folder.stored_tensor(f"{module}.{what}").float().reshape(-1)[:1] for module in modules])
+    if len(found) < len(modules) or not (torch.isfinite(found) & (found >= 0)).all():
+        raise CheckpointError(
+            f"{what} of {modules[0]}, or of what is fused with it, is no scale",
+            where=str(folder.path),
+            fix="download the model again, or quantise it again",
+        )
+    return found

@@ -5,7 +5,7 @@ Called by recipes/build.py, export/, serve/ and api. Layout is told by tensor na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,19 @@ from erniekit.files.listed import Listed
 from erniekit.log import warn_once
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.linear import packed_layers
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
 from erniekit.parallel.sharding import Box
 
 GENERATION_FILES = ("generation_config.json",)
-SIDE_FILES = (*GENERATION_FILES, "preprocessor_config.json")
+PREPROCESSOR = "preprocessor_config.json"
+SIDE_FILES = (*GENERATION_FILES, PREPROCESSOR)
 # Buffers some exporters store that are derived, not weights.
 DERIVED = (".rotary_emb.inv_freq",)
 _MAX_INDEX = 64 << 20  # bytes: some 500,000 tensors
 _AGAIN = "download it again"
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
@@ -79,6 +82,9 @@ class ModelFolder:
             self.config = replace(self.config, head_bias="lm_head.bias" in self.files)
         if self.files and self.spec.settle is not None:
             self.config = self.spec.settle(self.config, self.files)
+        if self.spec.preprocessed is not None and Listed(path).has(PREPROCESSOR):
+            told = read_json(path / PREPROCESSOR)
+            self.config = self.spec.preprocessed(self.config, told, str(path / PREPROCESSOR))
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
         if self.files:
@@ -171,6 +177,12 @@ class ModelFolder:
                         where=str(self.path),
                         fix="config.json and the weights are of different models",
                     )
+                if (kind := self.slices().dtype(name)) not in _WEIGHTS:
+                    raise CheckpointError(
+                        f"{name} is stored as {str(kind).removeprefix('torch.')}, which is no weight by itself",
+                        where=str(self.path),
+                        fix="its scale or quantization_config is missing: download or quantise the model again",
+                    )
 
     def dtype(self) -> torch.dtype:
         return self.tensor(self.entries()[0].theirs[0]).dtype
@@ -180,17 +192,30 @@ class ModelFolder:
         with torch.device("meta"):
             return self.spec.build(self.config)
 
-    def build(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    def build(
+        self,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        store: Callable[[nn.Module], object] | None = None,
+    ) -> nn.Module:
         """The model with these weights: built without memory, then filled tensor by tensor. One in static FP8 computes
-        as an FP8 engine does."""
+        as an FP8 engine does. store: makes weights of the model without memory of other kinds; each is packed as it is
+        read."""
         self.check_names()
         model = self.meta()
         self.check_shapes(model)
-        self.spec.cast(model, dtype or self.dtype()).to_empty(device=device)
-        state = model.state_dict()
+        dtype = dtype or self.dtype()
+        self.spec.cast(model, dtype)
+        if store is not None:
+            store(model)
+        model.to_empty(device=device)
+        state, packed = model.state_dict(), packed_layers(model)
         with torch.no_grad():
             for entry in self.entries():
-                if not entry.copy_of:
+                holder = packed.get(entry.ours.removesuffix(".weight"))
+                if holder is not None:
+                    holder.pack(self.read(entry).to(device, dtype))
+                elif not entry.copy_of:
                     state.pop(entry.ours).copy_(self.read(entry))
         assert not state, f"no weight-name entry fills {sorted(state)}"
         if self.quantised:

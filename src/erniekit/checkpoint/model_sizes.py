@@ -29,8 +29,9 @@ def check_sizes(folder: ModelFolder) -> None:
         fused = next((name for name in folder.files if name.endswith(_FUSED)), None)
         shape = folder.slices().shape(fused) if fused else ()
         experts = shape[0] if shape else _count(_EXPERT, folder)
-        if experts and experts != c.moe.experts:
-            raise _differ(folder, "moe_num_experts", c.moe.experts, f"hold {experts} experts")
+        said = c.moe.experts + (0 if c.moe.vision is None or fused else c.moe.vision.experts)
+        if experts and experts != said:
+            raise _differ(folder, "moe_num_experts", said, f"hold {experts} experts")
     embedding = next((name for name in folder.files if name.endswith("." + _EMBEDDING)), None)
     if embedding is None:
         return

@@ -35,6 +35,8 @@ def write_model(
     spec = MODELS.get(config.family)
     if config.moe is None and layout == "hf_fused":
         layout = "hf"  # no experts, nothing to fuse
+    if config.vision is None and layout == "hf_transformers":
+        layout = "hf"  # of text models transformers saves what is released
     entries = spec.names(config, layout)
     folder.mkdir(parents=True, exist_ok=True)
     dtypes: list[torch.dtype] = []

@@ -9,6 +9,7 @@ on: activations are not rounded as an engine that multiplies quantised numbers w
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ Shape = tuple[int, ...]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale")
 _REFUSED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = {
+    "pack-quantized": torch.int32,
+    "int-quantized": torch.int8,
+    "float-quantized": torch.float8_e4m3fn,
+    "mxfp4-pack-quantized": torch.uint8,
+}
 _LONGEST = 200  # characters of a module's name or of a pattern for them
 
 
@@ -43,6 +51,7 @@ class StoredWeight:
     scheme: Scheme
     dtype: torch.dtype  # of the weight it stands for
     block: int = 0  # columns that were rotated together before it was rounded; 0: none
+    where: str = ""  # the folder, for errors
 
     @property
     def data(self) -> str:
@@ -52,26 +61,41 @@ class StoredWeight:
         """Of the plain weight."""
         if self.scheme.number == "nf4":
             return tuple(int(n) for n in self._nf4_state(read)["shape"])
-        rows, width = shape_of(self.data)
+        found = shape_of(self.data)
+        if len(found) != 2:
+            raise self.wrong(f"its codes have the shape {list(found)}, which is no matrix")
+        rows, width = found
         if self.scheme.is_mxfp4:
             return rows, 2 * width
         if self.scheme.format == "pack-quantized":
-            said = read(f"{self.module}.weight_shape").tolist()
-            if len(said) != 2 or said[0] != rows or -(-said[1] * self.scheme.bits // 32) != width:
-                raise self.wrong(f"weight_shape says {said}, the packed weight is {[rows, width]}")
-            return rows, said[1]
+            told = self._part(read, f"{self.module}.weight_shape", torch.int64, torch.int32).flatten().tolist()
+            if len(told) != 2 or told[0] != rows or -(-told[1] * self.scheme.bits // 32) != width:
+                raise self.wrong(f"weight_shape says {told[:4]}, the packed weight is {[rows, width]}")
+            return rows, told[1]
         return rows, width
+
+    def _part(self, read: Read, name: str, *dtypes: torch.dtype) -> torch.Tensor:
+        """A tensor of the file, of one of these dtypes; numbers are finite."""
+        part = read(name)
+        if part.dtype not in dtypes:
+            found, wanted = (str(d).removeprefix("torch.") for d in (part.dtype, dtypes[0]))
+            raise self.wrong(f"{name.removeprefix(self.module)[1:]} is {found}, {wanted} belongs there")
+        if part.dtype in _FLOATS and not torch.isfinite(part).all():
+            raise self.wrong(f"{name.removeprefix(self.module)[1:]} holds NaN or infinity")
+        return part
 
     def read(self, read: Read, shape_of: Callable[[str], Shape]) -> torch.Tensor:
         if self.scheme.number == "nf4":
             return self._read_nf4(read)
         rows, columns = self.shape(shape_of, read)
-        codes, scale = read(self.data), read(f"{self.module}.weight_scale")
-        if self.scheme.strategy == "tensor":
-            scale = scale.reshape(-1)[:1].expand(rows, 1)
-        groups = columns // self.scheme.group if self.scheme.group else 1
+        codes = self._part(read, self.data, _CODES[self.scheme.format])
+        kinds = (torch.uint8,) if self.scheme.is_mxfp4 else _FLOATS
+        scale = self._part(read, f"{self.module}.weight_scale", *kinds)
+        if self.scheme.strategy == "tensor" and scale.numel() == 1:
+            scale = scale.reshape(1, 1).expand(rows, 1)
+        groups = columns / self.scheme.group if self.scheme.group else 1
         if scale.shape != (rows, groups):
-            raise self.wrong(f"weight_scale is {list(scale.shape)}, {[rows, groups]} belongs to this weight")
+            raise self.wrong(f"weight_scale is {list(scale.shape)}, [{rows}, {groups:g}] belongs to this weight")
         if self.block:
             plain = compressed.decode(codes, scale, self.scheme, columns, torch.float32)
             return rotated(plain, self.block).to(self.dtype)
@@ -79,10 +103,12 @@ class StoredWeight:
 
     def _nf4_state(self, read: Read) -> dict[str, Any]:
         try:
-            state: dict[str, Any] = json.loads(bytes(read(f"{self.module}{NF4_STATE}").tolist()))
+            told = self._part(read, f"{self.module}{NF4_STATE}", torch.uint8).flatten()
+            state: dict[str, Any] = json.loads(bytes(told.tolist()))
             known = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
             known &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
-            known &= all(isinstance(n, int) and n > 0 for n in state["shape"])
+            known &= len(state["shape"]) == 2 and all(isinstance(n, int) and n > 0 for n in state["shape"])
+            known &= math.isfinite(float(state.get("nested_offset", 0)))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self.wrong("its quant_state is not one of bitsandbytes' NF4") from None
         if not known:
@@ -91,16 +117,23 @@ class StoredWeight:
 
     def _read_nf4(self, read: Read) -> torch.Tensor:
         state, name = self._nf4_state(read), f"{self.module}.weight"
-        codes, absmax = read(name).reshape(1, -1), read(f"{name}.absmax")
-        if 2 * codes.numel() != prod(state["shape"]) or absmax.numel() * nf4.BLOCK != 2 * codes.numel():
+        nested, count = "nested_offset" in state, prod(state["shape"])
+        codes = self._part(read, name, torch.uint8).reshape(-1)
+        absmax = self._part(read, f"{name}.absmax", torch.uint8 if nested else torch.float32).reshape(-1)
+        if codes.numel() != -(-count // 2) or absmax.numel() != -(-count // nf4.BLOCK):
             raise self.wrong("its codes and scales are not as many as its shape asks for")
-        if "nested_offset" in state:
+        if nested:
             offset = torch.tensor(float(state["nested_offset"]))
-            absmax = nf4.decode_absmax(nf4.Nested(absmax, read(f"{name}.nested_absmax"), offset))
-        return nf4.decode(codes, absmax.reshape(1, -1), self.dtype).view(state["shape"])
+            scale = self._part(read, f"{name}.nested_absmax", torch.float32).reshape(-1)
+            if scale.numel() != -(-absmax.numel() // nf4.NESTED_BLOCK):
+                raise self.wrong("its nested_absmax is not as long as its scales ask for")
+            absmax = nf4.decode_absmax(nf4.Nested(absmax, scale, offset))
+        return nf4.decode_flat(codes, absmax, count, self.dtype).view(state["shape"])
 
     def wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.module}: {what}", fix="download the model again, or quantise it again")
+        return CheckpointError(
+            f"{self.module}: {what}", where=self.where, fix="download the model again, or quantise it again"
+        )
 
 
 class QuantisedFiles(TensorFiles):
@@ -142,7 +175,10 @@ def stored_weights(config: Mapping[str, Any], files: Mapping[str, Path], where: 
     if method == "bitsandbytes" and told.get("bnb_4bit_quant_type") == "nf4":
         scheme = QUANT_RECIPES["nf4"].rest
         modules = [name.removesuffix(NF4_STATE) for name in files if name.endswith(NF4_STATE)]
-        return {f"{module}.weight": StoredWeight(module, scheme, dtype) for module in modules}
+        stored = {f"{module}.weight": StoredWeight(module, scheme, dtype, where=str(where)) for module in modules}
+        if gone := next((name for name in stored if name not in files), None):
+            raise _refusal(f"{gone} is missing, though its quant_state is there", where)
+        return stored
     raise _refusal(f"its weights are quantised by {method!r}, which is not read", where)
 
 
@@ -187,7 +223,7 @@ def _compressed(
         if group is None:
             raise _refusal(f"no config_group of it is meant for {module}", where)
         block = next((size for targets, size in rotations if any(_matches(t, module) for t in targets)), 0)
-        weight = StoredWeight(module, group.scheme, dtype, block)
+        weight = StoredWeight(module, group.scheme, dtype, block, str(where))
         missing = [n for n in (weight.data, *_shape_part(weight)) if n not in files]
         if missing:
             raise _refusal(f"{missing[0]} is missing, though {name} is there", where)

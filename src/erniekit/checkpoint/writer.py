@@ -119,9 +119,9 @@ def require_space(parent: Path, name: str, expected_bytes: int) -> None:
         raise _not_written(parent / name, error) from error
     if free < needed:
         raise CheckpointError(
-            f"{name} needs {needed / 1e9:.2f} GB (a tenth to spare); the disk has {free / 1e9:.2f} GB free",
+            f"{name} needs {needed / 1e9:.3g} GB (a tenth to spare); the disk has {free / 1e9:.3g} GB free",
             where=str(parent),
-            fix="free space there, or keep fewer checkpoints (save_total_limit)",
+            fix="free space there, or choose another folder; of checkpoints, keep fewer (save_total_limit)",
         )
 
 

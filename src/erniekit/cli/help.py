@@ -37,7 +37,12 @@ def help_lines(args: list[str]) -> list[str]:
 
     if rest[0] == "all":
         return _all_keys()
-    return _of_section(rest[0]) if rest[0] in SECTIONS else _of_key(rest[0])
+    if rest[0] not in SECTIONS:
+        return _of_key(rest[0])
+    from erniekit.config.flat import KEYS
+
+    key = [*_of_key(rest[0]), ""] if rest[0] in KEYS else []  # a key may be called as a section is
+    return [*key, *_of_section(rest[0])]
 
 
 def _overview() -> list[str]:

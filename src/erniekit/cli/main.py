@@ -103,6 +103,9 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit data FILE [FILE ...]   .jsonl, .json, .gz of either, .parquet; reads only, needs no model",
             "  --type NAME       read as this format instead of detecting it: erniekit, alpaca, messages, chatml",
+            "  --model DIR       count the tokens of rows with pictures as this model does",
+            "  --pixels N        most pixels of a picture; the own bound of the model when not given",
+            "  --length N        name the rows with pictures that would not fit; 8192 when not given",
             "erniekit data preview RECIPE | FILE ... [key=value ...]   rows as tokens, the trained ones marked",
             "erniekit data index FILE [FILE ...] --model_name_or_path DIR --output PREFIX   text for pre-training",
             "  data preview --help and data index --help list what these take",

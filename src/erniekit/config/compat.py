@@ -24,10 +24,12 @@ class Compat:
         "alpaca",
         "empty system text",
         "DPO rows",
+        "rows with pictures",
     )
     erniekit_order: bool = behaviour(
         "Samples are drawn, shuffled twice and packed by its own rules, so that micro-batches are the recorded ones.",
         "order and packs",
+        "packs of pictures",
     )
     ignores_bad_rows: bool = behaviour("No share of bad rows stops a run.", "bad rows")
     shuffled_eval_pairs: bool = behaviour(

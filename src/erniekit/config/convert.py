@@ -128,5 +128,5 @@ def _mapping(k: Key, value: Any, where: str) -> dict[str, Any]:
 def _refuse(k: Key, value: Any, where: str) -> ConfigError:
     near = nearest(value, list(k.choices)) if isinstance(value, str) and k.choices else []
     came = "***" if k.secret else "nothing" if value is None else repr(value)
-    fix = f"did you mean {near[0]}?" if near else k.help
+    fix = k.elsewhere.get(str(value)) or (f"did you mean {near[0]}?" if near else k.help)
     return ConfigError(f"{k.name} is {came}; expected {expected(k)}", where=where, fix=fix)

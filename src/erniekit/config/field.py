@@ -40,6 +40,7 @@ class Key:
     secret: bool = False  # never printed or stored
     path: PathKind = ""  # how its value names files; the web page keeps all of them inside its folders
     idle: Mapping[str, str] = field(default_factory=dict)  # words of it that change nothing here -> why
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # values it does not take -> what to write instead
 
     @property
     def is_list(self) -> bool:
@@ -67,11 +68,12 @@ def key(
     secret: bool = False,
     path: PathKind = "",
     idle: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> Any:
     idle = idle or {}
     facts = dict(
         help=help, also=also, choices=(*choices, *idle), further=further, low=low, high=high, commas=commas,
-        basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle,
+        basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle, elsewhere=elsewhere or {},
     )  # fmt: skip
     return field(default=default, metadata=facts)
 

@@ -50,6 +50,17 @@ _REASONS = {
         pseudo_sampling_prob example_from_same_task_prob min_shot max_shot corpus_name prompt_dir
         sampling_wo_replacement_data_resuming use_train_part_sharding text_use_train_part_sharding
         load_args_from_api video_use_asr""",
+    "its config.json says whether a model sees": "multimodal",
+    "of ERNIEKit's text stream between pictures; rows are rendered as its text stage does": """
+        add_sys_token drop_history_with_k trigger_data_prob""",
+    "pictures are decoded where the tower is, by processes of their own": """
+        balanced_image_preprocess vit_second_fwd_batch_size""",
+    "declared by ERNIEKit and without effect in its picture reader": """
+        im_prefix_length image_token_len serialize_output image_dtype""",
+    "ERNIEKit forgets it after the first row; max_pixels bounds a picture": """
+        adaptive_max_imgtoken_option adaptive_max_imgtoken_rate""",
+    "always so: labels are shifted by one": "sft_shift_by_one",
+    "always so: whole optimiser steps alternate, see modality_ratio": "modality_interleave",
     "one router, in fp32 always": "moe_gate",
     "router losses are fed in where they arise, whatever the stage": "moe_with_send_router_loss",
     "always so: the orthogonal loss counts once a step": "use_ortho_loss_callback",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config.note import shown
 from erniekit.devices import later as later_devices
 from erniekit.errors import LaterError
+from erniekit.weight_kinds import SERVED
 
 if TYPE_CHECKING:
     from erniekit.config.run import RunConfig
@@ -68,7 +69,7 @@ SPREAD = (
 # The commands that would need it -> what they would need. Adding the capability takes its line away.
 LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
     ("train", "eval", "doctor"): (
-        _Row(("stage",), _one_of("VL-SFT", "OCR-VL-SFT"), "vision-language training", "SFT trains on text today"),
+        _Row(("stage",), _one_of("OCR-VL-SFT"), "training of OCR models", "VL-SFT trains ERNIE-4.5-VL"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
         _Row(
             ("device",),
@@ -99,7 +100,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "dropout",
             "leave it out",
         ),
-        _Row(("freeze_config", "train_emb_only", "train_moe_only"), bool, "training a part of the model", "use LoRA"),
+        _Row(("train_emb_only", "train_moe_only"), bool, "training a part of the model", "use LoRA"),
         _Row(("adaptive_norm_clip",), bool, "clipping by a running norm", "use max_grad_norm"),
         _Row(("ignore_data_skip", "skip_data_intervals"), bool, "resuming elsewhere in the data", "leave it out"),
         _Row(
@@ -119,17 +120,15 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             word="forward_backward_overlap_scheduler",
         ),
     ),
-    ("eval",): (
-        _Row(
-            ("compute_type",),
-            _one_of("wint8", "wint4/8", "nf4"),
-            "evaluation over packed weights",
-            "use bf16: the weights as they are stored, as export merges into them",
-        ),
-        _Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),
-    ),
+    ("eval",): (_Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),),
     ("chat",): (
-        _Row(("quantization",), bool, "quantised weights when serving", "used as stored", stops=False),
+        _Row(
+            ("quantization",),
+            lambda word: bool(word) and word not in SERVED,
+            "this quantization in the embedded engine",
+            f"used as stored; {', '.join(SERVED)} are packed",
+            stops=False,
+        ),
         _Row(("tensor_parallel_degree",), _above(1), "chat over several devices", "runs on one", stops=False),
     ),
 }

@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
     frozen.compute_type_decides_the_base,
+    frozen.a_base_is_written_with_its_products,
     frozen.a_packed_base_is_of_adapters,
     frozen.products_fit_the_base,
     stages.adapters_go_where_the_command_takes_them,

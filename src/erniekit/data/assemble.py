@@ -109,7 +109,7 @@ def _cut_answer(turn: Turn, max_seq_len: int) -> tuple[list[Turn], int]:
 
 
 def _too_long(turn: Turn, max_seq_len: int, overlong: str) -> Dropped:
-    room = max_seq_len + 1 - DIALOG_RESERVE - TURN_RESERVE
+    room = max(0, max_seq_len + 1 - DIALOG_RESERVE - TURN_RESERVE)
     query, answer = len(turn.query_ids), len(turn.answer_ids)
     if overlong == "truncate":
         return Dropped("overlong", f"its last question alone has {query} tokens and {room} fit: nothing to train")

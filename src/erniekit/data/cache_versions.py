@@ -8,4 +8,5 @@ from __future__ import annotations
 SAMPLES = 1  # a row of a dataset file -> ids and labels: formats, template, assembling
 DOCUMENTS = 1  # text -> token files for pre-training
 ORDER = 1  # which sample or document comes at which place, and how they share rows: mix, pack, compat, documents, blend
+VISION = 1  # a row with pictures -> ids, labels, positions, and which patches: data/vision, data/media
 REFERENCE = 1  # the log-probabilities kept for DPO

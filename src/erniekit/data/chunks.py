@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from erniekit.data.preference import PARTS, PairSample
+from erniekit.data.report import DataReport
 from erniekit.data.types import Sample
 
 # Numbers of an Assembled that add up in a DataReport, under the same name.
@@ -54,3 +56,11 @@ class Chunk:
     dropped: list[Told] = field(default_factory=list)
     sums: Counter[str] = field(default_factory=Counter)  # COUNTED, over all samples of `main`
     unused: Counter[str] = field(default_factory=Counter)  # field -> rows in which it holds something no reader takes
+    media: Any = None  # data/vision's columns of the samples in `main`
+
+
+class MoreFiles(Protocol):
+    """What a job writes into a cache folder beside ids and labels."""
+
+    def add(self, chunk: Chunk) -> None: ...
+    def finish(self, report: DataReport) -> None: ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 
 from erniekit.data.formats import FORMATS, Detected, detect, parse, parse_pair, rows
 from erniekit.data.preference import Preference
@@ -22,7 +23,7 @@ _SHOWN = 20  # bad rows printed per file
 def data_command(args: list[str]) -> int:
     """Exit code 0 when every row of every file is usable, 1 when some are not."""
     given = data_parser().parse_args(args)
-    return max([_check(path, given.type) for path in given.files])
+    return max([_check(path, given) for path in given.files])
 
 
 def data_parser() -> argparse.ArgumentParser:
@@ -30,11 +31,16 @@ def data_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .gz of either, .parquet")
     parser.add_argument("--type", choices=list(FORMATS), help="read as this format instead of detecting it")
+    parser.add_argument("--model", metavar="DIR", help="count the tokens of rows with pictures as this model does")
+    parser.add_argument("--pixels", type=int, metavar="N", help="most pixels of a picture; the model's own")
+    parser.add_argument("--length", type=int, default=8192, metavar="N", help="which rows would be cut; 8192")
     return parser
 
 
-def _check(path: str, format: str | None) -> int:
-    found = detect(path) if format is None else _as_given(path, format)
+def _check(path: str, given: argparse.Namespace) -> int:
+    found = detect(path, vision=True) if given.type is None else _as_given(path, given.type)
+    if found.vision:
+        return _check_vision(path, found, given)
     total = examples = 0
     kinds: Counter[str] = Counter()
     shown: list[RowProblem] = []
@@ -71,19 +77,37 @@ def _check(path: str, format: str | None) -> int:
         say(f"  {unused_line(unused)}")
     for line_of_text in pairs.lines():
         say(f"  {line_of_text}")
+    _say_bad(shown, kinds)
+    return 1 if bad else 0
+
+
+def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
+    from erniekit.data.vision.budget import budget_lines, measure, model_rules
+
+    model = Path(given.model).expanduser() if given.model else None
+    rules = model_rules(model, given.pixels)
+    told = measure(path, found.format, rules, given.length, model)
+    say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
+    for line in budget_lines(path, told, rules, given.length, model is not None):
+        say(line)
+    _say_bad(told.bad, told.kinds)
+    return 1 if told.kinds else 0
+
+
+def _say_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
     for problem in shown:
         say(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
-    if bad > len(shown):
-        say(f"  ... and {bad - len(shown):,} more: " + ", ".join(f"{k} {n:,}" for k, n in kinds.most_common()))
-    return 1 if bad else 0
+    if kinds.total() > len(shown):
+        more = ", ".join(f"{k} {n:,}" for k, n in kinds.most_common())
+        say(f"  ... and {kinds.total() - len(shown):,} more: {more}")
 
 
 def _as_given(path: str, format: str) -> Detected:
     try:
-        preference = detect(path).preference
+        found = detect(path, vision=True)
     except DataError:
-        preference = False
-    return Detected(format, "as given", preference)
+        return Detected(format, "as given")
+    return Detected(format, "as given", found.preference, found.vision)
 
 
 class _Pairs:

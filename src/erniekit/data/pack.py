@@ -49,12 +49,32 @@ def fill_in_order(lengths: Sequence[int], room: int) -> list[int]:
     return bins
 
 
+def fill_both(lengths: Sequence[int], room: int, costs: Sequence[int], most: int, greedy: bool) -> list[int]:
+    """As the two above, with a second budget: the costs of a bin are `most` at most, or those of one sample that costs
+    more by itself."""
+    free: list[list[int]] = []  # of each bin: room, cost left
+    bins = []
+    for length, cost in zip(lengths, costs):
+        open_ = range(len(free)) if greedy else range(max(0, len(free) - 1), len(free))
+        fits = [b for b in open_ if length <= free[b][0] and cost <= free[b][1]]
+        if fits:
+            bin_ = max(fits, key=lambda b: (free[b][0], -b))
+        else:
+            bin_ = len(free)
+            free.append([room, most])
+        free[bin_][0] -= length
+        free[bin_][1] -= cost
+        bins.append(bin_)
+    return bins
+
+
 class PackStream:
     """`stream[p]` is pack p. Packs are made window by window along the order, and no window crosses an epoch.
 
     greedy: windows of `buffer_size` samples, each by `fill_greedy`; off: the whole epoch by `fill_in_order`.
     `packing` off: one sample per pack.
     `epochs` bounds the stream (evaluation: 1); without it there is always a next pack.
+    costs: of each sample, beside its tokens (patches); a pack has `max_cost` of them at most.
     """
 
     def __init__(
@@ -67,6 +87,8 @@ class PackStream:
         greedy: bool = True,
         buffer_size: int = 500,
         epochs: int | None = None,
+        costs: Sequence[np.ndarray] = (),
+        max_cost: int | None = None,
     ) -> None:
         for number, source in enumerate(lengths):
             if len(source) and int(source.max()) > max_seq_len:
@@ -77,6 +99,7 @@ class PackStream:
                 )
         self.order, self.lengths, self.max_seq_len, self.epochs = order, list(lengths), max_seq_len, epochs
         self.packing, self.greedy, self.buffer_size = packing, greedy, buffer_size
+        self.costs, self.max_cost = list(costs) if max_cost else [], max_cost or 0
         self._epoch = order.epoch_size()
         self._starts = [0]  # position where window w begins ...
         self._first = [0]  # ... and the number of its first pack
@@ -150,7 +173,7 @@ class PackStream:
                 return source, index, list(range(len(index))), count
             if self.greedy:
                 return *self._greedy(source, index), count
-            bins = fill_in_order(self._lengths(source, index), self.max_seq_len)
+            bins = self._fill(source, index, False)
             if count == left:
                 return source, index, bins, count
             if bins and bins[-1] > 0:  # the last pack may go on: it begins the next window
@@ -159,13 +182,20 @@ class PackStream:
             count = min(2 * count, left)
 
     def _greedy(self, source: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        return source, index, fill_greedy(self._lengths(source, index), self.max_seq_len)
+        return source, index, self._fill(source, index, True)
 
-    def _lengths(self, source: np.ndarray, index: np.ndarray) -> list[int]:
-        if len(self.lengths) == 1:
-            return self.lengths[0][index].tolist()
+    def _fill(self, source: np.ndarray, index: np.ndarray, greedy: bool) -> list[int]:
+        lengths = self._of(self.lengths, source, index)
+        if self.costs:
+            return fill_both(lengths, self.max_seq_len, self._of(self.costs, source, index), self.max_cost, greedy)
+        return (fill_greedy if greedy else fill_in_order)(lengths, self.max_seq_len)
+
+    @staticmethod
+    def _of(numbers: Sequence[np.ndarray], source: np.ndarray, index: np.ndarray) -> list[int]:
+        if len(numbers) == 1:
+            return numbers[0][index].tolist()
         out = np.empty(len(index), dtype=np.int64)
         for s in np.unique(source):
             here = source == s
-            out[here] = self.lengths[s][index[here]]
+            out[here] = numbers[s][index[here]]
         return out.tolist()

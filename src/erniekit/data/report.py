@@ -45,6 +45,11 @@ class DataReport:
     # preference data only: prompt, chosen, rejected -> median, p95, max tokens; and pairs whose chosen answer is longer
     pair_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     chosen_longer: int = 0
+    # rows with pictures only
+    pictures: int = 0
+    videos: int = 0
+    vision_tokens: int = 0  # of pictures, frames and the marks around them
+    patches: int = 0
     seconds: float = 0.0  # of tokenising, when it was done
     from_cache: bool = False
 
@@ -113,6 +118,12 @@ class DataReport:
             top = max(n for _, n in self.histogram)
             bars = "".join(_BARS[-(-8 * n // top)] for _, n in self.histogram)
             out.append(f"  tokens a {what[:-1]}: {told}  {bars} (to {self.histogram[-1][0]:,})")
+        if self.pictures or self.videos:
+            share = self.vision_tokens / self.tokens if self.tokens else 0
+            out.append(
+                f"  seen: {self.pictures:,} pictures, {self.videos:,} videos, {short(self.patches)} patches, "
+                f"{short(self.vision_tokens)} tokens ({share:.0%} of all)"
+            )
         if self.pair_lengths:
             median = ", ".join(f"{name} {told['median']:,}" for name, told in self.pair_lengths.items())
             most = ", ".join(f"{told['max']:,}" for told in self.pair_lengths.values())

@@ -38,6 +38,8 @@ _READ = 1 << 20
 class TokenSource:
     """Samples of one file, read by position: what is resident does not grow with the file or with use."""
 
+    patches: np.ndarray | None = None  # of each sample's pictures, where it has some
+
     def __init__(self, folder: Path, report: DataReport) -> None:
         self.folder, self.report = folder, report
         self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
@@ -49,12 +51,17 @@ class TokenSource:
     def path(self) -> str:
         return self.report.file
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the content, and of all that turns it into samples."""
+        return self.folder.name
+
     def __len__(self) -> int:
         return self.report.samples
 
     def sample(self, index: int) -> Sample:
         start, count = int(self._offsets[index]), int(self.lengths[index])
-        ids, labels = (np.frombuffer(os.pread(f, 4 * count, 4 * start), np.int32) for f in self._files)
+        ids, labels = (np.frombuffer(os.pread(f, 4 * count, 4 * start), np.int32) for f in self._files[:2])
         if len(ids) != count or len(labels) != count:
             raise DataError("the token cache was changed while in use", where=str(self.folder), fix="start again")
         return Sample(ids, labels)
@@ -108,7 +115,20 @@ def open_source(
     format = format or _detected(path, pairs is not None)
     (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
     job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
-    content, lines = digest_of(path)
+    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
+    return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+
+
+def tokenised(
+    job: TokeniseJob,
+    cache_dir: str | Path | None,
+    num_proc: int | None,
+    max_bad_fraction: float,
+    bad_rows_path: str | Path | None,
+    append_bad_rows: bool,
+) -> tuple[Path, DataReport]:
+    """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
+    content, lines = digest_of(Path(job.path))
     folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
     report = _opened(folder, job)
     if report is None:
@@ -117,7 +137,7 @@ def open_source(
     if bad_rows_path:
         _list_bad_rows(folder, report, listed, append_bad_rows)
     report.check(max_bad_fraction, listed)
-    return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+    return folder, report
 
 
 def open_sources(
@@ -183,6 +203,7 @@ def _key(job: TokeniseJob, content: str) -> str:
         "compat": job.compat,
         "thinking": job.thinking,
         "pairs": asdict(job.pairs) if job.pairs else None,
+        **job.more_key(),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -191,7 +212,7 @@ def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
     """The report of a whole cache folder; None when there is none, or it is damaged."""
     try:
         told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        if not sealed.intact(folder, told["files"]):
+        if not sealed.intact(folder, told["files"]) or not job.is_current(folder):
             return None
         report = DataReport.from_dict(told["report"], job.path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

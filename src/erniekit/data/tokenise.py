@@ -21,14 +21,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Generic, Literal, Protocol, TypeVar
+from typing import IO, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from erniekit import heartbeat, log
 from erniekit.data.assemble import Assembled, Dropped, assemble
-from erniekit.data.chunks import COUNTED, Arrays, Chunk
+from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
 from erniekit.data.formats import parse, parse_pair, rows
 from erniekit.data.long_rows import LongRow
 from erniekit.data.preference import PARTS, PairRules, Preference
@@ -75,9 +75,27 @@ class TokeniseJob:
     compat: bool
     pairs: PairRules | None = None  # rows are preferences
     thinking: Thinking = "all"
+    chunk_rows: ClassVar[int] = CHUNK_ROWS
+
+    @property
+    def two_forms(self) -> bool:
+        """Rows with a system text have a second form without it (see compat.py)."""
+        return self.compat
 
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
+
+    def more_files(self, folder: Path) -> MoreFiles | None:
+        """Beside ids and labels."""
+        return None
+
+    def more_key(self) -> dict[str, Any]:
+        """What the cache's key holds beside this class's own fields."""
+        return {}
+
+    def is_current(self, folder: Path) -> bool:
+        """Whether what the rows refer to is as it was when `folder` was written."""
+        return True
 
     def read(self, raw: Any, line: int) -> Sequence[Conversation | Preference] | RowProblem:
         if self.pairs is None:
@@ -168,17 +186,27 @@ class SampleWriter:
 class Writer:
     """Appends chunks to a cache folder. Second forms are kept apart and come last, behind all first forms."""
 
-    def __init__(self, job: TokeniseJob, main: SampleWriter, later: SampleWriter, bad_rows: IO[str]) -> None:
+    def __init__(
+        self,
+        job: TokeniseJob,
+        main: SampleWriter,
+        later: SampleWriter,
+        bad_rows: IO[str],
+        more: MoreFiles | None = None,
+    ) -> None:
         self.job, self.main, self.later, self.bad_rows = job, main, later, bad_rows
         self._forms = [np.zeros((0, 2), np.int64)]
         self._bad: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
         self.report = DataReport(job.path, job.format, thinking=job.thinking)
+        self.more = more
 
     def add(self, chunk: Chunk) -> None:
         report, forms = self.report, np.array(chunk.forms, np.int64).reshape(-1, 2)
-        if self.job.compat:
+        if self.more is not None:
+            self.more.add(chunk)
+        if self.job.two_forms:
             forms[forms >= 0] += self.main.count
             forms[forms <= -2] -= self.later.count
             self._forms.append(forms)
@@ -209,7 +237,9 @@ class Writer:
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))
-        if self.job.compat:
+        if self.more is not None:
+            self.more.finish(self.report)
+        if self.job.two_forms:
             forms = np.concatenate(self._forms)
             forms[forms <= -2] = self.main.count - 2 - forms[forms <= -2]
             np.save(folder / FORMS, forms)
@@ -221,17 +251,17 @@ class Writer:
 
 def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
     """Fill `folder` from `job.path`; only a few chunks per core are in memory at a time."""
-    chunks = _cut(rows(job.path))
+    chunks = _cut(rows(job.path), job.chunk_rows)
     head = list(islice(chunks, 2))
     if len(head) < 2 or num_proc < 2:  # a worker's start would cost more than it saves
-        made: Iterable[Chunk] = (tokenise_rows(batch, job) for batch in chain(head, chunks))
+        made: Iterable[Chunk] = (job.work(batch) for batch in chain(head, chunks))
     else:
         made = in_parallel(chain(head, chunks), job, num_proc)
     with ExitStack() as stack:
         main = SampleWriter(*(stack.enter_context(open(folder / name, "wb")) for name in (IDS, LABELS)))
         later = SampleWriter(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
         bad_rows = stack.enter_context(open(folder / BAD_ROWS, "w", encoding="utf-8"))
-        writer = Writer(job, main, later, bad_rows)
+        writer = Writer(job, main, later, bad_rows, job.more_files(folder))
         bar = tqdm(
             total=expected_rows,
             desc=f"tokenising {Path(job.path).name}",
@@ -250,13 +280,13 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
         return writer.finish(folder)
 
 
-def _cut(lines: Iterator[tuple[int, Any]]) -> Iterator[Rows]:
+def _cut(lines: Iterator[tuple[int, Any]], most: int) -> Iterator[Rows]:
     batch: Rows = []
     size = 0
     for line, raw in lines:
         batch.append((line, raw))
         size += len(raw) if isinstance(raw, (bytes, str)) else 0
-        if len(batch) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+        if len(batch) >= most or size >= CHUNK_BYTES:
             yield batch
             batch, size = [], 0
     if batch:

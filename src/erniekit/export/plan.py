@@ -107,7 +107,8 @@ def _folder_of(cfg: RunConfig) -> str:
     if cfg.export.format == "gguf":
         return f"gguf-{cfg.export.gguf_type}"
     grid = cfg.export.merge_grid
-    return "export" if grid == BF16 else f"export-{grid.replace('/', '-')}"  # another result than the exact merge
+    # Another result than the exact merge, and than `export-fp8` of a run in fp8.
+    return "export" if grid == BF16 else f"export-{grid.replace('/', '-')}-grid"
 
 
 def destination(output_dir: Path, folder: str = "export") -> Path:

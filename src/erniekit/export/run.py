@@ -102,7 +102,7 @@ def export(
     folders = (adapters,) if isinstance(adapters, Path) else tuple(adapters or ())
     rounded = grid != BF16
     if rounded and not folders:
-        raise ConfigError(f"merge_grid: {grid} rounds merged weights; there is no adapter to merge", fix="leave it out")
+        raise no_adapter(grid)
     if rounded and gguf:
         raise ConfigError(
             f"merge_grid: {grid} and format: gguf each round weights in a way of their own",
@@ -123,9 +123,15 @@ def export(
     whole = combined(loaded) if loaded else None
     size = sum(file.stat().st_size for file in set(source.files.values()))
     info: dict[str, Any] = {"base": str(base), "adapters": [str(folder) for folder in folders], "layout": layout}
+    if gguf:
+        info["gguf"] = gguf
     if rounded:
         info["merge_grid"] = grid
         whole = probe = None
+    if source.quantised:
+        static = any(weight.scheme.static_inputs for weight in source.quantised.values())
+        say("note     the weights are quantised: they are written dequantised" + (", and inputs unrounded" * static))
+        probe = None if static and not folders else probe  # it was measured with rounded inputs
     as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
     merge = _Merge(source, updates, grid, rounded=as_gguf is None)
     proofs: list[Proof | GgufProof] = []
@@ -160,6 +166,14 @@ def export(
         publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
     _tell(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
     return out
+
+
+def no_adapter(grid: str) -> ConfigError:
+    return ConfigError(
+        f"merge_grid: {grid} rounds merged weights; there is no adapter to merge",
+        where="merge_grid",
+        fix="leave it out",
+    )
 
 
 def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequence[Adapter]) -> None:

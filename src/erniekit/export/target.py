@@ -1,22 +1,29 @@
-"""The folder an export goes to: what may be replaced there, and one export at a time. Used by run.py."""
+"""The folder an export or a quantised model goes to: what may be replaced there, and one such command at a time.
+
+Used by run.py and by quantize/.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.lock import RunLock
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, NoManifest
 from erniekit.errors import CheckpointError
 from erniekit.files.record import NotOurs, some
+from erniekit.log import say
+
+EXPORT, QUANTIZE = "export", "quantize"
 
 
-def check_target(target: Path, sources: Sequence[Path]) -> None:
-    """Raises unless `target` is absent, empty, or an earlier export as it was written; changes nothing."""
+def check_target(target: Path, sources: Sequence[Path], command: str = EXPORT) -> None:
+    """Raises unless `target` is absent, empty, or an earlier result of this command, unchanged; changes nothing."""
     real = Path(os.path.realpath(target))
     for source in sources:
         if Path(os.path.realpath(source)).is_relative_to(real):
@@ -25,18 +32,19 @@ def check_target(target: Path, sources: Sequence[Path]) -> None:
                 where=f"{target} holds {source}",
                 fix="choose another output_dir, or move the source elsewhere",
             )
-    check_replaceable(target)
+    check_replaceable(target, command)
 
 
-def check_replaceable(target: Path) -> None:
+def check_replaceable(target: Path, command: str = EXPORT) -> None:
     if not os.path.lexists(target):
         return
-    reason = _foreign(target)
+    reason = _foreign(target, command)
     if reason:
         raise NotOurs(
             f"{target.name} exists and {reason}",
             where=str(target),
-            fix="move it away, or choose another output_dir: only an unchanged earlier export is replaced",
+            fix="move it away, or choose another output_dir: only an unchanged earlier result of "
+            f"`erniekit {command}` is replaced",
         )
 
 
@@ -53,11 +61,27 @@ def one_export(target: Path) -> Iterator[None]:
                 where=str(target.parent),
                 fix="make the folder writable, or choose another output_dir",
             ) from error
+        _tell_replaced(target)
         yield
 
 
-def _foreign(target: Path) -> str:
-    """Why it is not an earlier export of ours, as the end of a sentence; "" where it is."""
+def _tell_replaced(target: Path) -> None:
+    if not (target / MANIFEST).is_file():
+        return
+    try:
+        info = manifest.load(target).info
+    except (Damaged, NoManifest):  # refused by check_target
+        return
+    kind = next((f"{word} {info[word]}, " for word in ("quant", "gguf", "merge_grid", "layout") if word in info), "")
+    say(f"note     {target} holds an earlier result ({kind}of {info.get('base', '?')}): it is replaced")
+
+
+def _made_by(info: Mapping[str, Any]) -> str:
+    return QUANTIZE if "method" in info else EXPORT
+
+
+def _foreign(target: Path, command: str) -> str:
+    """Why it is not an earlier result of this command, as the end of a sentence; "" where it is."""
     if target.is_symlink():
         return "is a link"
     if not target.is_dir():
@@ -77,6 +101,8 @@ def _foreign(target: Path) -> str:
         return f"holds {some(sorted(found))}, not written by an export"
     if "step" in written.info or "state.json" in written.files:
         return "is a checkpoint"
+    if (by := _made_by(written.info)) != command:
+        return f"is a result of `erniekit {by}`"
     listed = written.files
     unlisted = sorted(found - {MANIFEST, *listed})
     return f"holds {some(unlisted)}, not written by the export" if unlisted else ""

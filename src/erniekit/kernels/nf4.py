@@ -63,6 +63,19 @@ def decode(codes: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tor
     return out
 
 
+def encode_flat(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as one row, as bitsandbytes' files have it: the last block may be shorter, and of an odd number the last
+    half byte is empty. codes [count / 2, rounded up], absmax [count / BLOCK, rounded up]."""
+    flat = weight.reshape(-1)
+    codes, absmax = encode(torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)))
+    return codes[: -(-len(flat) // 2)], absmax
+
+
+def decode_flat(codes: torch.Tensor, absmax: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count]."""
+    return decode(torch.nn.functional.pad(codes, (0, -len(codes) % (BLOCK // 2))), absmax, dtype)[:count]
+
+
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Codes below 16, two a byte: the earlier in the high half."""
     return codes[..., 0::2] << 4 | codes[..., 1::2]

@@ -37,6 +37,32 @@ def cos_sin(positions: torch.Tensor, freq: torch.Tensor) -> tuple[torch.Tensor, 
     return angles.cos(), angles.sin()
 
 
+def cos_sin_of_axes(
+    positions: torch.Tensor, freq: torch.Tensor, sections: tuple[int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [B, L, 3] (t, h, w) -> cos, sin [B, L, 1, D/2] in fp32. sections: slots turned by h, by w and by t; the
+    first two alternate, the last are the slowest."""
+    by_side, by_time = sections[0] + sections[1], sections[2]
+    axes = torch.tensor([1 + slot % 2 for slot in range(by_side)] + [0] * by_time, device=positions.device)
+    angles = (positions.float()[..., axes] * freq)[:, :, None, :]
+    return angles.cos(), angles.sin()
+
+
+def frame_cos_sin(
+    grids: list[tuple[int, int, int]], merge: int, head_dim: int, theta: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches' two-dimensional positions in their frames -> cos, sin [P, 1, D/2] in fp32: the first half of the slots
+    is turned by the row, the second by the column. Patches come in merge x merge blocks."""
+    freq = inverse_frequencies(head_dim // 2, theta, None, device)
+    places = [torch.zeros(0, 2, dtype=torch.int64)]
+    for t, h, w in grids:
+        row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        both = torch.stack((row, column), -1).view(h // merge, merge, w // merge, merge, 2)
+        places.append(both.transpose(1, 2).reshape(-1, 2).repeat(t, 1))
+    angles = (torch.cat(places).to(device)[..., None].float() * freq).flatten(1)[:, None, :]
+    return angles.cos(), angles.sin()
+
+
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """ERNIE: channels (2i, 2i+1) form a pair; rotated in fp32 and cast back. x [B, L, N, D]."""
     x32 = x.float()

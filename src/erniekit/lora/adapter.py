@@ -14,7 +14,7 @@ from torch import nn
 from erniekit.errors import CheckpointError
 from erniekit.lora.inject import PairShape, lora_linears, lora_state, wrap
 from erniekit.lora.layers import Pair
-from erniekit.lora.projections import Projection, projections, short_names
+from erniekit.lora.projections import Projection, projections, short_names, word_of
 from erniekit.lora.settings import LoRASettings
 
 
@@ -166,7 +166,7 @@ def _check_experts(model: nn.Module, present: dict[Projection, LowRank], adapter
 
 
 def _parts(adapter: Adapter) -> list[str]:
-    return sorted({public.rpartition(".")[2] for public in adapter.updates})
+    return sorted({word_of(public) for public in adapter.updates})
 
 
 def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:

@@ -12,7 +12,9 @@ from torch import nn
 from erniekit.lora.inject import is_lora, lora_linears
 from erniekit.lora.projections import Projection, projections
 
-GROUPS = ("attention", "mlp", "dense mlp", "shared experts", "routed experts", "router")
+GROUPS = (
+    "attention", "mlp", "dense mlp", "shared experts", "routed experts", "vision experts", "resampler", "router"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,10 @@ def _group(p: Projection, sparse: bool) -> str:
         return "router"
     if ".self_attn." in p.public:
         return "attention"
+    if p.module.startswith("resampler."):
+        return "resampler"
     if p.expert is not None:
-        return "routed experts"
+        return "vision experts" if ".vision." in p.module else "routed experts"
     if ".shared_experts." in p.public:
         return "shared experts"
     return "dense mlp" if sparse else "mlp"
@@ -117,6 +121,7 @@ def _never(model: nn.Module, everything: list[Projection]) -> CoverageRow:
     weights = {p.weight for p in everything} | {p.module + ".base.weight" for p in everything}
     rest = {n: p for n, p in model.named_parameters() if n not in weights and not is_lora(n)}
     kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias", "mtp layers": "mtp."}
+    kinds |= {"vision tower": "tower."}
     named = [kind for kind, word in kinds.items() if any(word in name for name in rest)]
     return CoverageRow("rest", {}, dict.fromkeys(named, 0), (), 0, sum(p.numel() for p in rest.values()))
 
@@ -128,4 +133,4 @@ def _shown(row: CoverageRow, part: str) -> str:
 
 
 def _word(part: str) -> str:
-    return part.removesuffix("_proj")
+    return part.removesuffix("_proj").replace("_linear_", ".")

@@ -1,4 +1,5 @@
-"""The frozen side of LoRA in other stored kinds than plain: `frozen_base`. Called by recipes/build.py.
+"""The frozen side of LoRA in other stored kinds than plain: `frozen_base`. Called by recipes/build.py;
+`packing` by chat, server and eval.
 
 The plain weights are never whole in the device's memory: each is packed as it is filled. Whatever needs them (merging,
 exporting, resuming) reads them from their folder. Embeddings, head, norms, routers and layers without adapters stay
@@ -12,12 +13,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import ConfigError
 from erniekit.kernels.stored import PLAIN, kind_named
+from erniekit.log import say, warn
 from erniekit.lora.layers import LoRAExperts, LoRALinear
-from erniekit.weight_kinds import kinds_of, with_products
+from erniekit.models.layers.linear import HoldsWeight, packed_layers
+from erniekit.weight_kinds import BF16, kinds_of, with_products
 
-_ROLES = {"experts": "experts", "shared": "shared", "attn": "attention"}  # by a word of a layer's name
+# By a word of a layer's name, the first that counts. What sees has roles that no base packs.
+_ROLES = {"tower": "tower", "resampler": "resampler", "experts": "experts", "shared": "shared", "attn": "attention"}
 
 
 def role_of(name: str) -> str:
@@ -38,10 +43,48 @@ def check(base: str, products: str, device: torch.device, experts: bool, where: 
 
 def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
     """A weight [rows, in] as `base` would keep it, unpacked to its dtype; as it is where that keeps it plain."""
-    kind = kind_named(kinds_of(base)[role_of(name)])
+    kind = kind_named(kinds_of(base).get(role_of(name), PLAIN))
     if kind.name == PLAIN or not kind.fits(*weight.shape):
         return weight
     return kind.unpack(kind.pack(weight), weight.dtype)
+
+
+def store_linears(model: nn.Module, base: str) -> list[str]:
+    """The same for a model that only answers: every linear and expert of its layers, adapted or not. The head, routers
+    and layers that predict further tokens stay plain."""
+    left, kinds = [], kinds_of(base)
+    for name, layer in model.named_modules():
+        if not name.startswith("layers.") or not isinstance(layer, HoldsWeight):
+            continue
+        kind, experts = kind_named(kinds[role_of(name)]), getattr(layer, "experts", 1)
+        if kind.name == PLAIN:
+            continue
+        rows, width = layer.held_shape
+        if kind.fits(rows // experts, width):
+            layer.store_as(kind.name)
+        else:
+            left.append(name)
+    return left
+
+
+def packing(
+    weights: ModelFolder, base: str, device: str | torch.device, tell: Callable[[str], object] = say
+) -> Callable[[nn.Module], None] | None:
+    """What `ModelFolder.build` takes to keep weights as `base` does; None: as they are."""
+    if base == BF16:
+        return None
+    if weights.quantised:
+        warn(f"these weights are quantised already: they are not packed as {base} on top of that")
+        return None
+    check(base, BF16, torch.device(device), weights.config.moe is not None, str(weights.path))
+
+    def store(model: nn.Module) -> None:
+        left = store_linears(model, base)
+        kinds = sorted({layer.kind for layer in packed_layers(model).values()})
+        odd = f"; {left[0]} and {len(left) - 1} more do not have the widths for it" if left else ""
+        tell(f"weights  packed as {base} when read: {' and '.join(kinds) or 'none'}, the rest as stored{odd}")
+
+    return store
 
 
 def store_frozen(
@@ -55,7 +98,7 @@ def store_frozen(
     for name, layer in model.named_modules():
         if not isinstance(layer, (LoRALinear, LoRAExperts)) or layer.base.weight is None:
             continue
-        kind = kinds[role_of(name)]
+        kind = kinds.get(role_of(name), PLAIN)
         if kind == PLAIN:
             continue
         widths = list(shapes(f"{name}.weight"))

@@ -6,12 +6,12 @@ Called by recipes/build.py (training) and through adapter.py by chat, export and
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from erniekit.lora.layers import SHARED, LoRALayer, LoRARouter, Pair, experts_of, kind_of, layer_parts
+from erniekit.lora.layers import SHARED, LoRALayer, LoRARouter, Pair, experts_of, kind_of, layer_parts, weight_like
 from erniekit.lora.projections import Projection, select
 from erniekit.lora.settings import LoRASettings
 
@@ -43,7 +43,7 @@ def wrap(model: nn.Module, shapes: dict[Projection, PairShape], shared_a: bool) 
     for name, named in by_module.items():
         parts = list(named.values())
         base = model.get_submodule(name)
-        kind, weight = kind_of(base), cast("torch.Tensor", base.weight)
+        kind, weight = kind_of(base), weight_like(base, usual)
         assert kind is not None, f"{name} is adapted already"
         # A router keeps fp32 weights in a 16-bit model; its adapters are saved with all others, so they are as those.
         dtype = usual if kind is LoRARouter else None

@@ -19,7 +19,7 @@ from erniekit.kernels.expert_mlp import Update
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
 from erniekit.kernels.stored import Stored
 from erniekit.models.layers.experts import ExpertLinear
-from erniekit.models.layers.linear import Linear, is_watched
+from erniekit.models.layers.linear import HoldsWeight, Linear, is_watched
 from erniekit.models.layers.router import Router, Routing
 
 SHARED = "shared"  # the key of a pair whose one A serves several projections
@@ -169,10 +169,10 @@ class LoRARouter(LoRALayer):
         except AttributeError:  # whatever else is asked of a router: how many experts, its bias
             return getattr(super().__getattr__("base"), name)
 
-    def forward(self, x_TH: torch.Tensor) -> Routing:
+    def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
         with torch.autocast(x_TH.device.type, enabled=False):
             weight = self.weight
-        return cast("Routing", functional_call(self.base, {"weight": weight}, (x_TH,)))
+        return cast("Routing", functional_call(self.base, {"weight": weight}, (x_TH, bias)))
 
 
 KINDS: dict[type[nn.Module], type[LoRALayer]] = {
@@ -189,8 +189,14 @@ def kind_of(base: nn.Module) -> type[LoRALayer] | None:
 
 def layer_parts(base: nn.Module, name: str) -> Parts:
     """The public projections inside a layer (of one expert, where it has several): its parts, or itself as `name`."""
-    weight = cast("torch.Tensor", base.weight)
-    return cast("Parts", getattr(base, "parts", ((name, weight.shape[0]),)))
+    return cast("Parts", getattr(base, "parts", ((name, weight_like(base).shape[0]),)))
+
+
+def weight_like(base: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A layer's weight, or where that is packed a view without memory of its shape and device."""
+    if isinstance(base, HoldsWeight) and base.weight is None:
+        return cast("torch.Tensor", base.packed_data).new_empty((), dtype=dtype).expand(base.held_shape)
+    return cast("torch.Tensor", base.weight)
 
 
 def experts_of(base: nn.Module) -> int:

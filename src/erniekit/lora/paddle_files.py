@@ -18,7 +18,7 @@ from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 from erniekit.lora.adapter import Adapter, LowRank, places
 from erniekit.lora.adapter_config import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
-from erniekit.lora.projections import Projection, config_of, projections, short_names
+from erniekit.lora.projections import Projection, config_of, projections, short_names, word_of
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 from erniekit.models import MODELS
@@ -126,8 +126,8 @@ def _config(
     """A higher, stacked rank needs an alpha that keeps the scale; `rslora` is spelt out in it then."""
     same = rank == adapter.rank
     alpha = adapter.alpha if same else alpha_of(adapter.scale, rank, rslora=False)
-    words = {name.rpartition(".")[2] for name in linears}
-    everywhere = {n for n in fused_linears(model) if n.rpartition(".")[2] in words} == set(linears)
+    words = {word_of(name) for name in linears}
+    everywhere = {n for n in fused_linears(model) if word_of(n) in words} == set(linears)
     # A router's name is part of other names.
     patterns = [f".*{w}.*" if w.endswith("_proj") else rf".*\.{w}" for w in sorted(words)]
     targets = patterns if everywhere else [re.escape(n) for n in linears]
@@ -188,7 +188,7 @@ def _as_noted(adapter: Adapter, note: Any, model: nn.Module) -> Adapter:
     names, r = set(note["projections"]), settings.rank
     updates = {}
     for fused in fused_linears(model).values():
-        kept = [p for p in fused.parts if p.public in adapter.updates and {p.part, p.public} & names]
+        kept = [p for p in fused.parts if p.public in adapter.updates and {p.word, p.public} & names]
         for i, p in enumerate(kept):
             first = i * r if note["stacked"] else 0
             whole, block = adapter.updates[p.public], slice(first, first + r)

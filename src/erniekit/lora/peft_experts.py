@@ -94,7 +94,7 @@ def completed(adapter: Adapter, model: nn.Module) -> Adapter:
     by_expert: dict[tuple[str, int], list[Projection]] = {}
     for p in projections(model):
         if p.expert is not None:
-            by_expert.setdefault((parameter_of(p).rpartition(".")[0], p.expert), []).append(p)
+            by_expert.setdefault((p.module.rpartition(".")[0], p.expert), []).append(p)
     for group in by_expert.values():
         like = next((updates[p.public] for p in group if p.part != "down_proj" and p.public in updates), None)
         for p in group:

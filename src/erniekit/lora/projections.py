@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from erniekit.errors import ConfigError
-from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts
+from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts, weight_like
 from erniekit.models import MODELS
 from erniekit.registry import nearest
 
@@ -41,6 +41,11 @@ class Projection:
         return self.module, self.part, self.expert or 0
 
     @property
+    def word(self) -> str:
+        """What a target calls all projections of its kind."""
+        return word_of(self.public)
+
+    @property
     def weight(self) -> str:
         """Our name of the tensor it is a part of, whether adapted or not."""
         return self.module + ".weight"
@@ -48,6 +53,12 @@ class Projection:
     @property
     def rows(self) -> int:
         return self.stop - self.start
+
+
+def word_of(public: str) -> str:
+    """The last word of a name; of a layer that has a number, its list's name as well: spatial_linear.0."""
+    before, _, last = public.rpartition(".")
+    return f"{before.rpartition('.')[2]}.{last}" if last.isdigit() else last
 
 
 def config_of(model: nn.Module) -> DecoderConfig:
@@ -65,7 +76,7 @@ def projections(model: nn.Module) -> list[Projection]:
     found = []
     for entry in spec.names(config, "hf"):
         module_name, _, leaf = entry.ours.rpartition(".")
-        if leaf != "weight" or not module_name.startswith("layers."):
+        if leaf != "weight" or not module_name.startswith(("layers.", "resampler.")):
             continue
         module = model.get_submodule(module_name)
         base: nn.Module = module.base if isinstance(module, LoRALayer) else module
@@ -74,13 +85,13 @@ def projections(model: nn.Module) -> list[Projection]:
             continue
         publics = [name.removesuffix(".weight") for name in entry.theirs]
         paddles = [name.removesuffix(".weight") for name in in_paddle[entry.ours]]
-        parts = layer_parts(base, publics[0].rpartition(".")[2])
+        parts = layer_parts(base, word_of(publics[0]).replace(".", "_"))
         start = 0
         for i, public in enumerate(publics):
             part, rows = parts[i % len(parts)]
-            if part in spec.lora_targets or kind is LoRARouter:
+            if word_of(public) in spec.lora_targets or kind is LoRARouter:
                 paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
-                place = (module_name, part, start, start + rows, base.weight.shape[1])  # type: ignore[union-attr,index]
+                place = (module_name, part, start, start + rows, weight_like(base).shape[1])
                 expert = i // len(parts) if kind is LoRAExperts else None
                 found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))  # type: ignore[arg-type]
             start += rows
@@ -127,8 +138,8 @@ def _need_all_experts(candidates: list[Projection], chosen: set[Projection]) -> 
 def short_names(adapted: Sequence[str], model: nn.Module) -> list[str]:
     """Public paths as PEFT writes targets: last words when every projection of that name is meant, else whole paths."""
     present = set(adapted)
-    words = sorted({public.rpartition(".")[2] for public in adapted})
-    meant = {p.public for p in projections(model) if p.part in words}
+    words = sorted({word_of(public) for public in adapted})
+    meant = {p.public for p in projections(model) if p.word in words}
     return words if meant == present else sorted(present)
 
 
@@ -151,7 +162,7 @@ def _nothing_matches(
     others = {name.rpartition(".")[0] for name in named} - {p.public for p in candidates}
     others |= {"lm_head", "model.embed_tokens"}
     refused = next((name for name in sorted(others) if pattern.fullmatch(name)), None)
-    names = sorted({p.part for p in candidates} | {p.paddle.rpartition(".")[2] for p in candidates})
+    names = sorted({p.word for p in candidates} | {word_of(p.paddle) for p in candidates})
     if refused is not None:
         return ConfigError(
             f"{target!r} names {refused}, which LoRA does not adapt: adapters go on attention, MLP and expert "

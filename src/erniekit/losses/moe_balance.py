@@ -52,6 +52,7 @@ class RouterLosses(nn.Module):
     sum_over: sums over the ranks that hold other tokens of the same rows (backward: as it is), `parts` of them.
     piece: which of how many slices of a row this rank works on, under sequence parallelism.
     whole_batch: ERNIEKit's way, one mean over all positions of a micro-batch, padding too.
+    modal: `ctx.real` tells this bank's own tokens; means are over those, and rows without one have no term.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class RouterLosses(nn.Module):
         parts: int = 1,
         piece: tuple[int, int] = (0, 1),
         whole_batch: bool = False,
+        modal: bool = False,
     ) -> None:
         super().__init__()
         self.weights, self.share = weights, share
         self.sum_over, self.parts, self.piece, self.whole_batch = sum_over, parts, piece, whole_batch
+        self.modal = modal
 
     def forward(self, y_BLH: torch.Tensor, routing: Any, router: Any, ctx: Any) -> torch.Tensor:
         if ctx.record is None:  # evaluation
@@ -90,17 +93,32 @@ class RouterLosses(nn.Module):
 
     def _terms(
         self, routing: Any, router: Any, B: int, real: torch.Tensor | None
-    ) -> dict[str, tuple[torch.Tensor, int]]:
+    ) -> dict[str, tuple[torch.Tensor, Any]]:
         """Each term's sum over the rows, and how many those are."""
         w, rows = self.weights, 1 if self.whole_batch else B
-        out: dict[str, tuple[torch.Tensor, int]] = {}
+        out: dict[str, tuple[torch.Tensor, Any]] = {}
         if w.aux or w.z:
-            aux, z = _per_row(routing, router, rows, None if self.whole_batch else real, self.sum_over)
+            masked = real if self.modal or not self.whole_batch else None
+            aux, z = _per_row(routing, router, rows, masked, self.sum_over)
             out |= {"aux": (aux.sum(), rows)} if w.aux else {}
             out |= {"z": (z.sum(), rows)} if w.z else {}
         if w.orthogonal and router.weight.requires_grad:
             out["orthogonal"] = (orthogonal(router.weight) * rows, rows)
+        if self.modal:
+            own = self._rows_with_own(routing.probs.shape[0], rows, real)
+            return {
+                term: (value * own / rows if term == "orthogonal" else value, own)  # type: ignore[misc]
+                for term, (value, _) in out.items()
+            }
         return out
+
+    def _rows_with_own(self, tokens: int, rows: int, real: torch.Tensor | None) -> torch.Tensor:
+        """How many rows hold a token of this modality, on any rank that has a part of them."""
+        if real is None:
+            own = self.share.new_full((rows,), float(tokens > 0))
+        else:
+            own = real.reshape(rows, -1).any(1).float()
+        return (self.sum_over(own) > 0).sum()
 
 
 def _per_row(
@@ -115,7 +133,7 @@ def _per_row(
         tokens = torch.ones_like(routing.probs[:, :1]) if real is None else real.reshape(-1, 1).float()
     z = routing.logits.logsumexp(-1, keepdim=True).square()
     table = torch.cat((routing.probs, z, chosen, torch.ones_like(tokens)), dim=-1) * tokens
-    sums = sum_over(table.view(rows, -1, 2 * E + 2).sum(1))
+    sums = sum_over(table.view(rows, table.shape[0] // rows, 2 * E + 2).sum(1))
     counted = sums[:, -1].detach().clamp(min=1)
     share_of_choices = sums[:, E + 1 : 2 * E + 1].detach() / counted[:, None]
     aux = E * (share_of_choices * sums[:, :E] / counted[:, None]).sum(-1)

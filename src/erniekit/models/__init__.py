@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from erniekit.errors import CheckpointError, LaterError
+from erniekit.errors import CheckpointError
 from erniekit.models.fields import shown
 from erniekit.registry import Registry
 
@@ -16,14 +16,12 @@ MODELS = Registry(
     {
         "ernie4_5": "erniekit.models.ernie_dense:SPEC",
         "ernie4_5_moe": "erniekit.models.ernie_moe:SPEC",
+        "ernie4_5_vl_moe": "erniekit.models.ernie_vl:SPEC",
         "llama": "erniekit.models.llama:SPEC",
     },
 )
-LATER = {
-    "ernie4_5_moe_vl": "ERNIE-4.5-VL",
-    "ernie4_5_vl": "ERNIE-4.5-VL",
-    "ernie4_5_vl_moe": "ERNIE-4.5-VL",
-}
+# What else a family is called in a config.json: releases of ERNIE-4.5-VL and of its first port.
+ALSO = {"ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl": "ernie4_5_vl_moe"}
 
 
 def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
@@ -35,12 +33,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
         )
     if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
         kind = "ernie4_5"
-    if kind in LATER:
-        raise LaterError(
-            f"{LATER[kind]} models (model_type {kind!r}) are not in this version",
-            where=where,
-            fix="use a text model today: " + ", ".join(MODELS),
-        )
+    kind = ALSO.get(kind, kind)
     if kind not in MODELS:
         raise CheckpointError(
             f"model_type {shown(kind)} is not one erniekit knows",

@@ -1,14 +1,59 @@
-"""DecoderConfig: a text model's shape in our words, read from and written to Hugging Face and Paddle `config.json`.
+"""DecoderConfig: a model's shape in our words, read from and written to Hugging Face and Paddle `config.json`.
 
 Made by models/*.py from a folder's config.json; plain numbers, no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from erniekit.models import costs
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class BankShape:
+    """Experts that tokens of another modality than text take, with a router of their own."""
+
+    experts: int
+    width: int
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """The vision tower (a ViT over patches, attention within a frame), the resampler behind it, and their tokens."""
+
+    depth: int
+    width: int
+    heads: int
+    mlp_width: int
+    patch: int = 14  # pixels a side
+    channels: int = 3
+    merge: int = 2  # patches a side that become one token; two frames of a video become one as well
+    eps: float = 1e-6  # of every LayerNorm
+    theta: float = 10000.0
+    mean: tuple[float, ...] = CLIP_MEAN  # of the preprocessor, in its order of channels
+    std: tuple[float, ...] = CLIP_STD
+    image_id: int | None = None  # the token that a feature takes the place of
+    video_id: int | None = None  # the same in a video, where a model has another one for it
+    image_bounds: tuple[int, int] | None = None  # start and end
+    video_bounds: tuple[int, int] | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def patch_size(self) -> int:
+        """Numbers in a patch."""
+        return self.channels * self.patch**2
+
+    @property
+    def merged_width(self) -> int:
+        """Of the patches that become one token, side by side."""
+        return self.width * self.merge**2
 
 
 @dataclass(frozen=True)
@@ -28,6 +73,15 @@ class MoEShape:
     capacity: tuple[float, float, float] | None = None  # None: no token is ever dropped
     fewest: int = 1  # tokens an expert has room for at least, where there is a capacity
     most: int | None = None  # tokens an expert takes at most
+    vision: BankShape | None = None  # what vision tokens take instead; the shared experts are the same
+
+    def of_text(self) -> MoEShape:
+        """The one bank by itself, as a layer holds it: shared experts and the bias of both are beside the banks."""
+        return replace(self, shared_width=0, bias=False, vision=None)
+
+    def of_vision(self) -> MoEShape:
+        assert self.vision is not None
+        return replace(self.of_text(), experts=self.vision.experts, width=self.vision.width)
 
 
 @dataclass(frozen=True)
@@ -55,6 +109,8 @@ class DecoderConfig:
     pad_id: int | None = 0
     moe: MoEShape | None = None
     mtp_layers: int = 0  # extra layers that predict further tokens
+    vision: VisionShape | None = None  # None: a text model
+    mrope: tuple[int, int, int] | None = None  # rotary slots turned by height, width and time; None: one position
     raw: dict[str, Any] = field(default_factory=dict, compare=False)  # config.json as found
     raw_layout: str = "hf"  # which world `raw` came from
 
@@ -66,9 +122,10 @@ class DecoderConfig:
         """Weights in the model; tied embeddings counted once."""
         return costs.parameters(self)
 
-    def active_parameters(self) -> int:
-        """Weights a token meets: its chosen experts only, and no layer that predicts further tokens."""
-        return costs.active_parameters(self)
+    def active_parameters(self, vision: bool = False) -> int:
+        """Weights a token of text (or of a picture) meets in the decoder: its chosen experts only, and no layer that
+        predicts further tokens."""
+        return costs.active_parameters(self, vision)
 
 
 def hf_rope(config: DecoderConfig) -> dict[str, Any]:

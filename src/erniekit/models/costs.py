@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from erniekit.models import vision_costs
 from erniekit.weight_kinds import BF16, BITS, PLAIN, kinds_of
 
 if TYPE_CHECKING:
@@ -50,9 +51,13 @@ class Product(NamedTuple):
     def weights_met(self) -> int:
         return self.met * self.inputs * self.outputs
 
+    def pair(self, rank: int) -> int:
+        """Weights of a LoRA pair beside one copy of it."""
+        return rank * (self.inputs + self.outputs)
+
     def adapter(self, rank: int) -> int:
-        """Weights of a LoRA pair beside it that a token meets."""
-        return self.met * rank * (self.inputs + self.outputs)
+        """Weights of LoRA pairs beside it that a token meets."""
+        return self.met * self.pair(rank)
 
 
 class Seen(NamedTuple):
@@ -61,21 +66,29 @@ class Seen(NamedTuple):
     tokens: int  # padding apart
     trained: int  # labels, which is where the head runs
     sum_squares: int  # of document lengths
+    vision_tokens: int = 0  # of the tokens those that take the vision experts
 
 
 # --- weights
 
 
-def layer_products(c: DecoderConfig, sparse: bool) -> tuple[Product, ...]:
+def layer_products(c: DecoderConfig, sparse: bool, vision: bool = False) -> tuple[Product, ...]:
+    """As a token of text meets them, or one of a picture: experts of the other kind are there and not met."""
     H, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     heads = (("q_proj", H, q), ("k_proj", H, kv), ("v_proj", H, kv), ("o_proj", q, H))
     attention = tuple(Product("attention", *shape) for shape in heads)
     m = c.moe
     if m is None or not sparse:
         return attention + _mlp("mlp", H, c.intermediate_size)
-    router = Product("router", "gate", H, m.experts)
     shared = _mlp("shared", H, m.shared_width) if m.shared_width else ()
-    return (*attention, router, *_mlp("experts", H, m.width, m.experts, m.choices), *shared)
+    text = _bank(H, m.experts, m.width, 0 if vision else m.choices)
+    other = () if m.vision is None else _bank(H, m.vision.experts, m.vision.width, m.choices if vision else 0)
+    return (*attention, *text, *other, *shared)
+
+
+def _bank(hidden: int, experts: int, width: int, choices: int) -> tuple[Product, ...]:
+    router = Product("router", "gate", hidden, experts, met=1 if choices else 0)
+    return (router, *_mlp("experts", hidden, width, experts, choices))
 
 
 def _mlp(kind: str, hidden: int, width: int, copies: int = 1, met: int = 1) -> tuple[Product, ...]:
@@ -102,11 +115,11 @@ def weights(c: DecoderConfig) -> dict[str, int]:
             found[product.kind] += count * product.weights
         found["biases"] += count * _biases(c, products)
         if sparse and c.moe is not None and c.moe.bias:
-            found["biases"] += count * c.moe.experts
+            found["biases"] += count * (c.moe.experts + (c.moe.vision.experts if c.moe.vision else 0))
     dense = layer_products(c, sparse=False)
     one = sum(product.weights for product in dense) + _biases(c, dense) + 2 * H * H + 4 * H
     found["further"] = c.mtp_layers * one
-    return found
+    return found | vision_costs.weights(c)
 
 
 def _biases(c: DecoderConfig, products: Iterable[Product]) -> int:
@@ -119,11 +132,17 @@ def parameters(c: DecoderConfig) -> int:
     return sum(weights(c).values())
 
 
-def active_parameters(c: DecoderConfig) -> int:
-    """Weights a token meets: its chosen experts only, and no layer that predicts further tokens."""
+def active_parameters(c: DecoderConfig, vision: bool = False) -> int:
+    """Weights a token of text (or of a picture) meets in the decoder: its chosen experts only, no layer that predicts
+    further tokens, and nothing of a vision tower, which meets patches."""
     found = weights(c)
-    idle = 0 if c.moe is None else found["experts"] // c.moe.experts * (c.moe.experts - c.moe.choices)
-    return sum(found.values()) - found["further"] - idle
+    idle = 0
+    for sparse, count in _layers(c):
+        idle += count * sum(p.weights - p.weights_met for p in layer_products(c, sparse, vision))
+        if sparse and c.moe is not None and c.moe.bias and c.moe.vision is not None:
+            idle += count * (c.moe.experts if vision else c.moe.vision.experts)
+    apart = ("further", "tower", "resampler")
+    return sum(value for kind, value in found.items() if kind not in apart) - idle
 
 
 def adapters_met(c: DecoderConfig, rank: int) -> int:
@@ -136,15 +155,17 @@ def adapters_met(c: DecoderConfig, rank: int) -> int:
 def adapter_weights(c: DecoderConfig, rank: int) -> int:
     """All of them, every expert's counted."""
     kinds = ((count, layer_products(c, sparse)) for sparse, count in _layers(c))
-    return sum(count * p.copies * p.adapter(rank) // p.met for count, ps in kinds for p in ps if p.kind != "router")
+    return sum(count * p.copies * p.pair(rank) for count, ps in kinds for p in ps if p.kind != "router")
 
 
 def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]]) -> int:
     """The same of adapters that a model has, by the names and sizes of its parameters. A router's update is added to
-    its weight once a step, whatever the tokens: it is no product of theirs."""
+    its weight once a step, whatever the tokens: it is no product of theirs. Of a model that sees, what a token of text
+    meets."""
     total = 0.0
     for name, size in sizes:
-        if ".lora." in name and ".router." not in name:
+        words = name.split(".")
+        if "lora" in words and not {"router", "vision", "resampler"} & set(words):
             total += size * (c.moe.choices / c.moe.experts if c.moe is not None and ".experts." in name else 1)
     return round(total)
 
@@ -152,11 +173,17 @@ def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]]) -> int:
 # --- FLOPs
 
 
-def products_met(c: DecoderConfig, further: int = 0) -> int:
+def products_met(c: DecoderConfig, further: int = 0, vision: bool = False) -> int:
     """Weights that a token is multiplied by, the head apart; further: layers that predict further tokens and train."""
-    trunk = sum(count * p.weights_met for sparse, count in _layers(c) for p in layer_products(c, sparse))
+    trunk = sum(count * p.weights_met for sparse, count in _layers(c) for p in layer_products(c, sparse, vision))
     one = 2 * c.hidden_size**2 + sum(p.weights_met for p in layer_products(c, sparse=False))
     return trunk + further * one
+
+
+def _products(c: DecoderConfig, seen: Seen, further: int) -> int:
+    """Weights times the tokens that are multiplied by them."""
+    of_text = products_met(c, further) * (seen.tokens - seen.vision_tokens)
+    return of_text + (products_met(c, further, vision=True) * seen.vision_tokens if seen.vision_tokens else 0)
 
 
 def attention_work(c: DecoderConfig, sum_squares: int, layers: int) -> float:
@@ -174,7 +201,7 @@ def token_flops(c: DecoderConfig, frozen_base: bool = False) -> int:
 def forward_flops(c: DecoderConfig, seen: Seen, adapters: int = 0, further: int = 0) -> float:
     """adapters: LoRA weights that a token meets. further: layers that predict further tokens, each with a head."""
     heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
-    products = (products_met(c, further) + adapters) * seen.tokens + heads
+    products = _products(c, seen, further) + adapters * seen.tokens + heads
     return FORWARD * products + ATTENTION_FORWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
 
 
@@ -183,7 +210,7 @@ def backward_flops(
 ) -> float:
     """Every input's gradient, though a frozen embedding needs none from the first projections."""
     heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
-    base = products_met(c, further) * seen.tokens + heads
+    base = _products(c, seen, further) + heads
     products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * seen.tokens
     if not frozen_base:
         products += WEIGHT_GRADIENT * base

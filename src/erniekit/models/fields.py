@@ -113,8 +113,8 @@ class Fields:
 
     def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:
         """transformers 5 nests theta and scaling in rope_parameters, older files and Paddle keep them at the top."""
-        nested = self._object("rope_parameters")
-        scaling = nested or self._object("rope_scaling") or self._paddle_scaling()
+        nested = self.object("rope_parameters")
+        scaling = nested or self.object("rope_scaling") or self._paddle_scaling()
         theta = nested.get("rope_theta") or self.raw.get("rope_theta") or default_theta
         theta = float(self._number("rope_theta", theta, 1e-3, 1e15))
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -133,7 +133,7 @@ class Fields:
             raise self.refuse("rope llama3 high_freq_factor", "another number than low_freq_factor for", found)
         return theta, {**scaling, "rope_type": kind}
 
-    def _object(self, key: str) -> dict[str, Any]:
+    def object(self, key: str) -> dict[str, Any]:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(key, "an object (or null) for", value)

@@ -20,7 +20,7 @@ def initial_value(
     keep a CPU busy for minutes.
     """
     device = device or torch.device("cpu")
-    if len(shape) >= 2:
+    if len(shape) >= 2 and not name.endswith("bias"):
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)

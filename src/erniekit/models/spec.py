@@ -29,6 +29,8 @@ class ModelSpec:
     paddle_prefix: str  # first word of this family's Paddle tensor names
     layout_of: Callable[[Collection[str]], str] | None = None  # from tensor names; None: by the prefix
     settle: Callable[[DecoderConfig, Collection[str]], DecoderConfig] | None = None  # what only the files can tell
+    # what preprocessor_config.json beside it says of pictures: its fields, and where (for errors)
+    preprocessed: Callable[[DecoderConfig, dict[str, Any], str], DecoderConfig] | None = None
     fp32: tuple[str, ...] = ()  # ends of names of weights that stay fp32 in a 16-bit model
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:

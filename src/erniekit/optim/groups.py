@@ -38,10 +38,10 @@ def make_groups(
 
 
 def layer_factor(name: str, layers: int, bound: float) -> float:
-    """bound + depth / (layers + 2) * (1 - bound): the embedding is depth 0, head and final norm the deepest."""
+    """bound + depth / (layers + 2) * (1 - bound): embedding and tower are depth 0, head and final norm the deepest."""
     found = re.match(r"layers\.(\d+)\.", name)
     if found:
         depth = int(found[1]) + 1
     else:
-        depth = 0 if name.startswith("embed") else layers + 2
+        depth = 0 if name.startswith(("embed", "tower.", "resampler.")) else layers + 2
     return bound + depth / (layers + 2) * (1.0 - bound)

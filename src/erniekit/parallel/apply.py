@@ -28,7 +28,7 @@ from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.parallel.stages import cut
-from erniekit.parallel.tensor import apply_tensor_parallel
+from erniekit.parallel.tensor import PlacesInSlice, apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def parallelise(
         assert group is not None
         for layer in model.blocks():  # type: ignore[operator]
             layer.attn.inner = ContextAttention(group, world.at["cp"])
+        if hasattr(model, "places"):
+            model.places = PlacesInSlice()
     apply_tensor_parallel(model, sharding, world)
     apply_expert_parallel(model, sharding, world, options.dispatch)
     parts = cut(model, sharding, world)

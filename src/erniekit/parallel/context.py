@@ -50,13 +50,35 @@ def split(batch: Any, rank: int, ranks: int) -> Any:
     if ranks == 1:
         return batch
     parts = {name: take(getattr(batch, name), rank, ranks) for name in ("input_ids", "labels", "positions")}
-    if batch.real is not None:
-        parts["real"] = take(batch.real, rank, ranks)
+    for name in ("real", "modality"):
+        if getattr(batch, name) is not None:
+            parts[name] = take(getattr(batch, name), rank, ranks)
+    if batch.vision is not None:
+        parts["vision"] = _pictures_here(batch.vision, batch.input_ids.shape, rank, ranks)
     if batch.pairs is not None:
         parts["pairs"] = replace(batch.pairs, segment=take(batch.pairs.segment, rank, ranks))
     if batch.future is not None:
         parts["future"] = type(batch.future)(*(take(t, rank, ranks) for t in (batch.future.ids, batch.future.labels)))
     return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True).counted()
+
+
+def _pictures_here(vision: Any, shape: tuple[int, int], rank: int, ranks: int) -> Any:
+    """The pictures that some token of this rank shows, all of each; features of other ranks' tokens have the place
+    behind all tokens, which is none."""
+    B, length = shape
+    size = length // (2 * ranks)
+    row, column = vision.places // length, vision.places % length
+    first, second = chunks_of(rank, ranks)
+    chunk, inside = column // size, column % size
+    place = torch.where(chunk == first, inside, size + inside) + row * 2 * size
+    place = torch.where((chunk == first) | (chunk == second), place, B * 2 * size)
+    patches = vision.grids.prod(1).tolist()
+    # Four patches make a token, and in a video those of two frames.
+    tokens = [count // (4 if t == 1 else 8) for count, t in zip(patches, vision.grids[:, 0].tolist())]
+    kept = [bool((part < B * 2 * size).any()) for part in place.split(tokens)]
+    taken = [x[torch.tensor(kept, dtype=torch.bool).repeat_interleave(torch.tensor(sizes))]
+             for x, sizes in ((vision.patches, patches), (place, tokens))]  # fmt: skip
+    return vision._replace(patches=taken[0], grids=vision.grids[torch.tensor(kept)], places=taken[1])
 
 
 def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class Engine:
         here.wait_stream(self._copies)
         for batch in sent:
             for tensor in batch.tensors():  # or its memory is given to the next copy while it is still read
-                self.hardware.record_stream(tensor, here)
+                if tensor.device.type == self.device.type:  # grids of pictures stay on the host
+                    self.hardware.record_stream(tensor, here)
         return sent
 
     def totals(self, *local: int) -> list[int]:

@@ -39,9 +39,9 @@ def apply_expert_parallel(model: nn.Module, sharding: Sharding, world: World, di
     group = world.expert_group()
     names = {module: name for name, module in model.named_modules()}
     for layer in model.blocks():  # type: ignore[operator]
-        if layer.sparse:
-            total = _shrink_experts(layer.mlp.experts, names[layer.mlp.experts], sharding, world)
-            layer.mlp.exchange = _exchange(layer.mlp.exchange, total, world, group, dispatch)
+        for bank in layer.mlp.banks() if layer.sparse else ():
+            total = _shrink_experts(bank.experts, names[bank.experts], sharding, world)
+            bank.exchange = _exchange(bank.exchange, total, world, group, dispatch)
 
 
 def _exchange(here: nn.Module, total: int, world: World, group: ProcessGroup | None, dispatch: str) -> nn.Module:

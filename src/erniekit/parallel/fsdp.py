@@ -35,14 +35,20 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     )
     again = layout.sharding_stage == 3
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
+    in_fp32: dict[str, Any] = {**options, "mp_policy": MixedPrecisionPolicy()}
     for part in parts:
+        part.always_looks = True  # type: ignore[assignment]  # at nothing, where there is no picture
+        for block in part.front():  # type: ignore[operator]
+            fully_shard(block, reshard_after_forward=again, **options)
         for _, layer in part.held_layers():  # type: ignore[operator]
             if layer.sparse:
-                router, experts = layer.mlp.router, layer.mlp.experts
-                # fp32, and kept gathered: it is small, and router losses read its weight as well.
-                fully_shard(router, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
-                if dealt:
-                    fully_shard(experts, reshard_after_forward=again, **dealt)
+                for bank in layer.mlp.banks():
+                    # fp32, and kept gathered: it is small, and router losses read its weight as well.
+                    fully_shard(bank.router, reshard_after_forward=False, **in_fp32)
+                    if dealt:
+                        fully_shard(bank.experts, reshard_after_forward=again, **dealt)
+                if getattr(layer.mlp, "correction", None) is not None:
+                    fully_shard(layer.mlp.correction, reshard_after_forward=False, **in_fp32)
             fully_shard(layer, reshard_after_forward=again, **options)
         for ahead in part.mtp:  # type: ignore[union-attr]  # in groups of their own: gathered where they are trained
             fully_shard(ahead, reshard_after_forward=again, **options)

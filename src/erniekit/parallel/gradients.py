@@ -57,6 +57,8 @@ class GradientSync:
         if self.sharding.is_expert(name) and self.world.layout.experts_over == "world":
             return False  # tensor-parallel ranks are among those that hold other experts, or copies
         adapts_a_cut_linear = ".lora." in name and self.sharding.rule(name).kind != "replicate"
+        if self.sharding.rule(name).kind == "dealt":
+            return True
         return adapts_a_cut_linear or self.world.layout.sequence_parallel
 
     def _repeated(self, name: str) -> bool:

@@ -13,7 +13,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """kind: heads | heads_in | column | row | vocab | experts | experts_in | replicate."""
+    """kind: heads | heads_in | column | row | vocab | experts | experts_in | replicate | dealt."""
 
     kind: str
     parts: int = 1  # column: equal parts end to end in the rows (gate, up)
@@ -21,6 +21,10 @@ class Rule:
     @property
     def splits_output(self) -> bool:
         return self.kind in ("heads", "column", "vocab")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.kind in ("replicate", "dealt")
 
     @property
     def is_experts(self) -> bool:
@@ -62,6 +66,11 @@ def experts_in() -> Rule:
 
 def replicate() -> Rule:
     return Rule("replicate")
+
+
+def dealt() -> Rule:
+    """Whole on every rank, and each works on things of its own (pictures.py): gradients are summed."""
+    return Rule("dealt")
 
 
 Plan = dict[str, Rule]

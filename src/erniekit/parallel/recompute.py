@@ -21,9 +21,12 @@ IN_FLIGHT = 2  # inputs on their way to the host: one layer computes while the o
 def apply_recompute(
     model: nn.Module, granularity: str, skip_layers: Collection[int] = (), inputs: HostInputs | None = None
 ) -> int:
-    """Wraps each layer of `model.layers` but those skipped; returns how many. inputs: where those are kept meanwhile
-    (offload_recompute_inputs), one for all parts of a model; None leaves them on the device."""
+    """Wraps each layer of `model.layers` but those skipped; returns how many. With `full`, blocks in front of them as
+    well. inputs: where those are kept meanwhile (offload_recompute_inputs), one for all parts of a model; None leaves
+    them on the device."""
     wrapped = 0
+    if granularity == "full":
+        recompute_blocks(model.front())  # type: ignore[operator]
     for i, layer in model.held_layers():  # type: ignore[operator]
         if i in skip_layers:
             continue

@@ -14,6 +14,8 @@ from erniekit.parallel.plan import HeadShare, Plan, Range, Rule, head_share, rul
 
 Shape = tuple[int, ...]
 
+FRONT = ("tower.", "resampler.")  # weights in front of the layers, on the first stage beside the embedding
+
 
 @dataclass(frozen=True)
 class Box:
@@ -92,7 +94,7 @@ class Sharding:
             return tuple(s for s, layers in enumerate(self.stages()) if layer in layers)
         if name.startswith("embed."):
             return (0, last) if self.embeds_last and last else (0,)
-        return (last,)
+        return (0,) if name.startswith(FRONT) else (last,)
 
     def pp_ranks_of(self, name: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(s % self.layout.pp for s in self.stages_of(name)))
@@ -117,7 +119,7 @@ class Sharding:
             width = shape[0] // rule.parts
             start, stop = share(width, self.layout.tp, tp_rank)
             return Cut(tuple((p * width + start, p * width + stop) for p in range(rule.parts)))
-        if rule.kind == "replicate" or name.endswith(".bias"):
+        if rule.is_whole or name.endswith(".bias"):
             return None
         return Cut(((0, shape[0]),), self._columns(rule.kind, shape[1], tp_rank))
 
@@ -139,7 +141,7 @@ class Sharding:
         part, side = rest.rsplit(".", 1)
         rule, shape = self._rules[name], self.shapes[name]
         if not rule.splits_output:
-            if rule.kind == "replicate" or side == "B":
+            if rule.is_whole or side == "B":
                 return None
             return Cut(((0, shape[0]),), self._columns(rule.kind, shape[1], tp_rank))
         if side == "A":

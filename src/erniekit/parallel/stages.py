@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from erniekit.parallel.mesh import World
-from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.sharding import FRONT, Sharding
 
 
 class Skip(nn.Module):
@@ -38,6 +38,8 @@ def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, n
         part.first, part.last = number == 0, number == len(stages) - 1  # type: ignore[assignment]
         if not part.first and not (part.last and sharding.embeds_last):
             part._modules.pop("embed")
+        for name in FRONT if not part.first else ():
+            part._modules.pop(name.removesuffix("."), None)
         if not part.last:
             for name in ("norm", "head"):
                 part._modules.pop(name, None)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from erniekit.model_contract import bare, pairs_of
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
+from erniekit.parallel.pictures import DealtPictures
 from erniekit.parallel.plan import rule_of
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.vocab import VocabEmbedding, VocabHead
@@ -46,7 +47,7 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         if name.endswith(".base") or not isinstance(base, (nn.Linear, nn.Embedding)):
             continue
         rule = rule_of(sharding.plan, name)
-        if rule.kind == "replicate":
+        if rule.is_whole:
             continue
         _shrink(module, base, name, sharding, tp)
         if rule.kind == "vocab":
@@ -57,6 +58,10 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         else:
             assert isinstance(base, nn.Linear)
             _leave_summed(module, base, group, sp)
+    if hasattr(model, "look"):
+        model.look = DealtPictures(group, tp, sliced=sp)
+    if sp:
+        _work_on_slices(model, tp, world.layout.tp)
     _share_heads(model, sharding, tp)
     sizes = [
         sharding.tp_shape("embed.weight" if sharding.tied else "head.weight", t)[0] for t in range(world.layout.tp)
@@ -123,6 +128,33 @@ def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: b
         return out if base.bias is None else out + base.bias
 
     module.register_forward_hook(hook)
+
+
+def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
+    """What finds its tokens by their places in a row must know which slice of it is here."""
+    for layer in model.blocks():  # type: ignore[operator]
+        if hasattr(layer.mlp, "piece"):
+            layer.mlp.piece = (tp, ranks)
+    if hasattr(model, "places"):
+        model.places = PlacesInSlice(tp, ranks)
+
+
+class PlacesInSlice(nn.Module):
+    """Stands where models.layers.seeing.LocalPlaces stands: this rank has a slice of every row. A place behind all
+    tokens is none."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+
+    def forward(self, x_BSH: torch.Tensor, features_VH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        B, size, H = x_BSH.shape
+        row, column = places // (size * self.ranks), places % (size * self.ranks)
+        here = column // size == self.rank
+        spare = B * size  # features of other slices go to a row behind all others
+        index = torch.where(here, row * size + column - self.rank * size, spare)
+        flat = torch.cat((x_BSH.flatten(0, 1), x_BSH.new_zeros(1, H)))
+        return flat.index_copy(0, index, features_VH.to(x_BSH.dtype))[:-1].view_as(x_BSH)
 
 
 def _share_heads(model: nn.Module, sharding: Sharding, tp: int) -> None:

@@ -39,7 +39,7 @@ def nf4_parts(entry: Entry, weight: torch.Tensor) -> Parts:
     """bitsandbytes' own layout of a saved 4-bit weight, with its scales quantised once more."""
     out: Parts = {}
     for name, part in zip(entry.theirs, entry.write(weight), strict=True):
-        codes, absmax = nf4.encode(part.reshape(1, -1))
+        codes, absmax = nf4.encode_flat(part)
         nested = nf4.encode_absmax(absmax)
         state = {
             "quant_type": "nf4",

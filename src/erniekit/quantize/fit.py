@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.errors import CheckpointError, ConfigError
+from erniekit.errors import CheckpointError, ConfigError, LaterError
 from erniekit.models.config import DecoderConfig
 from erniekit.quant_schemes import CHANNEL, QuantRecipe, Scheme
 
@@ -13,6 +13,12 @@ GROUPS = (128, 64, 32)  # what kernels of serving engines have; the first that f
 
 
 def require_plain(source: ModelFolder) -> None:
+    if source.config.vision is not None:
+        raise LaterError(
+            "quantising a model that sees is not in this version",
+            where=f"model_name_or_path: {source.path}",
+            fix="serve it in 16 bit, or let the server quantise it",
+        )
     if source.quantised:
         kind = next(iter(source.quantised.values())).scheme
         raise CheckpointError(
@@ -38,15 +44,13 @@ def fitted(recipe: QuantRecipe, config: DecoderConfig, group: int | None) -> Qua
                 where="quant_group_size",
                 fix=f"one of {', '.join(map(str, GROUPS))}, or {CHANNEL} for a scale for each row",
             )
-        one = len(recipe.schemes) == 1  # of a mixed one the group is that of the kind that has groups
-        recipe = replace(recipe, experts=_resized(recipe.experts, group, one), rest=_resized(recipe.rest, group, one))
+        recipe = _with_group(recipe, group)
     elif recipe.takes_groups:
         grouped = [width for name, width in widths.items() if _scheme(recipe, name).strategy == "group"]
         best = next((size for size in GROUPS if all(width % size == 0 for width in grouped)), None)
         if grouped and best is not None:
             recipe = replace(recipe, experts=_resized(recipe.experts, best), rest=_resized(recipe.rest, best))
-    for name, width in widths.items():
-        _require(name, width, _scheme(recipe, name))
+    _require(recipe, widths)
     return recipe
 
 
@@ -66,22 +70,43 @@ def _scheme(recipe: QuantRecipe, name: str) -> Scheme:
     return recipe.experts if name.startswith("expert ") else recipe.rest
 
 
+def _with_group(recipe: QuantRecipe, group: int) -> QuantRecipe:
+    one = len(recipe.schemes) == 1  # of a mixed one the group is that of the kind that has groups
+    return replace(recipe, experts=_resized(recipe.experts, group, one), rest=_resized(recipe.rest, group, one))
+
+
 def _resized(scheme: Scheme, group: int, always: bool = False) -> Scheme:
     return scheme.with_group(group) if always or scheme.strategy == "group" else scheme
 
 
-def _require(name: str, width: int, scheme: Scheme) -> None:
-    unit = scheme.group if scheme.group and scheme.number != "nf4" else 1
-    if scheme.format == "pack-quantized":
-        unit = max(unit, 32 // scheme.bits)
-    if scheme.number == "nf4":
-        unit = 2
-    if width % unit:
-        sizes = [size for size in GROUPS if width % size == 0]
-        fix = f"quant_group_size: {sizes[0]} divides it" if sizes else f"quant_group_size: {CHANNEL}, or quant: w8a8"
-        what = f"groups of {scheme.group}" if scheme.group else f"{unit} numbers a word"
+def _require(recipe: QuantRecipe, widths: dict[str, int]) -> None:
+    for name, width in widths.items():
+        scheme = _scheme(recipe, name)
+        if width % _unit(scheme) == 0:
+            continue
+        what = f"groups of {scheme.group}" if width % (scheme.group or 1) else f"{_unit(scheme)} numbers a word"
+        fix = "quant=w8a8, fp8_dynamic or nf4, which take any width"
+        if (size := _fitting_group(recipe, widths)) is not None:
+            fix = f"quant_group_size: {size} divides all widths" if size != CHANNEL else f"quant_group_size: {CHANNEL}"
         raise ConfigError(
             f"the {name} has {width} columns, which {what} do not divide",
-            where="quant_group_size",
-            fix=fix if scheme.number == "int" else "choose another quant",
+            where="quant_group_size" if recipe.takes_groups else "quant",
+            fix=fix,
         )
+
+
+def _unit(scheme: Scheme) -> int:
+    """Columns must be a multiple of it."""
+    if scheme.number == "nf4":  # in blocks of the flattened weight, the last of which may be shorter
+        return 1
+    word = 32 // scheme.bits if scheme.format == "pack-quantized" else 1
+    return max(scheme.group or 1, word)
+
+
+def _fitting_group(recipe: QuantRecipe, widths: dict[str, int]) -> int | None:
+    """A group size with which everything fits; None: there is none."""
+    for size in (*GROUPS, CHANNEL) if recipe.takes_groups else ():
+        other = _with_group(recipe, size)
+        if all(width % _unit(_scheme(other, name)) == 0 for name, width in widths.items()):
+            return size
+    return None

@@ -81,7 +81,6 @@ def write_static(
 
     with one_export(out):
         check_target(out, [source.path])
-        out.parent.mkdir(parents=True, exist_ok=True)
         publish(out.parent, out.name, write, info=info, expected_bytes=size, may_replace=check_replaceable)
     return proofs[0] if proofs else None
 

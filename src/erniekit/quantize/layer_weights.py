@@ -117,12 +117,7 @@ class LayerWeights:
 
     def _weight(self, name: str) -> torch.Tensor:
         weight = self.read(name).to(self.device)
-        if not torch.isfinite(weight).all():
-            raise CheckpointError(
-                f"{', '.join(self.entries[name].theirs[:1])} holds NaN or infinity",
-                where=f"layer {self.number}",
-                fix="the model is broken: take an earlier checkpoint",
-            )
+        require_finite(self.entries[name], weight, f"layer {self.number}")
         return weight
 
     def _store(
@@ -146,6 +141,15 @@ class LayerWeights:
         out.parts |= {k: v.cpu() for k, v in nf4_parts(self.entries[name], weight).items()}
         out.facts["weights"].append({"weight": f"layers.{self.number}.{name}", "error": None, "nearest_error": None})
         self.advance(weight.numel())
+
+
+def require_finite(entry: Entry, weight: torch.Tensor, where: str) -> None:
+    if not torch.isfinite(weight).all():
+        raise CheckpointError(
+            f"{entry.theirs[0]} holds NaN or infinity",
+            where=where,
+            fix="the model is broken: take an earlier checkpoint",
+        )
 
 
 def is_quantised(name: str) -> bool:

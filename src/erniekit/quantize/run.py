@@ -20,16 +20,16 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.model_folder import SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files
-from erniekit.checkpoint.writer import publish
+from erniekit.checkpoint.writer import publish, require_space
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError
-from erniekit.export.target import check_replaceable, check_target, one_export
+from erniekit.export.target import QUANTIZE, check_replaceable, check_target, one_export
 from erniekit.export.verify import default_ids, same_tensors
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.quant_schemes import QuantRecipe
 from erniekit.quantize.file_parts import Parts, weight_from
 from erniekit.quantize.fp8_static import served
-from erniekit.quantize.layer_weights import LayerResult, LayerWeights, Method, is_quantised
+from erniekit.quantize.layer_weights import LayerResult, LayerWeights, Method, is_quantised, require_finite
 from erniekit.quantize.model_files import LAYOUT, layer_of, write_weights
 from erniekit.quantize.report import report_facts, write_report
 from erniekit.quantize.streams import OneLayer, Quality, Streams
@@ -64,10 +64,9 @@ def quantise(job: QuantiseJob) -> dict[str, Any]:
     source = ModelFolder(job.source)
     source.check_names()
     source.check_shapes(source.meta())
-    check_target(job.out, [job.source])
-    job.out.parent.mkdir(parents=True, exist_ok=True)
+    check_target(job.out, [job.source], QUANTIZE)
     with one_export(job.out):
-        check_target(job.out, [job.source])
+        check_target(job.out, [job.source], QUANTIZE)
         work = WorkFolder(job.out, _identity(job))
         run = _Run(job, source, work)
         quality = run.layers()
@@ -79,6 +78,8 @@ def quantise(job: QuantiseJob) -> dict[str, Any]:
 class _Run:
     def __init__(self, job: QuantiseJob, source: ModelFolder, work: WorkFolder) -> None:
         self.job, self.source, self.recipe, self.work = job, source, job.recipe, work
+        self.expected = 0  # bytes of the result
+        self.before = sum(file.stat().st_size for file in set(source.files.values()))
         self.dtype = source.dtype()  # of the weights the files stand for
         self.entries: dict[int, dict[str, Any]] = {}  # by layer, then by names inside it, in the layout that is written
         for entry in source.spec.names(source.config, LAYOUT):
@@ -88,8 +89,14 @@ class _Run:
 
     def layers(self) -> Quality | None:
         one = OneLayer(self.source, self.job.device, self.job.dtype)
+        for name, entry in one.entries.items():  # what stays as it is, before hours are spent on the rest
+            if not is_quantised(layer_of(name)[1]):
+                require_finite(entry, self.source.read(entry), str(self.job.source))
         done = self.work.open()
         sizes = [self._size(one, number) for number in range(len(self.entries))]
+        # Layers are kept until the result is there, and it holds them once more.
+        self.expected = max(0, self.before - sum(sizes) * self.dtype.itemsize) + self._packed(sizes)
+        require_space(self.job.out.parent, self.job.out.name, self.expected + self._packed(sizes[done:]))
         streams = Streams(one, self.job.calibrating, self.job.measuring) if self.job.calibrating else None
         with _bar(sum(sizes), sum(sizes[:done])) as advance:
             for number in range(len(self.entries)):
@@ -124,11 +131,22 @@ class _Run:
 
     def _plain(self, number: int, parts: Parts) -> dict[str, torch.Tensor]:
         """The layer's weights, as whoever loads the result gets them."""
-        return {
-            name: weight_from(entry, parts, self._scheme(name), self.dtype)
-            for name, entry in self.entries[number].items()
-            if is_quantised(name)
-        }
+        out = {}
+        for name, entry in self.entries[number].items():
+            if not is_quantised(name):
+                continue
+            try:
+                out[name] = weight_from(entry, parts, self._scheme(name), self.dtype)
+                finite = bool(torch.isfinite(out[name]).all())
+            except CheckpointError:  # scales that no reader takes
+                finite = False
+            if not finite:
+                raise CheckpointError(
+                    f"layers.{number}.{name} holds numbers too large for {self.job.quant}",
+                    where=str(self.job.source),
+                    fix="quant=w8a16 has a scale for each row; or look at the model: `erniekit eval` gives its loss",
+                )
+        return out
 
     def _scheme(self, name: str) -> Any:
         return self.recipe.experts if name.startswith("mlp.experts.") else self.recipe.rest
@@ -142,10 +160,13 @@ class _Run:
         state = one.model.get_submodule(f"layers.{number}").state_dict()
         return sum(weight.numel() for name, weight in state.items() if is_quantised(name))
 
+    def _packed(self, sizes: Sequence[int]) -> int:
+        """Bytes of so many weights; a bit of each for scales."""
+        return sum(sizes) * (max(scheme.bits for scheme in self.recipe.schemes) + 1) // 8
+
     def publish(self, quality: Quality | None) -> dict[str, Any]:
         job = self.job
         layers = [self.work.facts(number) for number in range(len(self.entries))]
-        before = sum(file.stat().st_size for file in set(self.source.files.values()))
         facts: dict[str, Any] = {}
 
         def write(folder: Path) -> None:
@@ -159,14 +180,15 @@ class _Run:
                 report_facts(
                     source=str(job.source), quant=job.quant, recipe=self.recipe, method=job.method_name,
                     moe=self.source.config.moe is not None, layers=layers, quality=quality,
-                    measured_on=self._measured_on(), rows=_documents(job.calibrating), bytes_before=before,
+                    measured_on=self._measured_on(), rows=_documents(job.calibrating), bytes_before=self.before,
                     bytes_after=after, expert_tokens=job.method.expert_tokens,
                 )
             )  # fmt: skip
             write_report(folder, facts)
 
         info = {"base": str(job.source), "quant": job.quant, "method": job.method_name, "layout": LAYOUT}
-        publish(job.out.parent, job.out.name, write, info=info, expected_bytes=before, may_replace=check_replaceable)
+        replaceable = partial(check_replaceable, command=QUANTIZE)
+        publish(job.out.parent, job.out.name, write, info=info, expected_bytes=self.expected, may_replace=replaceable)
         return facts
 
     def _measured_on(self) -> str:

@@ -37,6 +37,8 @@ class WorkFolder:
         """How many layers are done; they are the first ones."""
         if self.path.is_symlink():
             raise NotOurs(f"{self.path.name} is a link", where=str(self.path), fix="move it away")
+        if self.path.exists() and not self.path.is_dir():
+            raise NotOurs(f"{self.path.name} is not a folder", where=str(self.path), fix="move it away")
         if not self.path.exists():
             self.path.mkdir(parents=True)
             return 0

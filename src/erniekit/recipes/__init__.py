@@ -16,6 +16,7 @@ STAGES = Registry(
         "SFT": "erniekit.recipes.sft:STAGE",
         "DPO": "erniekit.recipes.dpo:STAGE",
         "PT": "erniekit.recipes.pretrain:STAGE",
+        "VL-SFT": "erniekit.recipes.vl_sft:STAGE",
     },
 )
 

@@ -14,6 +14,7 @@ from erniekit.data.collate import one_document
 from erniekit.log import say
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
+from erniekit.models.vision_parts import freeze
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.step_metrics import StepMetrics
@@ -38,6 +39,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     whole, model = (folder.spec.cast(folder.meta(), plan.stored_dtype) for _ in range(2))
     for each in (whole, model):
         expert_layers.set_mtp(cfg, each)
+        freeze(each, cfg.vision.freeze_config)
     start = None
     if plan.lora:
         start = adapters.starting_adapter(cfg, folder, whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,10 @@ class TrainData:
 
     def fingerprints(self) -> list[str]:
         """Of what is trained: content, and all that turns it into samples."""
-        return [source.folder.name for source in self.sources]
+        return [source.fingerprint for source in self.sources]
 
     def eval_fingerprints(self) -> list[str]:
-        return [source.folder.name for source in self.evaluation]
+        return [source.fingerprint for source in self.evaluation]
 
     def compared(self) -> dict[str, Any]:
         """What must be the same on all ranks, beside what is trained (same_run.py)."""
@@ -73,6 +73,12 @@ class TrainData:
     def first_batch(self) -> Batch:
         """The run's very first pack, the same on every rank."""
         return self.collate([self.pack(0)], pad_id=self.pad_id, pad_multiple=math.lcm(8, self.length_multiple))
+
+    def close(self) -> None:
+        """Processes that decode pictures end with the run."""
+        close = getattr(self.collate, "close", None)
+        if close is not None:
+            close()
 
     def padding(self, cfg: RunConfig) -> dict[str, Any]:
         """Rows as long as their longest, or all of one length where shapes are fixed: a compiled model recompiles
@@ -136,23 +142,44 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRule
             [len(s) for s in sources], probs, seed=t.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
         )
         stream = PackStream(plain, lengths, d.max_seq_len, **options)
-    per_epoch = max(1, stream.count_packs(1))
-    at_once = t.per_device_train_batch_size * world.layout.data_ranks
-    accumulation = t.gradient_accumulation_steps
-    if accumulation < 1:
-        accumulation = accumulation_by_size(sum(len(s) for s in sources), per_epoch, at_once)
-    per_step = at_once * accumulation
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
     bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
     evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, pairs) if wants_eval else []
+    made = collate if pairs is None else collate_pairs
+    return counted(plan, tokenizer, sources, stream, evaluation, steps_accumulated(plan, sources, stream), made)
+
+
+def steps_accumulated(plan: RunPlan, sources: Sequence[TokenSource], stream: Any) -> int:
+    """Micro-batches a step."""
+    t = plan.config.train
+    if t.gradient_accumulation_steps >= 1:
+        return t.gradient_accumulation_steps
+    at_once = t.per_device_train_batch_size * plan.world.layout.data_ranks
+    return accumulation_by_size(sum(len(s) for s in sources), max(1, stream.count_packs(1)), at_once)
+
+
+def counted(
+    plan: RunPlan,
+    tokenizer: Tokenizer,
+    sources: Sequence[TokenSource],
+    stream: Any,
+    evaluation: Sequence[TokenSource],
+    accumulation: int,
+    collate: Callable[..., Batch],
+) -> TrainData:
+    """With what follows from the number of packs."""
+    cfg, world = plan.config, plan.world
+    t = cfg.train
+    per_epoch = max(1, stream.count_packs(1))
+    per_step = t.per_device_train_batch_size * world.layout.data_ranks * accumulation
     steps_per_epoch = max(1, math.ceil(per_epoch / per_step))
     max_steps = t.max_steps
     if max_steps <= 0:
         max_steps = max(1, math.ceil(stream.count_packs(t.num_train_epochs) / per_step))
     return TrainData(
-        sources,
+        list(sources),
         stream,
-        evaluation,
+        list(evaluation),
         per_step,
         per_epoch,
         max_steps,
@@ -162,7 +189,7 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRule
         tokenizer.pad_id if tokenizer.pad_id is not None else 0,
         world,
         accumulation,
-        collate=collate if pairs is None else collate_pairs,
+        collate=collate,
         mtp_tokens=plan.mtp_tokens,
     )
 
@@ -232,7 +259,11 @@ def eval_batches(
         stream = CompatPairStream(shuffled, lengths, d.max_seq_len, epochs=1, **options)
     else:
         order = SampleOrder([len(s) for s in sources], seed=cfg.train.seed, shuffle=False, strategy="concat")
-        stream = PackStream(order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1)
+        costs = [source.patches for source in sources if source.patches is not None]
+        stream = PackStream(
+            order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1, costs=costs,
+            max_cost=cfg.vision.max_patches if costs else None,
+        )  # fmt: skip
     loader = BatchLoader(
         stream,
         sources,

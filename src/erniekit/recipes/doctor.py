@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.data.collate import one_document, with_future
-from erniekit.data.formats import read
-from erniekit.data.template import TemplateRefused, prompt_ids, turns, variables_for
-from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, Batch, Conversation
+from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, paint, say, typed
 from erniekit.lora.inject import is_lora
+from erniekit.models.vision_parts import part_of
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.compiled import eager
@@ -44,6 +41,7 @@ from erniekit.recipes.stage import Prepare, TrainingStage
 LEAK_TOKENS = 24  # of each document in the leak probe
 GRADIENT_TOKENS = 512
 MOVED_BY_ROUNDING = 0.05  # of the logits' spread; a token that sees another document moves by about all of it
+MOST_REPEATED = 3  # tokens in a row that are shown one by one
 SAMPLED_ROWS = 200  # samples looked at for end tokens
 
 
@@ -73,7 +71,7 @@ def before_training(
     say(sample_lines(first, tokenizer))
     checks: list[Callable[[], Check]] = [lambda: labels(data)]
     if stage.chats:
-        checks += [lambda: end_is_trained(data, tokenizer), lambda: template(cfg, data, tokenizer)]
+        checks += [lambda: end_is_trained(data, tokenizer), lambda: template(stage.prompts(cfg, data, tokenizer))]
     if stage.separates_documents(cfg):
         checks.append(lambda: no_leak(built))
     checks += [
@@ -97,13 +95,15 @@ def before_training(
 
 def sample_lines(batch: Batch, tokenizer: Tokenizer, limit: int = 90) -> str:
     """One example as the model sees it: trained tokens green (or in brackets), the rest dim."""
+    if batch.modality is not None:
+        limit += int((batch.modality[0, : int(batch.cu_seqlens[1])] != TEXT).sum())
     end = min(int(batch.cu_seqlens[1]), limit)
     ids, labels = batch.input_ids[0, :end].tolist(), batch.labels[0, :end].tolist()
     # labels[i] is what position i must say, so token i+1 is shown as trained; the last target is shown itself.
     tokens = [*ids, labels[-1]] if labels[-1] != IGNORE else ids
     trained = [False] + [label != IGNORE for label in labels]
     out, run, state = [], "", False
-    for piece, on in zip(tokenizer.pieces(tokens), trained):
+    for piece, on in _repeats_counted(tokenizer.pieces(tokens), trained):
         if on != state:
             out.append(_styled(run, state))
             run, state = "", on
@@ -112,6 +112,16 @@ def sample_lines(batch: Batch, tokenizer: Tokenizer, limit: int = 90) -> str:
     more = " ..." if int(batch.cu_seqlens[1]) > limit else ""
     text = "".join(out).replace("\n", "\\n")
     return f"sample   {text}{more}"
+
+
+def _repeats_counted(pieces: Iterable[str], trained: Iterable[bool]) -> Iterator[tuple[str, bool]]:
+    """A picture's placeholders as one piece with their number."""
+    for (piece, on), same in groupby(zip(pieces, trained)):
+        count = len(list(same))
+        if count > MOST_REPEATED:
+            yield f"{piece} x {count} ", on
+        else:
+            yield from ((piece, on) for _ in range(count))
 
 
 def _styled(text: str, trained: bool) -> str:
@@ -184,7 +194,8 @@ def two_documents(ids: torch.Tensor, first: int) -> Batch:
 
 def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | None = None) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
-    batch = first if first.pairs is not None else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
+    whole = first.pairs is not None or first.vision is not None
+    batch = first if whole else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
     batch = with_future(batch, built.mtp_tokens) if built.mtp_tokens else batch
     batch = batch if prepare is None else prepare([batch])[0]
     if built.engine.sync is None:
@@ -198,14 +209,19 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
         seen = {name: looked_at(local(grad)) for name, grad in optimizer.gradients().items()}
     parameters = dict(built.parameters())
     heard, here = set(), set(optimizer.params)
+    # Tokens of pictures carry no loss, so what only they meet in the last layer has a gradient of zeros.
+    unseen = {"vision"}
+    if not any(built.world.gather(first.vision is not None)):
+        unseen |= {"tower", "resampler"}
     for name in optimizer.params:
         partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
-        excused = name in formed and partner is not None and not bool(local(partner).any())
+        starts_at_zero = partner is not None and not bool(local(partner).any())
+        excused = name in formed and (starts_at_zero or part_of(name) in unseen)
         if excused or (name in seen and bool(seen[name].any)):
             heard.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
     heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
-    silent = sorted(here - heard)
+    silent = sorted(name for name in here - heard if not _beside_text(name, built))
     finite = all(built.world.gather(all(bool(gradient.finite) for gradient in seen.values())))
     optimizer.zero_grad()
     count = len(here)
@@ -221,6 +237,11 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
         else f"{len(silent)} of {count} trainable tensors get no gradient, e.g. {silent[0]}",
         "those weights would not be trained: check lora_target_modules and the first rows of the data",
     )
+
+
+def _beside_text(name: str, built: Built) -> bool:
+    """What vision tokens meet in the last layer: nothing is learnt at their own places, and no layer follows."""
+    return name.startswith(f"layers.{built.folder.config.num_layers - 1}.mlp.vision.")
 
 
 def _one_backward(built: Built, batch: Batch) -> None:
@@ -242,9 +263,9 @@ def first_tokens(batch: Batch, count: int, multiple: int = 1) -> Batch:
     return replace(made, num_label_tokens=int((made.labels != IGNORE).sum()))
 
 
-def template(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Check:
-    """The ids a server sends for the first conversation are the ids training starts it with."""
-    compared = next(filter(None, (_prompts(cfg, row, tokenizer) for row in conversations(cfg, data))), None)
+def template(compared: tuple[list[int], list[int]] | None) -> Check:
+    """The ids a server sends for the first conversation are the ids training starts it with. compared: both, or None
+    where there is no conversation."""
     if compared is None:
         return Check("template", True, "no conversation to compare")
     asked, trained = compared
@@ -257,28 +278,6 @@ def template(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Check:
         else "training and serving render a prompt differently",
         "the chat template treats a prompt with an answer differently; give the tokenizer another chat_template",
     )
-
-
-def _prompts(cfg: RunConfig, row: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """What a server is asked with for the first turn, and what training begins that turn with; None for a row that
-    the template refuses: it gives no sample."""
-    row = replace(row, messages=kept(row.messages, cast(Thinking, cfg.data.train_thinking)))
-    try:
-        said = turns(row, tokenizer)
-    except TemplateRefused:
-        return None
-    answers = [k for k, m in enumerate(row.messages) if m.role == "assistant"]
-    if len(said) < len(answers):  # all before the last trained answer is its prompt
-        answers = [k for k in answers if row.messages[k].trained][-1:] or answers[-1:]
-    asked = prompt_ids(row.messages[: answers[0]], tokenizer, row.tools, variables=variables_for(row))
-    return list(asked), list(said[0].query_ids)
-
-
-def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
-    for source in data.sources:
-        for _, row in read(source.path, source.report.format, compat=cfg.compat.erniekit_rows):
-            if isinstance(row, Conversation) and any(m.role == "assistant" for m in row.messages):
-                yield row
 
 
 def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:

@@ -22,12 +22,14 @@ from erniekit.recipes.dpo import settings_of
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
 from erniekit.recipes.reference import Reference
-from erniekit.recipes.run_plan import open_device
+from erniekit.recipes.run_plan import open_device, packed_as
 from erniekit.recipes.stage import TrainingStage
 from erniekit.result import RunResult
+from erniekit.weight_kinds import BF16
 
 
 def evaluate_run(cfg: RunConfig) -> RunResult:
+    packed = packed_as(cfg)
     opened = open_device(cfg)
     cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
@@ -39,10 +41,10 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
         reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)
         for line in [line for report in reports for line in report.lines()] + total_lines(reports):
             say(f"eval     {line}")
-        engine = engine_for(cfg, stage, found, world, device, dtype)
+        engine = engine_for(cfg, stage, found, world, device, dtype, packed)
         prepare = None
         if cfg.train.stage == "DPO" and settings_of(cfg).needs_reference:
-            prepare = reference_for(cfg, stage, found, engine, device, dtype)
+            prepare = reference_for(cfg, stage, found, engine, device, dtype, packed)
         metrics = stage.evaluate(cfg, engine, batches, prepare)
         written = write_evaluation(output, source, metrics)
     say(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
@@ -52,9 +54,15 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
 
 
 def engine_for(
-    cfg: RunConfig, stage: TrainingStage, found: Found, world: World, device: Device, dtype: torch.dtype
+    cfg: RunConfig,
+    stage: TrainingStage,
+    found: Found,
+    world: World,
+    device: Device,
+    dtype: torch.dtype,
+    packed: str = BF16,
 ) -> Engine:
-    model: nn.Module = found.build(dtype, device.handle)
+    model: nn.Module = found.build(dtype, device.handle, packed)
     ignore_bias(cfg, model)
     names = stage.metric_names(cfg)
     step_metrics = StepMetrics(names, device.handle) if names else None
@@ -64,7 +72,13 @@ def engine_for(
 
 
 def reference_for(
-    cfg: RunConfig, stage: TrainingStage, found: Found, engine: Engine, device: Device, dtype: torch.dtype
+    cfg: RunConfig,
+    stage: TrainingStage,
+    found: Found,
+    engine: Engine,
+    device: Device,
+    dtype: torch.dtype,
+    packed: str = BF16,
 ) -> Reference:
     """To whom the model is compared: itself without its adapters, or model_name_or_path."""
     chunk = cfg.memory.loss_subbatch_seqlen
@@ -75,7 +89,7 @@ def reference_for(
     base = find_model(str(cfg.model.model_name_or_path), hub=cfg.model.download_hub)
     same = base.adapter is None and base.weights.path.resolve() == found.weights.path.resolve()
     say(f"reference {base.describe()}" + (": the model itself, so all rewards are 0" if same else ""))
-    other = engine if same else engine_for(cfg, stage, base, engine.world, device, dtype)
+    other = engine if same else engine_for(cfg, stage, base, engine.world, device, dtype, packed)
     return Reference(other, None, chunk)
 
 

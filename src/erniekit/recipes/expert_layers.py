@@ -53,8 +53,8 @@ def install(cfg: RunConfig, engine: Engine) -> None:
     sum_over, rows_over = _sum_over_rows(engine.world)
     piece = (engine.world.at["tp"], layout.tp) if layout.sequence_parallel else (0, 1)
     whole = compat.router_losses_per_micro_batch
-    for _, block in blocks(parts):
-        block.balance = RouterLosses(weights_of(cfg), share, sum_over, rows_over, piece, whole_batch=whole)
+    for bank, modal in banks(parts):
+        bank.balance = RouterLosses(weights_of(cfg), share, sum_over, rows_over, piece, whole, modal)
     if compat.padding_attends_evenly and weights_of(cfg).metric_names() and layout.cp == 1 and layout.tp == 1:
         for part in parts:
             for _, layer in part.held_layers():
@@ -66,10 +66,17 @@ def install(cfg: RunConfig, engine: Engine) -> None:
         recompute_blocks(ahead.block for part in parts for ahead in part.mtp)
 
 
-def blocks(parts: list[Any]) -> Iterator[tuple[int, MoE]]:
-    """(layer, block) of every MoE block that this rank holds a part of."""
+def blocks(parts: list[Any]) -> Iterator[tuple[int, nn.Module]]:
+    """(layer, block) of every layer with experts that this rank holds a part of."""
     for part in parts:
         yield from ((number, layer.mlp) for number, layer in part.held_layers() if layer.sparse)
+
+
+def banks(parts: list[Any]) -> Iterator[tuple[MoE, bool]]:
+    """Every router with its experts, and whether it shares its layer with another modality's."""
+    for _, block in blocks(parts):
+        found = list(block.banks())  # type: ignore[operator]
+        yield from ((bank, len(found) > 1) for bank in found)
 
 
 def _sum_over_rows(world: World) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
@@ -88,18 +95,20 @@ def balance_hook(cfg: RunConfig, built: Built) -> ExpertBalance | None:
     step = bias_step(cfg, config)
     biases = {}
     for name, param in built.parameters():
-        if step and name.endswith("router.bias"):
+        if step and name.endswith(("router.bias", "correction.bias")):
             biases[int(name.split(".")[1])] = (local(param.detach()), built.sharding.boxes(name, world.rank))
     layers = [i for i in range(config.num_layers) if config.sparse(i)]
     # Without sequence parallelism tensor-parallel ranks route the same tokens.
     group = world.joined(*AXES) if world.layout.sequence_parallel else engine.loss_group
-    return ExpertBalance(engine, layers, moe.experts, group, step, biases)
+    experts = (moe.experts,) if moe.vision is None else (2, moe.experts)
+    return ExpertBalance(engine, layers, experts, group, step, biases)
 
 
 def ignore_bias(cfg: RunConfig, model: nn.Module) -> None:
     """For commands that run a finished model: `moe_use_aux_free: False` there too."""
-    routers = [m for m in model.modules() if isinstance(m, Router) and m.bias is not None]
-    if cfg.moe.moe_use_aux_free is False and any(r.biased for r in routers):
+    config: Any = model.config
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.biased]
+    if cfg.moe.moe_use_aux_free is False and routers and config.moe.bias:
         say(f"note     {IGNORED}")
         for router in routers:
             router.biased = False

@@ -13,6 +13,7 @@ from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
 from erniekit.losses.moe_balance import RouterLossWeights
 from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.modal import OF_VISION
 
 BIAS = "e_score_correction_bias"
 IGNORED = (
@@ -79,6 +80,8 @@ def weights_of(cfg: RunConfig) -> RouterLossWeights:
 def metric_names(cfg: RunConfig, config: DecoderConfig) -> tuple[str, ...]:
     """What these layers add to a step's numbers."""
     routers = weights_of(cfg).metric_names() if config.moe is not None else ()
+    if config.moe is not None and config.moe.vision is not None:
+        routers += tuple(name + OF_VISION for name in routers)
     return (*routers, "mtp_loss") if mtp_tokens(cfg, config) else routers
 
 

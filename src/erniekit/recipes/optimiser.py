@@ -13,6 +13,7 @@ from erniekit.config import RunConfig
 from erniekit.kernels.moments8 import BLOCK, fits8
 from erniekit.kernels.position_noise import TensorPart, salt_of
 from erniekit.lora.inject import is_lora_b
+from erniekit.models.vision_parts import tower_lr_scale
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.in_backward import BackwardUpdates
@@ -28,12 +29,20 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
     scale_b = built.lora.lora_plus_scale if built.lora else 1.0
     ratio = cfg.moe.moe_gate_lr_ratio
     router = 1.0 if ratio is None else ratio
+    vision = built.folder.config.vision
+    depth = 0 if vision is None else vision.depth
+
+    def scale_of(name: str) -> float:
+        lora = scale_b if is_lora_b(name) else 1.0
+        gate = router if ".router." in name else 1.0
+        return lora * gate * tower_lr_scale(name, depth, cfg.vision.vit_lr_ratio)
+
     groups = make_groups(
         built.parameters(),
         built.folder.config.num_layers,
         cfg.optim.weight_decay,
         cfg.optim.layerwise_lr_decay_bound,
-        lambda name: (scale_b if is_lora_b(name) else 1.0) * (router if ".router." in name else 1.0),
+        scale_of,
     )
     by_place = cfg.optim.optim_states == "8bit" or cfg.optim.master_weights == "none"
     names = [name for group in groups for name in group.names] if by_place else []

@@ -13,19 +13,21 @@ from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.plan import named_tokenizer, plan_of
-from erniekit.export.run import run_export
+from erniekit.export.run import no_adapter, run_export
 from erniekit.export.source import find_source
-from erniekit.export.target import check_target
+from erniekit.export.target import QUANTIZE, check_target
 from erniekit.log import paint, say, typed, warn
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
 from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
+from erniekit.quantize.model_files import LAYOUT
 from erniekit.quantize.readers import warnings
 from erniekit.quantize.report import HTML
 from erniekit.quantize.run import QuantiseJob, quantise
 from erniekit.recipes.calibration_rows import calibration_rows, evaluation_rows, rows_are_given
-from erniekit.recipes.run_plan import open_device
+from erniekit.recipes.run_plan import in_16_bits, open_device
 from erniekit.result import RunResult
+from erniekit.weight_kinds import BF16
 
 
 def quantize_command(args: list[str]) -> int:
@@ -45,8 +47,16 @@ def export_quantised(cfg: RunConfig) -> RunResult:
     """What `export` would write, merged where there are adapters, and then quantised beside it."""
     need(cfg, "output_dir", "quant")
     plan = plan_of(cfg)
+    out = plan.out.with_name(f"{plan.out.name}-{cfg.quantize.quant}")
+    if plan.adapters:  # refused before the merge, which may take an hour
+        _compensates(cfg, _recipe(cfg, ModelFolder(plan.base)))
+        check_target(out, [plan.base, *plan.adapters], QUANTIZE)
+    elif cfg.export.merge_grid != BF16:
+        raise no_adapter(cfg.export.merge_grid)
+    if cfg.checkpoint.save_format != LAYOUT and cfg.given("save_format"):
+        warn(f"save_format: {cfg.checkpoint.save_format} has no quantised weights; written in {LAYOUT}")
     source = run_export(cfg).output_dir if plan.adapters else plan.base
-    return _quantised(cfg, Path(source), plan.out.with_name(f"{plan.out.name}-{cfg.quantize.quant}"))
+    return _quantised(cfg, Path(source), out)
 
 
 def _source(cfg: RunConfig) -> Path:
@@ -65,14 +75,14 @@ def _source(cfg: RunConfig) -> Path:
 
 
 def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
-    opened = open_device(cfg)
+    opened = open_device(in_16_bits(cfg))
     cfg = opened.config
     folder = ModelFolder(source)
-    require_plain(folder)
-    quant = str(cfg.quantize.quant)
-    recipe = fitted(QUANT_RECIPES[quant], folder.config, cfg.quantize.quant_group_size)
-    check_target(out, [source])
+    quant, recipe = str(cfg.quantize.quant), _recipe(cfg, folder)
+    check_target(out, [source], QUANTIZE)
     compensate = _compensates(cfg, recipe)
+    if not compensate and cfg.quantize.quant_method is None and not rows_are_given(cfg):
+        say("note     rounded to nearest: with rows (train_dataset_path) errors are carried on, which is better")
     say(f"model    {source}")
     groups = sorted({scheme.group for scheme in recipe.schemes if scheme.number == "int" and scheme.group})
     sizes = f" (groups of {groups[0]})" if groups else ""
@@ -102,6 +112,11 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     return RunResult(out, metrics, next_commands=[typed("chat", out)])
 
 
+def _recipe(cfg: RunConfig, folder: ModelFolder) -> QuantRecipe:
+    require_plain(folder)
+    return fitted(QUANT_RECIPES[str(cfg.quantize.quant)], folder.config, cfg.quantize.quant_group_size)
+
+
 def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
     """gptq or rtn; refused where rows are needed and not given."""
     rows, asked = rows_are_given(cfg), cfg.quantize.quant_method
@@ -117,10 +132,6 @@ def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
         if asked == "gptq":
             raise ConfigError("nf4 is rounded to nearest only", where="quant_method: gptq", fix="quant=w4a16 or mxfp4")
         return False
-    if asked is None and not rows:
-        say(
-            "note     rounded to nearest: with rows (train_dataset_path) errors are carried on instead, which is better"
-        )
     return rows if asked is None else asked == "gptq"
 
 

@@ -17,6 +17,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, for_world
 from erniekit.config.note import Note
 from erniekit.config.rules.frozen import PACKED
+from erniekit.config.rules.optimiser import FP32_MASTERS
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
@@ -30,7 +31,7 @@ from erniekit.parallel.world import check_model, check_schedule, open_world
 from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
-from erniekit.weight_kinds import BF16
+from erniekit.weight_kinds import BF16, MIXES, kinds_of
 
 DTYPES = {"fp32": torch.float32, **dict.fromkeys(("bf16", *PACKED), torch.bfloat16)}
 
@@ -111,7 +112,8 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     if not device.fast_bf16 and (kind in PACKED or (kind == BF16 and not cfg.given("compute_type"))):
         where = "a CPU" if device.vendor == "cpu" else device.name
         base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
-        note = Note("compute_type", kind, "fp32", f"bf16 is slow on {where}; write compute_type: bf16{base} to have it")
+        otherwise = f"; write compute_type: bf16{base} to have it" if cfg.train.do_train or not base else ""
+        note = Note("compute_type", kind, "fp32", f"bf16 is slow on {where}{otherwise}")
         say(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
@@ -119,11 +121,32 @@ def open_device(cfg: RunConfig) -> DevicePlan:
         note = Note("bf16", True, False, f"bf16 is slow on {device.name}: what is not fp8 is fp32")
         say(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
+    if cfg.train.do_train and cfg.optim.master_weights != "fp32" and not cfg.precision.bf16:
+        note = Note("master_weights", cfg.optim.master_weights, "fp32", FP32_MASTERS)
+        say(f"note     {note}")
+        cfg = cfg.derive(replace(note, quiet=True))
     device.reset_peak()
     if cfg.train.deterministic:
         device.same_bits()
     device.seed(cfg.train.seed)
     return DevicePlan(cfg, device)
+
+
+def in_16_bits(cfg: RunConfig) -> RunConfig:
+    """For `erniekit quantize`: a recipe's compute_type is how it was trained; layers are computed in bf16 or fp32."""
+    kind = cfg.precision.compute_type
+    if kind in (BF16, "fp32"):
+        return cfg
+    note = Note("compute_type", kind, BF16, "layers are computed in bf16 or fp32 while weights are quantised")
+    say(f"note     {note}")
+    return cfg.derive(
+        replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True)
+    )
+
+
+def packed_as(cfg: RunConfig) -> str:
+    """The base that compute_type: wint8, wint4/8 or nf4 means: what a run over it answers with."""
+    return PACKED[cfg.precision.compute_type][0] if cfg.precision.compute_type in PACKED else BF16
 
 
 def open_model(cfg: RunConfig) -> ModelFolder:
@@ -161,6 +184,9 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
         )
     if not cfg.model.continue_training:
         _refuse_oversized(cfg, folder, device, world)
+    if cfg.lora.packed_base and cfg.lora.frozen_base in MIXES and model.moe is None:
+        kinds = ", ".join(dict.fromkeys(kinds_of(cfg.lora.frozen_base)[role] for role in ("attention", "mlp")))
+        model_notes += (f"frozen_base: {cfg.lora.frozen_base} is {kinds} here: the model has no experts",)
     return RunPlan(cfg, device, world, folder, lora, further, model_notes)
 
 

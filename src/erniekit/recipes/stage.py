@@ -23,6 +23,7 @@ from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.served_prompts import Compared, first_prompts
 from erniekit.train.evaluate import GoOn, evaluate
 from erniekit.train.hooks import Hook
 from erniekit.train.throughput import Throughput
@@ -56,6 +57,10 @@ class TrainingStage:
         need(cfg, "eval_dataset_path")
         sources = sources_for(cfg, "eval", tokenizer, bad_rows)
         return [s.report for s in sources], eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0})
+
+    def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
+        """The first prompt as a server will send it and as training begins it; None: no conversation to compare."""
+        return first_prompts(cfg, data, tokenizer)
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""

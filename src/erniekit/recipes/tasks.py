@@ -22,7 +22,7 @@ from erniekit.extras import install_command
 from erniekit.log import paint, say
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
-from erniekit.recipes.run_plan import open_device
+from erniekit.recipes.run_plan import open_device, packed_as
 from erniekit.registry import nearest
 from erniekit.result import RunResult
 
@@ -142,12 +142,13 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     harness = import_harness()
     manager = harness.tasks.TaskManager()
     names = known_tasks(manager, cfg.train.eval_tasks)  # before a model is loaded for nothing
+    packed = packed_as(cfg)
     opened = open_device(cfg)
     cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer = found.tokenizer(cfg.model.tokenizer_name)
-    model = found.build(dtype, device.handle)
+    model = found.build(dtype, device.handle, packed)
     ignore_bias(cfg, model)
     say(f"model    {source}")
     config: Any = model.config

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -74,12 +74,13 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
-    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog:
+    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog, ExitStack() as ends:
         dog.phase("prepare")
         signals.preparing = True
         disks = resume.look_at_disks(output, world)
         point = resume.find(cfg, manager, world, disks, launch)
         data = stage.open_data(plan, tokenizer, output)
+        ends.callback(data.close)
         run_summary.show_data(data)
         run_summary.show_saves(cfg, data)
         base = base_identity(cfg, folder)

@@ -21,12 +21,15 @@ from erniekit.errors import ConfigError, DeviceError
 from erniekit.log import warn
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
+from erniekit.lora.frozen_base import packing
 from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.linear import share_packed
 from erniekit.models.layers.rounding import share_rounding
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
 from erniekit.serve.request_parsing import ServedModel
+from erniekit.weight_kinds import BF16, SERVED
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     asked = cfg.precision.compute_type if cfg.given("compute_type") else None
     # CPUs without 16-bit units compute bf16 many times slower than fp32.
     dtype = DTYPES.get(asked or "") or (None if hardware.fast_bf16 else torch.float32)
-    base = weights.build(dtype, device).eval()
+    kept = SERVED.get(cfg.serve.quantization or "", BF16)
+    told: list[str] = []
+    base = weights.build(dtype, device, packing(weights, kept, device, told.append)).eval()
     trees: dict[str, nn.Module] = {}
     for entry in entries:
         trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
@@ -106,13 +111,14 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries) for entry in entries}
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
-    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, about)
+    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, "; ".join([*told, about]))
 
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:
     """The base's own tensors with an adapter beside them: only the adapter takes memory."""
     assert found.adapter is not None
     tree = found.weights.meta()
+    share_packed(base, tree)
     tree.load_state_dict(base.state_dict(), assign=True)
     share_rounding(base, tree)
     attach(tree, read_adapter(found.adapter, tree))

@@ -25,6 +25,7 @@ from erniekit.net.address import KEY_VARIABLE, announce
 from erniekit.net.hosts import Hosts
 from erniekit.net.listen import bind
 from erniekit.serve.engines import EMBEDDED
+from erniekit.weight_kinds import SERVED
 
 if TYPE_CHECKING:
     from erniekit.serve.loaded_models import LoadedModels
@@ -110,8 +111,11 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
 def serve_embedded(cfg: RunConfig, key: str | None) -> int:
     from erniekit.serve.loaded_models import find_models, load_models
 
-    if cfg.serve.quantization:
-        warn(f"quantization {cfg.serve.quantization}: the embedded engine uses the weights as they are stored")
+    if cfg.serve.quantization and cfg.serve.quantization not in SERVED:
+        warn(
+            f"quantization {cfg.serve.quantization}: a word of another engine; the embedded one knows "
+            f"{', '.join(SERVED)}, and uses the weights as they are stored"
+        )
     entries = find_models(cfg)
     sock = bind(cfg.serve.host, cfg.serve.port)
     try:

@@ -31,16 +31,16 @@ class ExpertBalance(Hook):
         self,
         engine: Engine,
         layers: Sequence[int],
-        experts: int,
+        experts: tuple[int, ...],
         group: ProcessGroup | None,
         step: float = 0.0,
         biases: Mapping[int, Pieces] | None = None,
     ) -> None:
-        """layers: those of the whole model that have experts. group: all ranks that saw other tokens or hold other
-        layers. step 0: loads are only told."""
+        """layers: those of the whole model that have experts. experts: (E,), or (2, E) of text and vision. group: all
+        ranks that saw other tokens or hold other layers. step 0: loads are only told."""
         self.engine, self.layers, self.group = engine, list(layers), group
         self.step, self.biases = step, dict(biases or {})
-        self._none = torch.zeros(len(self.layers), experts, dtype=torch.int64, device=engine.device)
+        self._none = torch.zeros(len(self.layers), *experts, dtype=torch.int64, device=engine.device)
         self._since_record: torch.Tensor | None = None  # loads since the last record
 
     def phase(self, name: str) -> None:
@@ -61,7 +61,7 @@ class ExpertBalance(Hook):
         self._since_record = loads if self._since_record is None else self._since_record + loads
 
     def _loads(self) -> torch.Tensor:
-        """int64 [layers, experts]: how often each was chosen in this step, by all ranks."""
+        """int64 [layers, (2,) experts]: how often each was chosen in this step, by all ranks."""
         loads = torch.zeros_like(self._none)
         for row, layer in enumerate(self.layers):
             if layer in self.engine.usage:
@@ -74,7 +74,7 @@ class ExpertBalance(Hook):
     @torch.no_grad()
     def _move(self, loads: torch.Tensor, good: torch.Tensor) -> None:
         """good: 0 where the update was skipped."""
-        above = loads.sum(1, keepdim=True) - loads * loads.shape[1]  # the sign of mean - load, in whole numbers
+        above = loads.sum(-1, keepdim=True) - loads * loads.shape[-1]  # the sign of mean - load, in whole numbers
         moves = above.sign().float() * self.step * good
         for row, layer in enumerate(self.layers):
             if layer in self.biases:
@@ -86,6 +86,9 @@ class ExpertBalance(Hook):
         """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
         `moe_dead_experts`, how many were never chosen."""
         loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
-        worst = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).max()
-        worst_value, dead = torch.stack((worst, (loads == 0).sum().double())).tolist()
+        worst = (loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)).max()
+        dead_here = loads == 0
+        if loads.dim() == 3:  # a modality that no token had says nothing of its experts
+            dead_here &= loads.sum(-1, keepdim=True) > 0
+        worst_value, dead = torch.stack((worst, dead_here.sum().double())).tolist()
         return {"moe_load": worst_value, "moe_dead_experts": dead}

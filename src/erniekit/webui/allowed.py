@@ -36,6 +36,7 @@ def most(name: str) -> int | None:
         "devices": max(_cards(), cores),
         "dataset_num_proc": max(64, cores),
         "dataloader_num_workers": max(64, cores),
+        "media_num_proc": max(64, cores),
         "prefetch_factor": 1000,
         "buffer_size": 1_000_000,
         "max_restarts": 100,

@@ -125,7 +125,8 @@ HELP_ZH: dict[str, str] = {
     "offload_optim": "两次更新之间把优化器状态放在内存；每步会变慢。",
     "save_steps": "两个检查点之间的步数。",
     "save_total_limit": "保留的检查点数，至少 2；不填则全部保留。",
-    "save_format": "写出的权重格式：hf、paddle；hf_fused 把一层的全部专家存成一个张量。",
+    "save_format": "写出的权重格式：hf、paddle；hf_fused 把一层的全部专家存成一个张量；"
+    "hf_transformers 是 transformers 保存 ERNIE-4.5-VL 的格式（发布版为 hf）。",
     "load_best_model_at_end": "结束时取评估最佳的权重，而不是最后的。",
     "logging_steps": "两行日志之间的步数。",
     "report_to": "visualdl、tensorboard、wandb、all、none；metrics.jsonl 总会写。",

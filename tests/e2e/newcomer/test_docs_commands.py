@@ -5,6 +5,7 @@ CONTRIBUTING.md says what the word after a fence's language means.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from erniekit.config import load
 from erniekit.config.flat import is_known
 from erniekit.data.formats import detect, parse, parse_pair
 from erniekit.data.types import RowProblem
+from erniekit.data.vision.read import read_vision_row
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -150,7 +152,10 @@ def test_every_data_and_recipe_example_is_read(page, tmp_path):
         for line in fence.text.splitlines() if fence.kind == "jsonl" else ():
             row = tmp_path / "row.jsonl"
             row.write_text(line + "\n", encoding="utf-8")
-            found = detect(row)
+            found = detect(row, vision=True)
+            if found.vision:
+                read_vision_row(json.loads(line), tmp_path, found.format, False)
+                continue
             read = parse_pair if found.preference else parse
             assert not isinstance(read(line.encode(), 1, row, found.format), RowProblem), line
 

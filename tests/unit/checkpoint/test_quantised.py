@@ -163,3 +163,63 @@ def test_asymmetric_reordered_and_incomplete_weights_are_refused(plain: Path, tm
         save_file({**tensors, f"{first}.{part}": wrong}, folder / "model.safetensors")
         with pytest.raises(CheckpointError, match=part):
             ModelFolder(folder).build()
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("preset", "part", "wrong", "words"),
+    [
+        ("W4A16", "weight_packed", lambda t: t.flatten(), "is no matrix"),
+        ("W4A16", "weight_packed", lambda t: t.float(), "weight_packed is float32, int32 belongs there"),
+        ("W4A16", "weight_shape", lambda t: t[0], "weight_shape says"),
+        ("W4A16", "weight_shape", lambda t: t.float(), "weight_shape is float32"),
+        ("W4A16", "weight_scale", lambda t: t * torch.nan, "weight_scale holds NaN"),
+        ("W8A8", "weight", lambda t: t[None], "is no matrix"),
+        ("W8A8", "weight_scale", lambda t: t.bool(), "weight_scale is bool"),
+        ("W8A8", "weight_scale", lambda t: None, "stored as int8, which is no weight by itself"),
+        ("FP8_DYNAMIC", "weight_scale", lambda t: None, "stored as float8_e4m3fn, which is no weight by itself"),
+        ("MXFP4A16", "weight_scale", lambda t: t.float(), "weight_scale is float32, uint8 belongs there"),
+    ],
+)
+def test_a_part_of_another_shape_dtype_or_content_is_refused_and_never_decoded(
+    plain: Path, tmp_path: Path, preset: str, part: str, wrong: Callable, words: str
+) -> None:
+    folder, _ = by_compressed_tensors(plain, tmp_path / "out", preset)
+    tensors = load_file(folder / "model.safetensors")
+    value = wrong(tensors.pop(f"{DOWN}.{part}"))
+    if value is not None:
+        tensors[f"{DOWN}.{part}"] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words) as error:
+        ModelFolder(folder).build()
+    assert str(folder) in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "words"),
+    [
+        ("weight", lambda t: None, "is missing, though its quant_state is there"),
+        ("weight", lambda t: t.float(), "weight is float32, uint8 belongs there"),
+        ("weight.absmax", lambda t: t.float(), "absmax is float32, uint8 belongs there"),
+        ("weight.nested_absmax", lambda t: t[:0], "nested_absmax is not as long"),
+        ("weight.quant_state.bitsandbytes__nf4", lambda t: t.long().sum() * 10**12, "quant_state"),
+    ],
+)
+def test_a_damaged_part_of_bitsandbytes_is_refused_too(
+    plain: Path, tmp_path: Path, part: str, wrong: Callable, words: str
+) -> None:
+    def store(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        packed, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+        return {name: packed, **{f"{name}.{k}": v for k, v in state.as_dict(packed=True).items()}}
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    folder = rewritten(plain, tmp_path / "out", store, config)
+    tensors = load_file(folder / "model.safetensors")
+    value = wrong(tensors.pop(f"{DOWN}.{part}"))
+    if value is not None:
+        tensors[f"{DOWN}.{part}"] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        ModelFolder(folder).build()

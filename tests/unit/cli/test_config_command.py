@@ -44,7 +44,7 @@ def test_all_shows_every_key(root, capsys):
 
 
 def test_json_is_the_run_and_what_it_waits_for(root, capsys):
-    data = json.loads("\n".join(shown(capsys, str(root / RECIPE), "stage=VL-SFT", "--json")))
+    data = json.loads("\n".join(shown(capsys, str(root / RECIPE), "stage=OCR-VL-SFT", "--json")))
     assert data["values"]["lora_alpha"] == 64
     assert data["origins"]["stage"] == "key=value"
     assert data["later"][0]["key"] == "stage"

@@ -80,3 +80,9 @@ def test_help_on_something_unknown_suggests():
     with pytest.raises(ConfigError) as e:
         help_lines(["train", "learning_rat"])
     assert "learning_rate" in e.value.fix
+
+
+def test_a_key_that_is_called_as_a_section_is_explained_before_it():
+    lines = help_lines(["quantize", "quant"])
+    assert lines[0] == "quant (quantize)"
+    assert any("use_fp8" in line for line in lines), "and the section's keys follow"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from erniekit.config import load
 from erniekit.config.convert import convert
 from erniekit.config.flat import KEYS
 from erniekit.errors import ConfigError
@@ -116,3 +117,17 @@ def test_a_secret_is_not_repeated_in_an_error():
     with pytest.raises(ConfigError) as e:
         value_of("wandb_api_key", {"token": "hush"})
     assert "hush" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("compute_type=mxfp4", "frozen_base: mxfp4, with compute_type: bf16"),
+        ("frozen_base=wint8", "int8, which is what compute_type: wint8 means"),
+        ("quant=q4_0", "erniekit export format=gguf gguf_type=q4_0"),
+    ],
+)
+def test_a_value_of_another_key_is_refused_with_the_key_that_takes_it(word: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([word])
+    assert error.value.fix == fix

@@ -61,7 +61,7 @@ def test_a_packed_base_needs_adapters(word):
 
 
 def test_how_a_kind_is_multiplied_is_a_key_of_its_own():
-    with pytest.raises(ConfigError, match="two keys") as caught:
+    with pytest.raises(ConfigError, match="multiplied in fp8") as caught:
         load(["frozen_base=mxfp4-fp8"])
     assert caught.value.fix == "frozen_base: mxfp4 and frozen_products: fp8"
 
@@ -101,3 +101,9 @@ def test_an_fp8_base_is_multiplied_in_fp8():
 @pytest.mark.parametrize("base", ["fp8", "wint4/8"])
 def test_a_packed_base_goes_with_every_stage_and_layout_of_adapters(base, words):
     assert load([f"frozen_base={base}", *words]).lora.frozen_base == base
+
+
+def test_a_kind_that_multiplies_in_fp8_is_no_grid_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="multiplied in fp8") as caught:
+        load(["merge_grid=int4-fp8"], "export")
+    assert caught.value.fix == "merge_grid: int4"

@@ -12,7 +12,8 @@ SOURCE = Path(erniekit.__file__).parent
 # Turned into other keys by a rule.
 BY_RULES = {
     "dataset_type", "disable_ckpt_quant", "expert_tensor_parallel_degree", "from_scratch", "global_batch_size",
-    "minimum_eval_times", "sep_parallel_degree", "use_expert_parallel", "warmup_ratio", "weight_quantize_algo",
+    "minimum_eval_times", "sep_parallel_degree", "use_expert_parallel", "visual_ld", "warmup_ratio",
+    "weight_quantize_algo",
     # checked against the number of files; evaluation then reads every row
     "eval_dataset_prob",
     # all their words are ignored or of a later version

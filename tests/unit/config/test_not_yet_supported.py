@@ -13,7 +13,6 @@ from erniekit.errors import ConfigError, LaterError
 @pytest.mark.parametrize(
     "word",
     [
-        "stage=VL-SFT",
         "stage=OCR-VL-SFT",
         "compute_type=fp16",
         "moe_group_experts=1",
@@ -37,11 +36,16 @@ def test_it_resolves_and_is_refused_by_name(word):
 
 
 @pytest.mark.parametrize("kind", ["wint8", "wint4/8", "nf4"])
-def test_packed_weights_train_and_are_not_evaluated(kind):
+def test_packed_weights_train_and_are_evaluated(kind):
     refuse_later(load([f"compute_type={kind}"]))
-    with pytest.raises(LaterError, match="evaluation over packed weights") as e:
-        refuse_later(load([f"compute_type={kind}"], "eval"))
-    assert "use bf16" in e.value.fix
+    refuse_later(load([f"compute_type={kind}"], "eval"))
+
+
+def test_a_chat_packs_by_words_it_knows_and_says_that_others_change_nothing():
+    assert not not_yet_supported(load(["quantization=wint4"], "chat"))
+    (item,) = not_yet_supported(load(["quantization=awq"], "chat"))
+    assert "used as stored" in item.today
+    assert not item.stops
 
 
 def test_a_plain_run_needs_nothing():

@@ -13,7 +13,7 @@ import pytest
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.writer import publish
 from erniekit.errors import ErnieKitError
-from erniekit.export.target import check_target, one_export
+from erniekit.export.target import QUANTIZE, check_target, one_export
 from support.snapshot import snapshot
 
 
@@ -132,3 +132,16 @@ def test_a_hidden_export_comes_back_over_an_empty_folder_and_by_its_very_name(tm
     with one_export(tmp_path / "m[1]"):
         assert (tmp_path / "m[1]" / "model.safetensors").is_file()
     assert (tmp_path / ".tmp-m1-7-0123abcd").is_dir(), "another export's"
+
+
+def test_a_result_of_another_command_is_refused_and_one_of_the_same_is_announced(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").write_text("weights")
+
+    publish(tmp_path, "out", write, info={"base": "m", "quant": "w4a16", "method": "round to nearest"})
+    assert "is a result of `erniekit quantize`" in refused(out, tmp_path)
+    check_target(out, [], QUANTIZE)
+    with one_export(out):
+        assert f"{out} holds an earlier result (quant w4a16, of m): it is replaced" in capsys.readouterr().out

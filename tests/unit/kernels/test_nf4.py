@@ -54,3 +54,20 @@ def test_double_quantisation_is_that_of_bitsandbytes_but_for_the_codes_it_does_n
 
 def test_unsigned_dynamic_numbers_are_those_of_bitsandbytes() -> None:
     assert torch.equal(nf4.dynamic_table(signed=False), theirs.create_dynamic_map(signed=False))
+
+
+def test_a_weight_that_is_no_whole_number_of_blocks_is_that_of_bitsandbytes_too() -> None:
+    w = torch.randn(100, 90)
+    packed, state = theirs.quantize_4bit(w, blocksize=nf4.BLOCK, quant_type="nf4")
+    codes, absmax = nf4.encode_flat(w)
+    assert torch.equal(absmax, state.absmax)
+    assert torch.equal(codes, packed.flatten())
+    decoded = nf4.decode_flat(codes, absmax, w.numel(), torch.float32).view(w.shape)
+    assert torch.equal(decoded, theirs.dequantize_4bit(packed, state))
+
+
+def test_an_odd_number_of_weights_takes_half_a_byte_more() -> None:
+    w = torch.tensor([[-1.0, 1.0, 0.0]])
+    codes, absmax = nf4.encode_flat(w)
+    assert (codes.numel(), absmax.tolist()) == (2, [1.0])
+    assert torch.equal(nf4.decode_flat(codes, absmax, 3, torch.float32), w[0])

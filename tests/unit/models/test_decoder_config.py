@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from erniekit.errors import CheckpointError, LaterError
+from erniekit.errors import CheckpointError
 from erniekit.models import MODELS, find
 
 ERNIE_03B = {
@@ -60,11 +60,6 @@ def test_models_with_experts_have_their_published_total_and_active_counts(raw, t
 
 def test_paddles_dense_ernie_called_moe_without_experts_is_dense():
     assert find({"model_type": "ernie4_5_moe", "moe_num_experts": 0}) is MODELS.get("ernie4_5")
-
-
-def test_models_of_later_versions_are_refused_by_name():
-    with pytest.raises(LaterError, match="VL"):
-        find({"model_type": "ernie4_5_moe_vl"})
 
 
 def test_an_unknown_model_type_names_the_known_ones():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from erniekit.lora.projections import word_of
 from erniekit.models import MODELS, find
 from erniekit.models.names import grouped_qkv
 
@@ -91,6 +92,16 @@ VARIANTS = {
         "moe_use_aux_free": False,
         "num_nextn_predict_layers": 0,
     },
+    "vl": {
+        "model_type": "ernie4_5_moe_vl",
+        "num_key_value_heads": 2,
+        **EXPERTS,
+        "moe_num_experts": [3, 3],
+        "moe_intermediate_size": [4, 5],
+        "freq_allocation": 1,
+        "num_nextn_predict_layers": 0,
+        "vision_config": {"depth": 2, "hidden_size": 8, "num_heads": 2, "mlp_ratio": 3, "patch_size": 2},
+    },
 }
 
 
@@ -101,7 +112,12 @@ def model_and_entries(variant: str, layout: str):
     return spec.build(config), spec.names(config, layout)
 
 
-LAYOUTS = [(v, layout) for v in VARIANTS for layout in ("hf", "paddle", *(["hf_fused"] if "moe" in v else []))]
+FURTHER = {"moe": ["hf_fused"], "vl": ["hf_fused", "hf_transformers"]}  # by a word of the variant
+LAYOUTS = [
+    (v, layout)
+    for v in VARIANTS
+    for layout in ("hf", "paddle", *(name for word, names in FURTHER.items() if word in v for name in names))
+]
 
 
 @pytest.mark.parametrize(("variant", "layout"), LAYOUTS)
@@ -173,9 +189,9 @@ def test_ernies_ungrouped_qkv_goes_head_by_head_and_its_grouped_one_in_blocks():
 def test_lora_targets_are_names_of_the_table():
     for kind in MODELS:
         spec = MODELS.get(kind)
-        variant = {"ernie4_5": "ernie_tied", "ernie4_5_moe": "ernie_moe", "llama": "llama"}[kind]
-        _, entries = model_and_entries(variant, "hf")
-        projections = {n.split(".")[-2] for e in entries for n in e.theirs}
+        variants = {"ernie4_5": "ernie_tied", "ernie4_5_moe": "ernie_moe", "ernie4_5_vl_moe": "vl", "llama": "llama"}
+        _, entries = model_and_entries(variants[kind], "hf")
+        projections = {word_of(n.rpartition(".")[0]) for e in entries for n in e.theirs}
         assert set(spec.lora_targets) <= projections
 
 

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import erniekit
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.cli.main import main
+from erniekit.config.rules.frozen import PACKED
 from erniekit.data.collate import collate
 from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
+from erniekit.lora.frozen_base import on_grid
 from erniekit.losses.causal import causal_loss
+from erniekit.models.layers.linear import HoldsWeight
 from erniekit.recipes.evaluate import summary_of
 from erniekit.track.results import write_results
 from support.jsonl import write_jsonl
@@ -47,6 +51,25 @@ def test_a_model_with_experts_has_the_loss_of_its_rows_one_by_one(model: Path, t
     assert metrics["eval_loss"] == pytest.approx(total / metrics["eval_tokens"], abs=1e-5)
     assert metrics["eval_ppl"] == pytest.approx(math.exp(metrics["eval_loss"]))
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] == metrics["eval_loss"]
+
+
+@pytest.mark.parametrize("kind", ["wint8", "wint4/8"])
+def test_packed_weights_have_the_loss_of_the_numbers_that_they_keep(model: Path, tmp_path: Path, kind: str) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Count to 8."], "tgt": ["0 1 2 3 4 5 6 7"]}])
+    words = {"eval_dataset_path": data, **KEYS}
+    packed = erniekit.run("eval", model, output_dir=tmp_path / "packed", **{**words, "compute_type": kind})
+    folder, base = ModelFolder(model), PACKED[kind][0]
+    built = folder.build().eval()
+    with torch.no_grad():
+        for name, layer in built.named_modules():
+            if isinstance(layer, HoldsWeight) and name.startswith("layers."):
+                layer.weight.copy_(on_grid(base, f"{name}.weight", layer.weight))
+    source = open_source(data, None, load_tokenizer(model), max_seq_len=160, cache_dir=tmp_path / "other")
+    batch = collate([Pack((source.sample(0),))])
+    wanted = float(causal_loss(built, batch).detach()) / batch.num_label_tokens
+    assert packed.metrics["eval_loss"] == pytest.approx(wanted, abs=1e-5)
+    plain = erniekit.run("eval", model, output_dir=tmp_path / "plain", **words)
+    assert packed.metrics["eval_loss"] != plain.metrics["eval_loss"]
 
 
 def test_pairs_are_compared_with_a_model_that_must_be_named(model: Path, tmp_path: Path) -> None:

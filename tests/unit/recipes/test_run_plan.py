@@ -41,6 +41,15 @@ def test_bf16_that_was_asked_for_stays_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
     assert (cfg.origin("compute_type"), cfg.precision.bf16) == ("key=value", True)
 
 
+@pytest.mark.parametrize("kind", ["", "compute_type=fp8"])
+def test_masters_of_weights_that_are_fp32_on_a_cpu_are_told_of(kind: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(run_plan, "pick", lambda *asked: cpu.make())
+    words = ["master_weights=exact16", *([kind] if kind else [])]
+    assert run_plan.open_device(load(words)).config.optim.master_weights == "fp32"
+    told = "master_weights: exact16 -> fp32 (weights are computed in fp32: they are their own masters)"
+    assert told in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("moe"), family="ernie4_5_moe")
@@ -61,6 +70,14 @@ def test_a_plan_holds_every_decision_and_cannot_be_changed(moe: Path) -> None:
     for part, name in ((plan, "config"), (plan.config, "model"), (plan.config.model, "compile"), (plan.lora, "rank")):
         with pytest.raises(FrozenInstanceError):
             setattr(part, name, None)
+
+
+def test_a_mix_on_a_model_without_experts_is_what_is_left_of_it(moe: Path, tmp_path: Path) -> None:
+    words = ("fine_tuning=LoRA", "frozen_base=wint4/8")
+    dense = make_tiny_model(tmp_path / "dense")
+    told = "frozen_base: wint4/8 is int8 here: the model has no experts"
+    assert told in planned(dense, *words).model_notes
+    assert told not in planned(moe, *words).model_notes
 
 
 def test_what_a_run_builds_is_its_plan(moe: Path) -> None:

@@ -14,10 +14,13 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
+from erniekit.lora.frozen_base import packing
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
+from erniekit.models.layers.linear import HoldsWeight, packed_layers
 from erniekit.serve import loaded_models
 from erniekit.serve.engines.embedded import EngineLimits
+from erniekit.weight_kinds import SERVED
 from support.serving import tiny_folder
 
 
@@ -79,3 +82,39 @@ def test_the_cache_holds_every_sequence_where_memory_allows_and_says_so_where_no
     with pytest.raises(DeviceError) as error:
         loaded_models.make_cache(config, limits, 8, torch.float32, cpu, 0.9)
     assert error.value.where == "max_model_len"
+
+
+@pytest.mark.parametrize("word", ["wint8", "wint4"])
+def test_weights_are_packed_as_they_are_read_and_adapters_share_them(
+    base: Path, adapters: list[Path], word: str
+) -> None:
+    cfg = load([str(adapters[0]), "device=cpu", f"quantization={word}"], "server")
+    entries = loaded_models.find_models(cfg)
+    loaded = loaded_models.load_models(cfg, entries)
+    loaded.engine.stop("the test is over", 5)
+    assert "int8" in loaded.about
+    plain = ModelFolder(base).build(torch.float32).eval()
+    linears = [n for n, m in plain.named_modules() if isinstance(m, HoldsWeight) and n.startswith("layers.")]
+    assert list(packed_layers(loaded.engine.models["base"])) == linears
+
+    weights = ModelFolder(base)
+    packed = weights.build(torch.float32, "cpu", packing(weights, SERVED[word], "cpu")).eval()
+    adapted = loaded_models.with_adapter(packed, entries[0].found)
+    for name, layer in packed_layers(packed).items():
+        assert adapted.get_submodule(name).base.packed_data.data_ptr() == layer.packed_data.data_ptr()
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        wanted, got, same = (model(ids) for model in (plain, packed, adapted))
+    assert 0 < (got - wanted).norm() / wanted.norm() < 0.05
+    assert torch.allclose(same, got, atol=1e-5), "a fresh adapter adds nothing"
+
+
+def test_a_quantised_folder_is_served_as_it_is_whatever_quantization_says(base: Path, tmp_path: Path, capsys) -> None:
+    import erniekit
+
+    erniekit.run("quantize", base, quant="w8a16", output_dir=tmp_path / "small")
+    cfg = load([str(tmp_path / "small"), "device=cpu", "quantization=wint4"], "server")
+    loaded = loaded_models.load_models(cfg, loaded_models.find_models(cfg))
+    loaded.engine.stop("the test is over", 5)
+    assert not packed_layers(next(iter(loaded.engine.models.values())))
+    assert "quantised already" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def engine(**usage: list[int]) -> Any:
 
 def hook(made: Any, step: float = 0.001, **biases: torch.Tensor) -> ExpertBalance:
     pieces = {int(k[1:]): (v, WHOLE) for k, v in biases.items()}
-    return ExpertBalance(made, [1, 3], 4, None, step, pieces)
+    return ExpertBalance(made, [1, 3], (4,), None, step, pieces)
 
 
 def take(balance: ExpertBalance, loss: float) -> None:
@@ -60,7 +60,7 @@ def test_choices_of_a_step_that_is_rolled_back_are_forgotten() -> None:
 def test_a_rank_moves_only_the_slice_it_holds() -> None:
     held = torch.zeros(2)
     box = Box((slice(2, 4),), (slice(0, 2),))
-    balance = ExpertBalance(engine(_3=[9, 0, 9, 0]), [1, 3], 4, None, 0.5, {3: (held, (box,))})
+    balance = ExpertBalance(engine(_3=[9, 0, 9, 0]), [1, 3], (4,), None, 0.5, {3: (held, (box,))})
     take(balance, APPLIED)
     assert held.tolist() == [-0.5, 0.5]
 
@@ -83,3 +83,13 @@ def test_loads_are_told_of_all_steps_since_the_last_record() -> None:
     made.usage = {1: torch.tensor([1, 0, 0, 0]), 3: torch.tensor([1, 1, 1, 1])}
     take(balance, APPLIED)
     assert balance.metrics() == {"moe_load": 4.0, "moe_dead_experts": 3.0}
+
+
+def test_each_modality_is_evened_out_by_itself_and_one_without_tokens_says_nothing() -> None:
+    bias = torch.zeros(2, 4)
+    whole = (Box((slice(0, 2), slice(0, 4)), (slice(0, 2), slice(0, 4))),)
+    text, vision = [10, 4, 2, 0], [0, 0, 0, 0]
+    balance = ExpertBalance(engine(_1=[text, vision]), [1], (2, 4), None, 0.5, {1: (bias, whole)})
+    take(balance, APPLIED)
+    assert bias.tolist() == [[-0.5, 0.0, 0.5, 0.5], [0.0] * 4]
+    assert balance.metrics() == {"moe_load": 2.5, "moe_dead_experts": 1.0}

@@ -140,7 +140,7 @@ def test_values_that_are_wrong_together_are_told_as_the_run_would_say_it() -> No
 def test_what_this_version_lacks_is_refused_before_a_process_is_started() -> None:
     keys = {p.key for p in forms.check({**GOOD, "compute_type": "fp16"}, "train.sft")}
     assert "compute_type" in keys
-    assert {p.key for p in forms.check({**GOOD, "stage": "VL-SFT"}, "train.sft")} == {"stage"}
+    assert {p.key for p in forms.check({**GOOD, "stage": "OCR-VL-SFT"}, "train.sft")} == {"stage"}
 
 
 @pytest.mark.parametrize("key", sorted(forms.NEVER))

@@ -18,7 +18,8 @@ PACKED = {
     "wint8": ("int8", "int8: routed and shared experts, attention and dense feed-forward; the rest bf16"),
     "wint4/8": (
         "wint4/8",
-        "int4: routed experts; int8: attention and dense feed-forward; shared experts, head and the rest bf16",
+        "int4: routed experts, where there are any; int8: attention and dense feed-forward; shared experts, head and "
+        "the rest bf16",
     ),
     "nf4": ("nf4", "nf4: routed and shared experts, attention and dense feed-forward; the rest bf16"),
 }
@@ -46,6 +47,18 @@ def compute_type_decides_the_base(run: View) -> Iterator[Note]:
     yield from run.set("frozen_base", base, f"compute_type is {kind}; {words}; computed in bf16")
 
 
+def a_base_is_written_with_its_products(run: View) -> tuple[Note, ...]:
+    """The kinds that multiply in fp8 are known by two keys."""
+    for key in ("frozen_base", "merge_grid"):
+        kind = next((kind for kind, held in IN_FP8.items() if run[key] == held != kind), None)
+        if kind is not None:
+            more = " and frozen_products: fp8" if key == "frozen_base" else ""
+            raise ConfigError(
+                f"{key}: {run[key]} is {kind} multiplied in fp8", where=run.origin(key), fix=f"{key}: {kind}{more}"
+            )
+    return ()
+
+
 def a_packed_base_is_of_adapters(run: View) -> tuple[Note, ...]:
     base = run["frozen_base"]
     if base == BF16 or not run["do_train"]:
@@ -56,13 +69,6 @@ def a_packed_base_is_of_adapters(run: View) -> tuple[Note, ...]:
             where=run.origin("frozen_base"),
             fix="fine_tuning: LoRA, or frozen_base: bf16",
         )
-    for kind, held in IN_FP8.items():
-        if base == held != kind:
-            raise ConfigError(
-                f"frozen_base: {base} is written as two keys",
-                where=run.origin("frozen_base"),
-                fix=f"frozen_base: {kind} and frozen_products: fp8",
-            )
     return ()
 
 

@@ -8,6 +8,8 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 
+FP32_MASTERS = "weights are computed in fp32: they are their own masters"
+
 
 def moments_have_one_name(run: View) -> Iterator[Note]:
     """use_lowprecision_moment is ERNIEKit's name for one of the choices."""
@@ -28,7 +30,7 @@ def masters_are_of_16_bit_weights(run: View) -> Iterator[Note]:
     if run["master_weights"] == "fp32":
         return
     if run["compute_type"] == "fp32":
-        yield from run.set("master_weights", "fp32", "compute_type is fp32: weights are their own masters")
+        yield from run.set("master_weights", "fp32", FP32_MASTERS)
     elif run["sharding_parallel_degree"] > 1:
         reason = "shards are in fp32, weight and master in one: 4 bytes, as exact16"
         yield from run.set("master_weights", "fp32", reason)

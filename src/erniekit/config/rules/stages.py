@@ -93,10 +93,6 @@ def benchmark_only_trains(run: View) -> Iterator[Note]:
 def vision_keys_follow(run: View) -> Iterator[Note]:
     if run["visual_ld"] is not None:
         yield from run.set("vit_lr_ratio", run["visual_ld"], f"visual_ld is {run['visual_ld']:g}")
-    if run["vision_model_name_or_path"]:
-        yield from run.set("multimodal", True, "vision_model_name_or_path is given")
-    if "VL" in run["stage"]:
-        yield from run.set("serialize_output", False, f"stage is {run['stage']}", quiet=True)
 
 
 def target_frames_turn_fps_off(run: View) -> Iterator[Note]:

@@ -22,8 +22,9 @@ class CheckpointSection:
     keep_every: int = key(0, "Also keep every checkpoint whose step is a multiple of this; 0 is off.", low=0)
     save_format: str = key(
         "hf",
-        "Layout of the weights written: hf, paddle; hf_fused has all experts of a layer in one tensor.",
-        choices=("hf", "paddle", "hf_fused"),
+        "Layout of the weights written: hf, paddle; hf_fused has all experts of a layer in one tensor; hf_transformers "
+        "is what transformers saves of ERNIE-4.5-VL, whose releases differ (hf).",
+        choices=("hf", "paddle", "hf_fused", "hf_transformers"),
         basic=True,
     )
     overwrite_output_dir: bool = key(False, "Start anew although output_dir holds a run; False resumes it.")

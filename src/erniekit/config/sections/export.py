@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from erniekit.config.field import key
 from erniekit.weight_kinds import BASES, BF16, WEIGHT_KINDS
 
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4")
+
 
 @dataclass(frozen=True)
 class ExportSection:
@@ -28,6 +30,6 @@ class ExportSection:
     gguf_type: str = key(
         "q8_0",
         "How a GGUF file stores weights; mxfp4 and q4_0 take about 4.5 bits each.",
-        choices=("f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4"),
+        choices=GGUF_TYPES,
         basic=True,
     )

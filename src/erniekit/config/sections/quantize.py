@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.config.sections.export import GGUF_TYPES
 from erniekit.quant_schemes import QUANT_RECIPES
 
 
@@ -14,6 +15,9 @@ class QuantizeSection:
         None,
         "Number format of the result. " + "; ".join(f"{name}: {r.about}" for name, r in QUANT_RECIPES.items()) + ".",
         choices=tuple(QUANT_RECIPES),
+        elsewhere={
+            word: f"erniekit export format=gguf gguf_type={word}" for word in GGUF_TYPES if word not in QUANT_RECIPES
+        },
         basic=True,
     )
     quant_method: str | None = key(

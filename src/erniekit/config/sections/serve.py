@@ -60,7 +60,11 @@ class ServeSection:
     block_size: int = key(64, "Tokens per cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
     use_warmup: int = key(0, "Answer once before the first request.")
-    quantization: str | None = key(None, "Weights on the server: wint4 or wint8 (fastdeploy), or the engine's words.")
+    quantization: str | None = key(
+        None,
+        "Weights on the server: wint8 (int8), wint4 (routed experts int4, the rest int8), or the engine's own words. "
+        "The embedded engine packs them as they are read: less memory, not more speed.",
+    )
     load_choices: str | None = key(None, "Weight loader (fastdeploy).")
     tool_call_parser: str | None = key(None, "Reads tool calls from answers (engines that are started).")
     reasoning_parser: str | None = key("ernie-45-vl", "Reads thoughts from answers (engines that are started).")

@@ -1,4 +1,5 @@
-"""Images and video. Declared for the recipes that carry it; not_yet_supported.py refuses the VL stages by name."""
+"""Images and video: what is read of them, how large, which parts are trained. Read by recipes/vision_data.py, build.py
+and optimiser.py; keys marked `later` are of parts that this version does not have."""
 
 from __future__ import annotations
 
@@ -13,57 +14,93 @@ _VL = "vision"
 
 @dataclass(frozen=True)
 class VisionSection:
-    multimodal: bool = key(False, "The model sees.", later=_VL)
     vision_model_name_or_path: str | None = key(None, "Its vision part, when apart.", later=_VL, path="one")
     vision_config: Mapping[str, Any] | None = key(
         None, "Values that replace those of its config.", fixed=True, later=_VL
     )
     freeze_config: tuple[str, ...] = key(
-        (), "Parts that are not trained.", choices=("freeze_vision", "freeze_lm"), fixed=True, later=_VL
+        (),
+        "Parts of a model that sees which are not trained: its tower, its language model, its resampler.",
+        choices=("freeze_vision", "freeze_lm", "freeze_resampler"),
+        fixed=True,
     )
     vit_lr_ratio: float | None = key(
-        None, "Rate of a vision layer as a share of the next.", low=0, fixed=True, later=_VL
+        None, "Learning rate of a layer of the tower as a share of the next one's.", low=0, fixed=True
     )
-    visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0, later=_VL)
+    visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0)
     rope_3d: bool = key(True, "Positions in time, height and width.", fixed=True, later=_VL)
-    text_dataset_path: tuple[str, ...] = key((), "Text mixed in.", commas=True, later=_VL, path="several")
-    text_dataset_prob: tuple[float, ...] = key((), "Its shares.", low=0, commas=True, later=_VL)
-    text_dataset_type: tuple[str, ...] = key((), "Its formats.", commas=True, later=_VL)
+    text_dataset_path: tuple[str, ...] = key((), "Text to train on between the pictures.", commas=True, path="several")
+    text_dataset_prob: tuple[float, ...] = key((), "Share of each of these files.", low=0, commas=True, fixed=True)
+    text_dataset_type: tuple[str, ...] = key((), "Their formats; detected when not given.", commas=True, fixed=True)
     modality_ratio: tuple[float, ...] = key(
-        (), "Image and text micro-batches, e.g. [1,1].", low=0, fixed=True, later=_VL
+        (), "Optimiser steps on pictures and on text, e.g. [1,1]: whole steps alternate.", low=0, fixed=True
     )
-    modality_interleave: str = key("acc", "How they alternate.", fixed=True, later=_VL)
-    variable_resolution: bool = key(False, "Native resolution.", fixed=True, later=_VL)
-    max_pixels: int | None = key(None, "Most pixels per image.", low=1, fixed=True, later=_VL)
-    min_pixels: int | None = key(None, "Fewest pixels per image.", low=1, fixed=True, later=_VL)
-    video_max_pixels: int | None = key(None, "Most pixels per frame.", low=1, fixed=True, later=_VL)
-    video_min_pixels: int | None = key(None, "Fewest pixels per frame.", low=1, fixed=True, later=_VL)
-    video_fps: float = key(2.0, "Frames per second taken.", fixed=True, later=_VL)
-    video_min_frames: int = key(16, "Fewest frames.", fixed=True, later=_VL)
-    video_max_frames: int = key(480, "Most frames.", fixed=True, later=_VL)
-    video_target_frames: int = key(-1, "Exactly so many; needs video_fps -1.", fixed=True, later=_VL)
+    variable_resolution: bool = key(
+        False, "Under compat: erniekit, whether min_pixels and max_pixels apply; else they always do.", fixed=True
+    )
+    max_pixels: int | None = key(
+        None,
+        "Most pixels of a picture as the model sees it, 784 of them a token; the model's own when not given.",
+        low=1,
+        fixed=True,
+    )
+    min_pixels: int | None = key(None, "Fewest pixels of a picture; smaller ones are enlarged.", low=1, fixed=True)
+    video_max_pixels: int | None = key(None, "Most pixels of a frame; as max_pixels when not given.", low=1, fixed=True)
+    video_min_pixels: int | None = key(None, "Fewest pixels of a frame.", low=1, fixed=True)
+    video_fps: float = key(2.0, "Frames a second that are seen.", fixed=True)
+    video_min_frames: int = key(16, "Fewest frames of a video; -1: no bound.", fixed=True)
+    video_max_frames: int = key(480, "Most frames of a video; -1: no bound.", fixed=True)
+    video_target_frames: int = key(-1, "Exactly so many frames; needs video_fps -1.", fixed=True)
     video_frames_sample: str = key(
-        "middle", "Which frames.", choices=("middle", "rand", "leading"), fixed=True, later=_VL
+        "middle", "Which frame of each interval.", choices=("middle", "rand", "leading"), fixed=True
     )
-    render_timestamp: bool = key(False, "Draw the time on frames.", fixed=True, later=_VL)
-    use_pic_id: bool = key(True, "Picture N: before each image.", fixed=True, later=_VL)
-    chat_template: str | None = key("ernie_vl", "Template of VL conversations.", fixed=True, later=_VL)
-    image_dtype: str = key("uint8", "How pixels are kept.", later=_VL)
+    render_timestamp: bool = key(False, "Draw its time into each frame, as the released models expect.", fixed=True)
+    use_pic_id: bool = key(True, '"Picture n:" before each picture; "Video n:" is always there.', fixed=True)
+    chat_template: str = key(
+        "ernie_vl",
+        "How answers without a thought are written: an empty thought before the last (ernie_vl), or before each.",
+        choices=("ernie_vl", "paddleformers_vl", "paddleformers_vl_nothink"),
+        fixed=True,
+    )
+    vision_train_turns: str = key(
+        "last",
+        "Which answers of a conversation with pictures are trained, where none thinks: last, or all of them, each with "
+        "an empty thought.",
+        choices=("last", "all"),
+        fixed=True,
+    )
+    video_positions: str = key(
+        "erniekit",
+        "Where text goes on behind a video: behind its largest position (ERNIEKit, vLLM), or behind its longer side "
+        "(transformers).",
+        choices=("erniekit", "transformers"),
+        fixed=True,
+    )
+    exif_orientation: bool = key(True, "Turn pictures as their EXIF data say; ERNIEKit does not.", fixed=True)
+    one_sample_in_one_seq: bool = key(
+        False, "A video too long for max_seq_len loses resolution, then frames; packing is not affected.", fixed=True
+    )
+    drop_untrainble_sample: bool = key(
+        False, "Under compat: erniekit, drop rows without trained tokens; else they are always dropped.", fixed=True
+    )
+    max_patches: int = key(
+        0, "Most patches of all pictures in a pack, 4 of them a token: bounds the tower's memory. 0: no bound.", low=0,
+        fixed=True,
+    )  # fmt: skip
+    media_check: str = key(
+        "decode",
+        "How media are checked before the first step: decode finds damage as bad rows; header is faster and leaves "
+        "damage to the step that meets it, which then trains without that sample.",
+        choices=("decode", "header"),
+    )
+    media_max_pixels: int = key(100_000_000, "A picture stored with more is a bad row, from its header.", low=1)
+    media_max_bytes: int = key(512 << 20, "A file, or member of an archive, with more is a bad row.", low=1)
+    media_max_frames: int = key(200_000, "A video stored with more frames is a bad row.", low=1)
+    media_max_seconds: float = key(14_400.0, "A video that plays longer is a bad row.", low=0)
+    media_timeout: float = key(8.0, "Seconds without progress after which a decoder is killed; a bad row.", low=0.1)
+    media_num_proc: int = key(0, "Processes that decode media for each rank; 0: as many as its cores, up to 8.", low=0)
     spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)
-    im_prefix_length: int = key(64, "Image tokens.", low=1, later=_VL)
-    image_token_len: int = key(64, "Image tokens.", low=1, later=_VL)
-    adaptive_max_imgtoken_option: tuple[int, ...] = key((), "Image-token limits to choose from.", later=_VL)
-    adaptive_max_imgtoken_rate: tuple[float, ...] = key((), "How often each is chosen.", later=_VL)
-    one_sample_in_one_seq: bool = key(False, "No packing.", fixed=True, later=_VL)
-    serialize_output: bool = key(True, "Of the old reader.", later=_VL)
-    sft_shift_by_one: bool = key(False, "Shift labels in the reader.", later=_VL)
-    add_sys_token: bool = key(False, "Mark system text.", fixed=True, later=_VL)
-    drop_history_with_k: bool = key(False, "Drop old turns.", fixed=True, later=_VL)
-    trigger_data_prob: float = key(0.5, "Of the old reader.", low=0, high=1, later=_VL)
-    drop_untrainble_sample: bool = key(False, "Drop rows without trained tokens.", later=_VL)
     token_balance_loss: bool = key(False, "Weigh modalities by tokens.", fixed=True, later=_VL)
-    balanced_image_preprocess: bool = key(False, "Even out images over ranks.", later=_VL)
-    vit_second_fwd_batch_size: int | None = key(None, "Images per second vision pass.", later=_VL)
     packing_size: int = key(1, "Rows per pack of the OCR stage.", low=1, fixed=True, later=_VL)
     padding: bool = key(True, "Pad packs of the OCR stage.", fixed=True, later=_VL)
     sft_replace_ids: bool = key(False, "Of the OCR stage.", later=_VL)

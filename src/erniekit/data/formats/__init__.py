@@ -31,6 +31,7 @@ __all__ = [
     "detect",
     "parse",
     "parse_pair",
+    "parsed",
     "read",
     "rows",
 ]
@@ -70,6 +71,7 @@ class Detected:
     format: str  # a name in FORMATS and PREFERENCE_FORMATS
     why: str
     preference: bool = False  # rows hold two answers to compare: data for stage DPO
+    vision: bool = False  # some hold pictures or videos
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def parse(
             refuse_media(row)
         return _reader(format)(row, compat)
 
-    return _parsed(raw, line_no, path, conversations)
+    return parsed(raw, line_no, path, conversations)
 
 
 def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | RowProblem:
@@ -107,10 +109,11 @@ def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bo
             refuse_media(row)
         return _pair_reader(format)(row, compat)
 
-    return _parsed(raw, line_no, path, pair)
+    return parsed(raw, line_no, path, pair)
 
 
-def _parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+    """What `read` makes of the decoded row; its BadRow, and whatever cannot be decoded, as a problem of that line."""
     if isinstance(raw, RowProblem):
         return raw
     try:
@@ -140,8 +143,8 @@ def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[
                 yield line_no, conversation
 
 
-def detect(path: str | Path) -> Detected:
-    """The format of the first rows, by their fields. DataError when they fit none."""
+def detect(path: str | Path, vision: bool = False) -> Detected:
+    """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
     example, count = "", 0
@@ -155,9 +158,12 @@ def detect(path: str | Path) -> Detected:
         except (ValueError, RecursionError):
             continue
         guess = _guess(row)
+        if vision:
+            guess = _guess_seen(row) or guess
         if guess:
             seen[guess.format, guess.preference] += 1
-            found[guess.format, guess.preference] = guess
+            before = found.get((guess.format, guess.preference))
+            found[guess.format, guess.preference] = before if before and before.vision else guess
         elif not example:
             example = _describe(row)
     if not count:
@@ -171,7 +177,8 @@ def detect(path: str | Path) -> Detected:
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
-    return found[tools if alone else seen.most_common(1)[0][0]]
+    chosen = found[tools if alone else seen.most_common(1)[0][0]]
+    return next((guess for guess in found.values() if guess.vision), chosen)
 
 
 def _guess(row: Any) -> Detected | None:
@@ -193,6 +200,19 @@ def _guess(row: Any) -> Detected | None:
         return Detected("messages", "rows have `messages`")
     if "instruction" in row or ("output" in row and "input" in row):
         return Detected("alpaca", "rows have `instruction` and `output`")
+    return None
+
+
+def _guess_seen(row: Any) -> Detected | None:
+    """Of a row with pictures or videos."""
+    if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
+        return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
+    said = row.get("messages") if isinstance(row, dict) else row
+    contents = [m.get("content") for m in said if isinstance(m, dict)] if isinstance(said, list) else []
+    kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
+    beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
+    if contents and (beside or kinds & {"image", "image_url", "video", "video_url"}):
+        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
     return None
 
 

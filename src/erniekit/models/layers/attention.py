@@ -32,6 +32,7 @@ class Context(NamedTuple):
     record: dict[Any, Any] | None = None
     kernel: str | None = None  # which back end of kernels/packed_attention.py, where kernels for a card fit
     packs: Packs | None = None  # the documents once more, as it takes them
+    modality: torch.Tensor | None = None  # uint8 [B, L], where some tokens are not text; None: all are
 
 
 class InnerAttention(nn.Module):

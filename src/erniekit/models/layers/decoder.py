@@ -1,4 +1,4 @@
-"""The pre-norm decoder every text model here assembles: embedding, layers, norm, head. Single device; knows no rank.
+"""The pre-norm decoder every model here assembles: embedding, layers, norm, head. Single device; knows no rank.
 
 B batch, L length, H hidden, V vocab.
 """
@@ -14,11 +14,12 @@ from torch import nn
 
 from erniekit.kernels.cross_entropy import CHUNK
 from erniekit.kernels.packed_attention import for_kernel
-from erniekit.kernels.rope import cos_sin, inverse_frequencies
+from erniekit.kernels.rope import cos_sin, cos_sin_of_axes, inverse_frequencies
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context, InnerAttention
 from erniekit.models.layers.head import LocalHead
 from erniekit.models.layers.mlp import MLP
+from erniekit.models.layers.modal import ModalMoE
 from erniekit.models.layers.moe import MoE
 from erniekit.models.layers.mtp import NextToken
 from erniekit.models.layers.norm import RMSNorm
@@ -51,7 +52,8 @@ class DecoderLayer(nn.Module):
         self.sparse = number is not None and config.sparse(number)
         self.mlp: nn.Module
         if number is not None and self.sparse:
-            self.mlp = MoE(config, number)
+            assert config.moe is not None
+            self.mlp = MoE(config, number) if config.moe.vision is None else ModalMoE(config, number)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -111,6 +113,14 @@ class Decoder(nn.Module):
         embedded: torch.Tensor = self.embedding(ids, self.embed.weight)
         return embedded
 
+    def embed_batch(self, ids: torch.Tensor, more: Any) -> torch.Tensor:
+        """What the layers start from, [B, L, H]: here the tokens' embeddings."""
+        return self.embed_ids(ids)
+
+    def front(self) -> Iterator[nn.Module]:
+        """Blocks in front of the layers, on the first stage, each gathered by itself where weights are spread."""
+        return iter(())
+
     def head_weight(self) -> torch.Tensor:
         """[V, H]; the embedding itself when tied."""
         return self.embed.weight if self.config.tie_word_embeddings else self.head.weight
@@ -130,15 +140,21 @@ class Decoder(nn.Module):
         """What all layers share for one batch."""
         c = self.config
         freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, positions.device)
-        shared, real = (None, None) if more is None else (more.shared, more.real)
+        shared, real, modality = (None, None, None) if more is None else (more.shared, more.real, more.modality)
         record: dict[tuple[str, int], Any] | None = None
         if self.records is not None and torch.is_grad_enabled():
             self.records.append(record := {})
+        if c.mrope is None:
+            cos, sin = cos_sin(positions, freq)
+        else:
+            axes = positions if positions.dim() == 3 else positions[..., None].expand(*positions.shape, 3)
+            cos, sin = cos_sin_of_axes(axes, freq, c.mrope)
+            positions = axes[..., 0]
         kernel, packs = None, None
         if self.attends_itself():
             group = c.num_heads // c.num_kv_heads
             kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
-        return Context(*cos_sin(positions, freq), cu_seqlens, max_doc, shared, real, record, kernel, packs)
+        return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality)
 
     def attends_itself(self) -> bool:
         """False where the inner attention was replaced: a server's, over its cache, needs no kernels from here."""
@@ -180,7 +196,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         ctx = self.context(positions, cu_seqlens, max_doc, more)
-        x_BLH = tokens if not self.first else self.embed_ids(tokens) if embedded is None else embedded
+        x_BLH = tokens if not self.first else self.embed_batch(tokens, more) if embedded is None else embedded
         x_BLH = self.run_layers(x_BLH, ctx)
         if not self.last:
             return x_BLH

@@ -5,7 +5,7 @@ Used by every block; LoRA, the weight-name tables and parallel/ read `parts`, `w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -68,6 +68,20 @@ class HoldsWeight(nn.Module):
         self.kind = packed.kind  # a kind may find that these numbers need a related one
         for slot in SLOTS:
             self.register_buffer(f"packed_{slot}", getattr(packed, slot), persistent=False)
+
+
+def packed_layers(model: nn.Module) -> dict[str, HoldsWeight]:
+    """The layers whose weight is kept as another kind than plain, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, HoldsWeight) and m.packed_shape is not None}
+
+
+def share_packed(source: nn.Module, target: nn.Module) -> None:
+    """The packed weights of one model in another of the same shape, which is plain and has no memory yet."""
+    for name, holder in packed_layers(source).items():
+        other = cast("HoldsWeight", target.get_submodule(name))
+        other.store_as(holder.kind)
+        for slot in SLOTS:
+            other.register_buffer(f"packed_{slot}", getattr(holder, f"packed_{slot}"), persistent=False)
 
 
 class Linear(nn.Linear, HoldsWeight):  # type: ignore[misc]  # torch's has always a weight

@@ -5,6 +5,7 @@ Single device; parallel/ swaps `exchange`, losses/ puts `balance` in. B batch, L
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class MoE(nn.Module):
         self.shared = MLP(config.hidden_size, moe.shared_width, config.mlp_bias) if moe.shared_width else None
         self.exchange: nn.Module = LocalExchange()
         self.balance: nn.Module = NoBalance()
+
+    def banks(self) -> Iterator[Any]:
+        """Every router with its experts: here the one there is."""
+        yield self
 
     def forward(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
         x_TH = x_BLH.flatten(0, 1)

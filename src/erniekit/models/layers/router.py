@@ -24,7 +24,7 @@ class Routing(NamedTuple):
 
 class Router(nn.Module):
     """bias: added to the probabilities for choosing only, never for weighting; moved by the balance update, not by
-    gradients. None in a model without it."""
+    gradients. None in a model without it, and where the layer keeps it and hands it in."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -37,13 +37,14 @@ class Router(nn.Module):
         if config.moe.bias:
             self.bias = nn.Parameter(torch.zeros(self.experts), requires_grad=False)
 
-    def forward(self, x_TH: torch.Tensor) -> Routing:
+    def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
+        bias = self.bias if bias is None else bias
         with torch.autocast(x_TH.device.type, enabled=False):
             logits = router_logits(x_TH, self.weight)
             probs = logits.softmax(-1)
             scores = probs.detach()
-            if self.bias is not None and self.biased:
-                scores = scores + self.bias.float()
+            if bias is not None and self.biased:
+                scores = scores + bias.float()
             ids = scores.topk(self.choices, dim=-1).indices
             weights = probs.gather(1, ids)
             room = self.room(x_TH.shape[0])

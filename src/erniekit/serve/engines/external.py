@@ -26,7 +26,7 @@ from erniekit.log import say, warn
 from erniekit.net.address import announce
 from erniekit.net.listen import bind
 from erniekit.serve.engines import EXTERNAL, supervisor
-from erniekit.serve.engines.engine_program import EngineProgram, Target
+from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
 KILL_S = 10.0  # after the grace, for those that do not hear
 
@@ -101,10 +101,16 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
         longest=min(cfg.serve.max_model_len, weights.config.max_positions),
         keys=asdict(cfg.serve),
         given=cfg.given,
-        dtype=cfg.precision.compute_type if cfg.given("compute_type") else None,
+        dtype=_dtype(cfg),
         device=cfg.train.device,
         secret=key,
     )
+
+
+def _dtype(cfg: RunConfig) -> str | None:
+    """wint8 and the like are how a run was trained; `quantization` says how weights are served."""
+    kind = cfg.precision.compute_type
+    return kind if cfg.given("compute_type") and kind in DTYPES else None
 
 
 class EngineProcess:

@@ -142,6 +142,7 @@ def test_vllm_gets_what_was_asked_for_and_keeps_its_own_defaults(model):
     argv = arguments("vllm", str(model), "port=0", "block_size=16", "compute_type=fp32", "tool_call_parser=ernie45")
     assert (value(argv, "--block-size"), value(argv, "--dtype")) == ("16", "float32")
     assert value(argv, "--tool-call-parser") == "ernie45"
+    assert "--dtype" not in arguments("vllm", str(model), "port=0", "compute_type=wint4/8"), "no word of vLLM's"
 
 
 def test_adapters_go_to_vllm_and_sglang_by_name_and_fastdeploy_has_none(model, tmp_path):

@@ -1,0 +1,32 @@
+"""What a picture or video may cost, and the one way it is refused. Every file of data/media raises MediaError; the
+token cache makes a bad row of it, with file and line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class MediaError(Exception):
+    """`kind` is what reports count by; `reason` names the file and what is wrong with it."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.kind, self.reason = kind, reason
+        super().__init__(kind, reason)
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """None of them changes a picture: what exceeds one is refused, from its header where that says enough."""
+
+    pixels: int = 100_000_000  # of a picture or a frame as stored
+    bytes: int = 512 << 20  # of a file, or of an archive's member unpacked
+    frames: int = 200_000  # of a video as stored
+    seconds: float = 4 * 3600.0  # that a video plays
+    timeout: float = 8.0  # seconds without a sign of life from the process that reads it
+    total: float = 600.0  # seconds for one picture or video, whatever it reports
+
+
+SIDES = 200  # ERNIEKit and transformers draw the same line: no side is more than so many times the other

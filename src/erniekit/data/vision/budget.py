@@ -1,0 +1,208 @@
+"""What the pictures of a dataset file cost, from headers alone: tokens and patches a row, what max_pixels buys, and
+which rows max_seq_len would cut. `erniekit data` calls it for rows with pictures; no pixel is decoded."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from erniekit.data.assemble import Dropped
+from erniekit.data.formats import parsed, rows
+from erniekit.data.formats.fields import BadRow
+from erniekit.data.media.decode import MediaHeader, ReadHeader
+from erniekit.data.media.limits import MediaError
+from erniekit.data.media.worker import MediaPool
+from erniekit.data.report import short, unused_line
+from erniekit.data.settings_files import read_settings
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.data.types import RowProblem
+from erniekit.data.vision.layout import seen, tokens_of
+from erniekit.data.vision.read import read_vision_row
+from erniekit.data.vision.rules import VisionRules
+from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.tokens import VisionAssembler
+
+_SHOWN = 20  # rows of each kind
+_STEPS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of max_pixels
+_AHEAD = 64  # rows whose headers are asked for at a time
+
+
+@dataclass
+class VisionBudget:
+    rows: int = 0
+    bad: list[RowProblem] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    pictures: int = 0
+    videos: int = 0
+    tokens: list[int] = field(default_factory=list)  # of pictures, a row
+    patches: list[int] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)  # all tokens of a row, where a tokenizer is given
+    too_long: list[tuple[int, int]] = field(default_factory=list)  # line, tokens
+    cut: int = 0  # rows that lose turns
+    at: dict[float, int] = field(default_factory=dict)  # tokens of all media, by share of max_pixels
+
+
+@dataclass(frozen=True)
+class _Costs:
+    line: int
+    row: VisionRow
+    tokens: int
+    patches: int
+    videos: int
+    at: dict[float, int]
+    whole: int = 0
+    dropped: bool = False
+    cut: bool = False
+
+
+def model_rules(model: Path | None, max_pixels: int | None) -> VisionRules:
+    sizes = VisionRules.sizes_of(read_settings(model / "preprocessor_config.json")) if model else {}
+    if max_pixels:
+        sizes |= {"max_pixels": max_pixels, "video_max_pixels": max_pixels}
+    return replace(VisionRules(), **sizes)  # type: ignore[arg-type]
+
+
+def measure(path: str, format: str, rules: VisionRules, max_seq_len: int, model: Path | None) -> VisionBudget:
+    tokenizer = load_tokenizer(model) if model else None
+    out = VisionBudget()
+    count = min(8, os.cpu_count() or 1)
+    with MediaPool(count, rules.limits) as pool, ThreadPoolExecutor(count) as threads:
+        work = partial(_costs, path=path, format=format, rules=rules, pool=pool, tokenizer=tokenizer, limit=max_seq_len)
+        for batch in _batches(path):
+            for line, found in threads.map(work, batch):
+                _add(out, line, found, max_seq_len)
+    return out
+
+
+def _batches(path: str) -> Iterator[list[tuple[int, Any]]]:
+    batch: list[tuple[int, Any]] = []
+    for one in rows(path):
+        batch.append(one)
+        if len(batch) == _AHEAD:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _costs(
+    one: tuple[int, Any],
+    path: str,
+    format: str,
+    rules: VisionRules,
+    pool: MediaPool,
+    tokenizer: Tokenizer | None,
+    limit: int,
+) -> tuple[int, _Costs | RowProblem]:
+    line, raw = one
+    folder = Path(path).absolute().parent
+    row = parsed(raw, line, path, lambda value: read_vision_row(value, folder, format, False))
+    if isinstance(row, RowProblem):
+        return line, row
+    known: dict[tuple[int, int], MediaHeader] = {}
+
+    def ask(given: GivenMedium, index: int) -> MediaHeader:
+        key = id(given), index
+        if key not in known:
+            place = given.sources[index]
+            work = ReadHeader(place, given.video and not given.stamps, rules.limits)
+            known[key] = pool.ask(work, place.name)
+        return known[key]
+
+    try:
+        media = [one.medium for one in seen(row.media, rules, ask)]
+        made = VisionAssembler(tokenizer, rules).sample(row, limit, "drop", ask) if tokenizer else None
+        whole = VisionAssembler(tokenizer, rules).length(row, ask) if tokenizer else 0
+    except (MediaError, BadRow) as error:
+        return line, RowProblem(path, line, error.kind, error.reason)
+    return line, _Costs(
+        line,
+        row,
+        sum(tokens_of(medium, rules) for medium in media),
+        sum(int(np.prod(medium.grid)) for medium in media),
+        sum(medium.video for medium in media),
+        {share: _tokens_at(row, rules, share, ask) for share in _STEPS},
+        whole,
+        isinstance(made, Dropped) and made.kind == "overlong",
+        bool(made is not None and not isinstance(made, Dropped) and made.dropped_turns),
+    )
+
+
+def _tokens_at(row: VisionRow, rules: VisionRules, share: float, ask: Any) -> int:
+    """-1: some medium cannot be sized so."""
+    most, of_videos = (max(1, int(share * n)) for n in (rules.max_pixels, rules.video_max_pixels))
+    other = replace(
+        rules,
+        max_pixels=most,
+        video_max_pixels=of_videos,
+        min_pixels=min(rules.min_pixels, most // 4),
+        video_min_pixels=min(rules.video_min_pixels, of_videos // 4),
+    )
+    try:
+        return sum(tokens_of(one.medium, other) for one in seen(row.media, other, ask))
+    except MediaError:
+        return -1
+
+
+def _add(out: VisionBudget, line: int, found: _Costs | RowProblem, limit: int) -> None:
+    out.rows += 1
+    if isinstance(found, RowProblem):
+        out.kinds[found.kind] += 1
+        if len(out.bad) < _SHOWN:
+            out.bad.append(found)
+        return
+    out.unused.update(found.row.unused)
+    out.videos += found.videos
+    out.pictures += len(found.row.media) - found.videos
+    out.tokens.append(found.tokens)
+    out.patches.append(found.patches)
+    out.whole.append(found.whole)
+    out.cut += found.cut
+    for share, count in found.at.items():
+        before = out.at.get(share, 0)
+        out.at[share] = before + count if count >= 0 <= before else -1
+    if found.dropped or found.tokens > limit:
+        out.too_long.append((line, found.whole or found.tokens))
+
+
+def budget_lines(path: str, told: VisionBudget, rules: VisionRules, max_seq_len: int, counted: bool) -> list[str]:
+    bad = sum(told.kinds.values())
+    out = [
+        f"  {told.rows:,} rows, {told.pictures:,} pictures, {told.videos:,} videos, {bad:,} bad rows "
+        f"({bad / max(1, told.rows):.2%}); headers read, nothing decoded"
+    ]
+    if told.tokens:
+        out.append(f"  tokens of pictures a row: {_spread(told.tokens)}; patches: {_spread(told.patches)}")
+        if counted:
+            out.append(f"  tokens of a row in all: {_spread(told.whole)}")
+        costs = ", ".join(
+            f"{int(share * rules.max_pixels):,}: {short(count)}"
+            for share, count in sorted(told.at.items())
+            if count >= 0
+        )
+        out.append(f"  what max_pixels costs, in tokens of all pictures: {costs} (now {rules.max_pixels:,})")
+    if told.too_long:
+        what = "rows are" if counted else "rows have pictures that are"
+        out.append(f"  {len(told.too_long):,} {what} longer than max_seq_len={max_seq_len:,} and would be left out")
+        out += [f"    {path}:{line}  {tokens:,} tokens" for line, tokens in told.too_long[:_SHOWN]]
+    if told.cut:
+        out.append(f"  {told.cut:,} rows would lose their oldest turns to fit max_seq_len={max_seq_len:,}")
+    if not counted and told.tokens:
+        out.append("  text is not counted: --model FOLDER names a tokenizer")
+    if told.unused:
+        out.append("  " + unused_line(told.unused))
+    return out
+
+
+def _spread(numbers: list[int]) -> str:
+    middle, high = (int(q) for q in np.percentile(numbers, [50, 95]))
+    return f"median {middle:,}, p95 {high:,}, max {max(numbers):,}"

@@ -1,0 +1,152 @@
+"""`messages` rows with OpenAI's image and video parts, or with `<image>` and `<video>` in the text and lists beside it.
+
+Called by the vision job, and by servers for the messages of a request. Everything but the media is read by the
+messages format, so roles, labels and thoughts follow one set of rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from erniekit.data.formats.fields import BadRow, named
+from erniekit.data.formats.message import MessageReader
+from erniekit.data.formats.messages import read_messages
+from erniekit.data.media.limits import MediaError
+from erniekit.data.media.place import MediaPlace, from_base64, located
+from erniekit.data.types import ChatMessage
+from erniekit.data.vision.said import GivenMedium, VisionRow, mark, media_in, refuse_marks
+
+_TAGS = re.compile("<(image|video)>")
+_LISTS = {"image": ("images", "image"), "video": ("videos", "video")}
+
+
+class ChatMedia:
+    """The media of one row, numbered as its messages meet them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """folder: where relative paths start; None: nothing but `data:` URLs is opened."""
+        self.folder = folder
+        self.found: list[GivenMedium] = []
+
+    def plain(self, content: Any, field: str) -> Any:
+        """The content with a text mark in the place of each picture or video."""
+        if isinstance(content, str):
+            return refuse_marks(content, field)
+        if not isinstance(content, list):
+            return content
+        return [self._part(part, f"{field}[{i}]") for i, part in enumerate(content)]
+
+    def _part(self, part: Any, field: str) -> Any:
+        if not isinstance(part, dict):
+            return part
+        kind = part.get("type", "text")
+        if kind == "text" and isinstance(part.get("text"), str):
+            refuse_marks(part["text"], field)
+        if kind not in ("image", "image_url", "video", "video_url"):
+            return part
+        return {"type": "text", "text": self.add(part, kind.removesuffix("_url") == "video", field)}
+
+    def add(self, given: Any, video: bool, field: str) -> str:
+        """given: a URL or path, or a part that holds one. Its mark."""
+        inline, url = None, given
+        if isinstance(given, dict):
+            word = "video" if video else "image"
+            inline = given.get("base64") or given.get(f"{word}_base64")
+            url = next((given[k] for k in (f"{word}_url", word, "url", "path") if given.get(k) is not None), None)
+            if isinstance(url, dict):
+                url = url.get("url")
+        if isinstance(url, list) and video and url:
+            places, stamps = self._frames(url, given, field)
+            return self._keep(GivenMedium(places, True, stamps))
+        if inline is None and not isinstance(url, str):
+            raise BadRow("wrong_type", f"`{field}` names no file: {named(url)}")
+        return self._keep(GivenMedium((self._place(inline or url, inline is not None, field),), video))
+
+    def _frames(self, urls: list[Any], given: Any, field: str) -> tuple[tuple[MediaPlace, ...], tuple[float, ...]]:
+        if not all(isinstance(url, str) for url in urls):
+            raise BadRow("wrong_type", f"`{field}` must be a list of pictures")
+        fps = given.get("fps", 2.0) if isinstance(given, dict) else 2.0
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or fps <= 0:
+            raise BadRow("wrong_type", f"`{field}.fps` must be a number above 0, not {named(fps)}")
+        return tuple(self._place(url, False, field) for url in urls), tuple(i / fps for i in range(len(urls)))
+
+    def _place(self, url: str, inline: bool, field: str) -> MediaPlace:
+        try:
+            if self.folder is None and not inline and not url.startswith("data:"):
+                raise MediaError("remote", f"{url[:80]}: only data: URLs are read here")
+            found = from_base64(url) if inline else located(url, self.folder or Path())
+        except MediaError as error:
+            raise BadRow(error.kind, f"`{field}`: {error.reason}") from None
+        return found if isinstance(found, MediaPlace) else MediaPlace(content=found, label=field)
+
+    def _keep(self, medium: GivenMedium) -> str:
+        self.found.append(medium)
+        return mark(len(self.found) - 1)
+
+
+def read_chat_row(row: Any, folder: Path, compat: bool) -> VisionRow:
+    row = {"messages": row} if isinstance(row, list) else dict(row)
+    media = ChatMedia(folder)
+    if isinstance(row.get("messages"), list):
+        row["messages"] = [
+            {**item, "content": media.plain(item.get("content"), f"messages[{i}].content")}
+            if isinstance(item, dict)
+            else item
+            for i, item in enumerate(row["messages"])
+        ]
+    _replace_tags(row, media)
+    said, unused = read_messages(row, compat)
+    _refuse_media_elsewhere(said)
+    return VisionRow(said, tuple(media.found), unused)
+
+
+def read_prompt(messages: Sequence[Any], folder: Path | None = None) -> VisionRow:
+    """The messages of a request, up to the user's. folder: as ChatMedia's; a server gives none."""
+    media, reader = ChatMedia(folder), MessageReader(False)
+    said = []
+    for i, item in enumerate(messages):
+        field = f"messages[{i}]"
+        if isinstance(item, dict):
+            item = {**item, "content": media.plain(item.get("content"), f"{field}.content")}
+        said.append(reader.read(item, field, i))
+    if not said or said[-1].role != "user":
+        raise BadRow("role_order", "the last message must be the user's")
+    _refuse_media_elsewhere(said)
+    return VisionRow(tuple(said), tuple(media.found), reader.unused)
+
+
+def _refuse_media_elsewhere(said: Sequence[ChatMessage]) -> None:
+    for i, message in enumerate(said):
+        if message.role == "tool" or message.tool_calls:
+            raise BadRow("tools", "tool calls beside pictures are not supported")
+        if message.role != "user" and media_in(message):
+            raise BadRow("media_in_answer", f"`messages[{i}]` is from {message.role} and holds a picture")
+
+
+def _replace_tags(row: dict[str, Any], media: ChatMedia) -> None:
+    """`images` and `videos` beside the messages fill the tags in their text, in order."""
+    lists = {}
+    for word, names in _LISTS.items():
+        name = next((n for n in names if row.get(n)), None)
+        value = row.pop(name) if name else []
+        lists[word] = [(item, f"{name}[{i}]") for i, item in enumerate(value if isinstance(value, list) else [value])]
+    if not any(lists.values()) or not isinstance(row.get("messages"), list):
+        return
+    given = {word: list(items) for word, items in lists.items()}
+
+    def fill(found: re.Match[str]) -> str:
+        word = found[1]
+        if not lists[word]:
+            raise BadRow("length_mismatch", f"there are more <{word}> in the text than {word}s in the row")
+        item, field = lists[word].pop(0)
+        return media.add(item, word == "video", field)
+
+    for item in row["messages"]:
+        if isinstance(item, dict) and isinstance(item.get("content"), str):
+            item["content"] = _TAGS.sub(lambda found: fill(found) if given[found[1]] else found[0], item["content"])
+    left = [field for items in lists.values() for _, field in items]
+    if left:
+        raise BadRow("length_mismatch", f"`{left[0]}` has no tag in the text")

@@ -1,0 +1,125 @@
+"""Packs with pictures -> Batch: patches decoded by worker processes, positions in three dimensions, modality.
+
+A BatchLoader calls it like data/collate.py's function. What cannot be decoded any more (a file that changed or hangs)
+leaves its sample in place, without loss and with blank pixels, and is told with file and line: shapes, and with them
+the other ranks, do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from erniekit import log
+from erniekit.data.collate import collate
+from erniekit.data.media.decode import Medium, ReadPatches
+from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.worker import MediaPool
+from erniekit.data.types import IGNORE, TEXT, Batch, Pack, RowProblem, Sample, Vision
+from erniekit.data.vision.rules import VisionRules, VisionTokens
+
+
+class VisionCollate:
+    def __init__(
+        self,
+        tokens: VisionTokens,
+        limits: MediaLimits,
+        processes: int,
+        zero_padding: bool = False,
+        change: Callable[[Pack], Pack] | None = None,
+        decode: bool = True,
+        rules: VisionRules | None = None,
+    ) -> None:
+        """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything.
+        decode: off on ranks that do not see, such as later pipeline stages: they have the rest of a batch. rules: that
+        its samples were laid out by."""
+        self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
+        self.decode, self.rules = decode, rules
+        self.pool = MediaPool(processes, limits)
+        self.failed: list[RowProblem] = []
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
+
+    def __call__(self, packs: Sequence[Pack], **padding: Any) -> Batch:
+        if self.change is not None:
+            packs = [self.change(pack) for pack in packs]
+        media = [medium for pack in packs for sample in pack.samples for medium in _media(sample) if self.decode]
+        patches = list(self._threads.map(self._patches, media))
+        blank = {id(medium) for medium, found in zip(media, patches) if isinstance(found, MediaError)}
+        if blank:
+            packs = [replace(pack, samples=tuple(_muted(s, blank) for s in pack.samples)) for pack in packs]
+            self._tell(media, patches)
+        batch = collate(packs, **padding)
+        shape = batch.input_ids.shape
+        places = batch.positions.numpy()[..., None].repeat(3, -1)
+        modality, seen = np.full(shape, TEXT, np.uint8), False
+        for row, pack in enumerate(packs):
+            at = 0
+            for sample in pack.samples:
+                end = at + len(sample.ids)
+                if sample.media is not None:
+                    places[row, at:end], modality[row, at:end] = sample.media.positions, sample.media.modality
+                    seen = seen or bool(sample.media.sources)
+                at = end
+            if self.zero_padding:
+                places[row, at:] = 0
+        return replace(
+            batch,
+            positions=torch.from_numpy(places),
+            modality=torch.from_numpy(modality) if seen else None,
+            vision=self._vision(batch, media, patches),
+        )
+
+    def __enter__(self) -> VisionCollate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self.pool.close()
+
+    def _patches(self, medium: Medium) -> np.ndarray | MediaError:
+        try:
+            return self.pool.ask(ReadPatches(medium, self.limits), medium.places[0].name)
+        except MediaError as error:
+            return error
+
+    def _vision(self, batch: Batch, media: list[Medium], patches: list[Any]) -> Vision | None:
+        if not media:
+            return None
+        rows = [int(np.prod(medium.grid)) for medium in media]
+        width = 3 * media[0].patch ** 2
+        pixels = np.zeros((sum(rows), width), np.uint8)
+        at = 0
+        for count, found in zip(rows, patches):
+            if not isinstance(found, MediaError):
+                pixels[at : at + count] = found
+            at += count
+        return Vision(
+            torch.from_numpy(pixels),
+            torch.tensor([medium.grid for medium in media], dtype=torch.int64),
+            (batch.input_ids.flatten() == self.tokens.placeholder).nonzero()[:, 0],
+        )
+
+    def _tell(self, media: list[Medium], patches: list[Any]) -> None:
+        for medium, found in zip(media, patches):
+            if isinstance(found, MediaError):
+                file, _, line = medium.origin.rpartition(":")
+                self.failed.append(RowProblem(file, int(line or 0), found.kind, found.reason))
+                log.warn(f"{medium.origin}: not trained on: {found.reason}")
+
+
+def _media(sample: Sample) -> tuple[Medium, ...]:
+    return sample.media.sources if sample.media is not None else ()
+
+
+def _muted(sample: Sample, blank: set[int]) -> Sample:
+    if not any(id(medium) in blank for medium in _media(sample)):
+        return sample
+    return replace(sample, labels=np.full_like(sample.labels, IGNORE))

@@ -1,0 +1,268 @@
+"""Rows with pictures of one dataset file -> samples in a cache folder; opened again as a VisionSource.
+
+The token cache runs the job, text rows and all; media are read by a process of their own that can be killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal
+
+import numpy as np
+
+from erniekit.data import cache_versions
+from erniekit.data.assemble import Assembled
+from erniekit.data.chunks import COUNTED, Arrays, Chunk
+from erniekit.data.formats import FORMATS, detect, parsed
+from erniekit.data.formats.fields import BadRow
+from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
+from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.place import MediaPlace
+from erniekit.data.media.worker import MediaPool
+from erniekit.data.report import DataReport
+from erniekit.data.thinking import Thinking
+from erniekit.data.token_cache import TokenSource, tokenised
+from erniekit.data.tokenise import Rows, TokeniseJob
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
+from erniekit.data.vision.read import read_vision_row
+from erniekit.data.vision.rules import VisionRules
+from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.errors import ErnieKitError
+
+MODALITY, POSITIONS, MEDIA, MEDIA_OFFSETS, PATCHES, INLINE, STATES = (
+    "modality.bin",
+    "positions.bin",
+    "media.jsonl",
+    "media.npy",
+    "patches.npy",
+    "inline.bin",
+    "media_files.json",
+)
+
+
+@dataclass
+class MediaColumns:
+    """What the samples of a chunk have beside ids and labels."""
+
+    modality: np.ndarray
+    positions: np.ndarray
+    media: list[list[Medium]]  # per sample
+    states: dict[str, tuple[int, int]] = field(default_factory=dict)  # file -> size, time of change
+
+
+@dataclass(frozen=True)
+class VisionJob(TokeniseJob):
+    rules: VisionRules = field(default_factory=VisionRules)
+    chunk_rows: ClassVar[int] = 64  # a row may hold many pictures
+
+    @property
+    def two_forms(self) -> bool:
+        return False
+
+    def more_key(self) -> dict[str, Any]:
+        return {
+            "vision": self.rules.told(),
+            "vision_version": cache_versions.VISION,
+            "folder": str(Path(self.path).absolute().parent),  # relative paths start there
+        }
+
+    def more_files(self, folder: Path) -> MediaFiles:
+        return MediaFiles(folder)
+
+    def is_current(self, folder: Path) -> bool:
+        told = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
+        return all(_state(path) == tuple(state) for path, state in told.items())
+
+    def work(self, batch: Rows) -> Chunk:
+        out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
+        samples: list[tuple[int, Sample]] = []
+        for line, raw in batch:
+            row = parsed(raw, line, self.path, self.vision_row)
+            if isinstance(row, RowProblem):
+                out.bad.append((line, row.kind, row.reason))
+                continue
+            out.unused.update(row.unused)
+            try:
+                made = self._assembled(row)
+            except (MediaError, BadRow) as error:
+                out.bad.append((line, error.kind, error.reason))
+                continue
+            except ErnieKitError:
+                raise
+            except Exception as error:  # one odd row must not end hours of work
+                out.bad.append((line, "error", f"{type(error).__name__}: {error}"))
+                continue
+            if isinstance(made, Assembled):
+                samples.append((line, made.sample))
+                out.sums.update({name: count for name in COUNTED if (count := getattr(made, name))})
+            else:
+                out.dropped.append((line, made.kind, made.reason))
+        out.main, out.media = Arrays.join(samples), _columns([sample for _, sample in samples])
+        return out
+
+    def vision_row(self, row: Any) -> VisionRow:
+        return read_vision_row(row, Path(self.path).absolute().parent, self.format, self.rules.compat)
+
+    def _assembled(self, row: VisionRow) -> Any:
+        made = self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
+        if isinstance(made, Assembled) and made.sample.media is not None and self.rules.check == "decode":
+            for medium in made.sample.media.sources:
+                self._ask(ReadPatches(medium, self.rules.limits, check=True), medium.places[0])
+        return made
+
+    def _header(self, given: GivenMedium, index: int) -> MediaHeader:
+        place = given.sources[index]
+        return self._ask(ReadHeader(place, given.video and not given.stamps, self.rules.limits), place)
+
+    def _ask(self, work: Any, place: MediaPlace) -> Any:
+        return decoder().ask(work, place.name, self.rules.limits)
+
+    @cached_property
+    def _assembler(self) -> VisionAssembler:
+        return VisionAssembler(self.tokenizer, self.rules, self.thinking)
+
+
+@cache
+def decoder() -> MediaPool:
+    """Of this process, for all its files."""
+    return MediaPool(1, MediaLimits())
+
+
+def _columns(samples: list[Sample]) -> MediaColumns:
+    media = [sample.media for sample in samples]
+    assert all(media)
+    places = {place.path for m in media if m for medium in m.sources for place in medium.places if place.path}
+    return MediaColumns(
+        np.concatenate([np.zeros(0, np.uint8), *(m.modality for m in media if m)]),
+        np.concatenate([np.zeros((0, 3), np.int32), *(m.positions for m in media if m)]),
+        [list(m.sources) for m in media if m],
+        {path: _state(path) for path in places},
+    )
+
+
+def _state(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+class MediaFiles:
+    """Writes the columns of the samples, and the bytes of media that rows hold themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, IO[bytes]] = {
+            name: open(folder / name, "wb")  # noqa: SIM115 - closed by finish
+            for name in (MODALITY, POSITIONS, MEDIA, INLINE)
+        }
+        self._offsets, self._patches, self._states = [0], list[int](), dict[str, tuple[int, int]]()
+        self._counts: Counter[str] = Counter()
+        self._digest = hashlib.blake2b(digest_size=16)  # of what all media hold, in order
+
+    def add(self, chunk: Chunk) -> None:
+        columns: MediaColumns = chunk.media
+        self._files[MODALITY].write(columns.modality.tobytes())
+        self._files[POSITIONS].write(columns.positions.tobytes())
+        self._states.update(columns.states)
+        self._counts["vision_tokens"] += int((columns.modality != TEXT).sum())
+        for media in columns.media:
+            told = [self._kept(medium).to_json() for medium in media]
+            line = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+            self._files[MEDIA].write(line)
+            self._offsets.append(self._offsets[-1] + len(line))
+            self._patches.append(sum(int(np.prod(medium.grid)) for medium in media))
+            self._digest.update("".join(digest for medium in media for digest in (*medium.digests, " ")).encode())
+            self._counts.update("videos" if medium.video else "pictures" for medium in media)
+
+    def finish(self, report: DataReport) -> None:
+        for file in self._files.values():
+            file.close()
+        np.save(self.folder / MEDIA_OFFSETS, np.array(self._offsets, np.int64))
+        np.save(self.folder / PATCHES, np.array(self._patches, np.int64))
+        self._counts["patches"] = sum(self._patches)
+        told = {"digest": self._digest.hexdigest(), "files": self._states}
+        (self.folder / STATES).write_text(json.dumps(told), encoding="utf-8")
+        for name, count in self._counts.items():
+            setattr(report, name, count)
+
+    def _kept(self, medium: Medium) -> Medium:
+        return replace(medium, places=tuple(map(self._stored, medium.places)))
+
+    def _stored(self, place: MediaPlace) -> MediaPlace:
+        if not place.content:
+            return place
+        file = self._files[INLINE]
+        start = file.tell()
+        file.write(place.content)
+        return replace(place, content=b"", start=start, size=len(place.content))
+
+
+class VisionSource(TokenSource):
+    """Samples of one file with their media: references, no pixels."""
+
+    def __init__(self, folder: Path, report: DataReport) -> None:
+        super().__init__(folder, report)
+        self._media_at = np.load(folder / MEDIA_OFFSETS, mmap_mode="r")
+        names = (MODALITY, POSITIONS, MEDIA)
+        self._media_files = [os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for name in names]
+        self._files += self._media_files  # closed with them
+        self.patches: np.ndarray = np.load(folder / PATCHES)  # int64
+        self._media_digest = json.loads((folder / STATES).read_text(encoding="utf-8"))["digest"]
+
+    @property
+    def fingerprint(self) -> str:
+        """The folder's name does not know what media hold."""
+        return f"{self.folder.name}-{self._media_digest}"
+
+    def sample(self, index: int) -> Sample:
+        sample = super().sample(index)
+        start, count = int(self._offsets[index]), int(self.lengths[index])
+        modality = np.frombuffer(os.pread(self._media_files[0], count, start), np.uint8)
+        positions = np.frombuffer(os.pread(self._media_files[1], 12 * count, 12 * start), np.int32).reshape(-1, 3)
+        media = tuple(self._medium(one, index) for one in self._told(index))
+        grids = np.array([medium.grid for medium in media], np.int32).reshape(-1, 3)
+        return replace(sample, media=SampleMedia(modality, positions, grids, media))
+
+    def _told(self, index: int) -> list[dict[str, Any]]:
+        start, end = int(self._media_at[index]), int(self._media_at[index + 1])
+        return json.loads(os.pread(self._media_files[2], end - start, start))
+
+    def _medium(self, told: dict[str, Any], index: int) -> Medium:
+        medium = Medium.from_json(told)
+        inline = str(self.folder / INLINE)
+        places = tuple(replace(p, path=inline) if p.size >= 0 and not p.path else p for p in medium.places)
+        return replace(medium, places=places, origin=f"{self.path}:{self.row(index)}")
+
+
+def open_vision_source(
+    path: str | Path,
+    format: str | None,
+    tokenizer: Tokenizer,
+    rules: VisionRules,
+    *,
+    max_seq_len: int,
+    overlong: Literal["drop", "truncate"] = "drop",
+    thinking: Thinking = "all",
+    cache_dir: str | Path | None = None,
+    num_proc: int | None = None,
+    max_bad_fraction: float = 0.001,
+    bad_rows_path: str | Path | None = None,
+    append_bad_rows: bool = False,
+) -> VisionSource:
+    """As token_cache.open_source, for rows with pictures. The cache's key holds every field of `rules` that can change
+    a sample; a file that changed since is found by size and time, and by its digest when it is decoded."""
+    format = format or detect(path, vision=True).format
+    FORMATS.get(format)
+    job = VisionJob(str(path), format, tokenizer, max_seq_len, overlong, rules.compat, thinking=thinking, rules=rules)
+    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
+    return VisionSource(folder, report)

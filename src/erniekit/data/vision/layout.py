@@ -1,0 +1,108 @@
+"""How a row's media are seen: sizes, frames and time stamps, from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from erniekit.data.media.decode import MediaHeader, Medium
+from erniekit.data.media.frames import FrameRules, even, frame_indices
+from erniekit.data.media.limits import MediaError
+from erniekit.data.media.sizes import fitted
+from erniekit.data.vision.positions import merged
+from erniekit.data.vision.rules import VisionRules
+from erniekit.data.vision.said import GivenMedium
+
+Ask = Callable[[GivenMedium, int], MediaHeader]  # the header of one of a medium's sources
+
+
+@dataclass(frozen=True)
+class SeenMedium:
+    medium: Medium
+    size: tuple[int, int]  # width and height that the grid was made for
+
+    @property
+    def video(self) -> bool:
+        return self.medium.video
+
+
+def seen(given: Sequence[GivenMedium], rules: VisionRules, ask: Ask) -> list[SeenMedium]:
+    out = []
+    frames = rules.frames
+    for one in given:
+        if one.video and len(one.sources) == 1 and not one.stamps:
+            made, chosen = _video(one, rules, frames, ask)
+            if rules.compat:  # a clamp of the first video decides the next
+                frames = chosen
+        elif one.video:
+            made = _frames(one, rules, ask)
+        else:
+            made = _picture(one, rules, ask)
+        out.append(made)
+    return out
+
+
+def tokens_of(medium: Medium, rules: VisionRules) -> int:
+    t, h, w = merged(medium.grid, rules.merge, rules.temporal if medium.video else 1)
+    return t * h * w
+
+
+def _picture(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
+    header = ask(given, 0)
+    if header.animated and not rules.compat:
+        raise MediaError("animated", f"{given.sources[0].name}: an animated picture; give it as a video")
+    size = given.declared or _size(header, rules)
+    grid = (1, *grid_of(size, rules, rules.min_pixels, rules.max_pixels, given.sources[0].name))
+    medium = Medium(given.sources, grid, upright=rules.upright, patch=rules.patch, merge=rules.merge)
+    return SeenMedium(replace(medium, digests=(header.digest,)), size)
+
+
+def _size(header: MediaHeader, rules: VisionRules) -> tuple[int, int]:
+    size = header.width, header.height
+    return size[::-1] if header.turned and rules.upright else size
+
+
+def grid_of(size: tuple[int, int], rules: VisionRules, least: int, most: int, name: str) -> tuple[int, int]:
+    try:
+        high, wide = fitted(size[1], size[0], least, most, rules.patch * rules.merge, squeeze=rules.compat)
+    except MediaError as error:
+        raise MediaError(error.kind, f"{name}: {error.reason}") from None
+    return high // rules.patch, wide // rules.patch
+
+
+def _video(given: GivenMedium, rules: VisionRules, frames: FrameRules, ask: Ask) -> tuple[SeenMedium, FrameRules]:
+    header = ask(given, 0)
+    name = given.sources[0].name
+    chosen = frames.for_video(header.frames / header.rate)
+    if given.frames:
+        indices = list(given.frames)
+        if indices[-1] >= header.frames:
+            raise MediaError("frames", f"{name}: the row asks for frame {indices[-1]} of {header.frames}")
+    else:
+        seed = rules.seed ^ int(header.digest[:8], 16)  # of `rand`: the same for a video wherever it is met
+        indices = frame_indices(header.frames, header.rate, chosen, seed)
+    if not indices:
+        raise MediaError("frames", f"{name}: too short for one frame at video_fps={frames.fps:g}")
+    indices = even(indices, rules.temporal)
+    size = given.declared or (header.width, header.height)
+    grid = (len(indices), *grid_of(size, rules, rules.video_min_pixels, rules.video_max_pixels, name))
+    duration = header.frames / header.rate
+    stamps = tuple(index * duration / header.frames for index in indices) if rules.render_timestamp else ()
+    medium = Medium(given.sources, grid, True, tuple(indices), stamps, False, rules.patch, rules.merge)
+    return SeenMedium(replace(medium, digests=(header.digest,)), size), chosen
+
+
+def _frames(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
+    """Frames that a row gives as pictures."""
+    order = even(range(len(given.sources)), rules.temporal)
+    headers = [ask(given, i) for i in range(len(given.sources))]
+    size = given.declared or _size(headers[0], rules)
+    name = given.sources[0].name
+    if not given.declared and any(_size(header, rules) != size for header in headers):
+        raise MediaError("frames", f"{name}: the frames of one video differ in size")
+    grid = (len(order), *grid_of(size, rules, rules.video_min_pixels, rules.video_max_pixels, name))
+    stamps = tuple(given.stamps[i] for i in order) if rules.render_timestamp and given.stamps else ()
+    medium = Medium(
+        tuple(given.sources[i] for i in order), grid, True, (), stamps, rules.upright, rules.patch, rules.merge
+    )
+    return SeenMedium(replace(medium, digests=tuple(headers[i].digest for i in order)), size)

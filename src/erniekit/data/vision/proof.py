@@ -1,0 +1,57 @@
+"""What preprocessing made of a row, stage by stage: digests that a checkpoint keeps, and whoever reads it derives
+again. The first stage that differs is the one to look at; later ones follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from erniekit.data.media.decode import Medium, ReadPatches
+from erniekit.data.media.limits import MediaLimits
+from erniekit.data.types import Sample
+
+# In the order of the work; each is told by what only it can change.
+STAGES = ("file", "size", "frames", "decode", "time stamp", "resize", "template", "position")
+
+
+def proof_of(sample: Sample, limits: MediaLimits) -> dict[str, str]:
+    """Of a sample with its media, which are decoded here."""
+    assert sample.media is not None
+    media: Sequence[Medium] = sample.media.sources
+    found: dict[str, Any] = {
+        "file": [medium.digests for medium in media],
+        "size": [medium.grid for medium in media],
+        "frames": [medium.frames for medium in media],
+        "template": sample.ids,
+        "position": sample.media.positions,
+    }
+    steps = [ReadPatches(medium, limits).stages() for medium in media]
+    for name in ("decode", "time stamp", "resize"):
+        found[name] = [step[name] for step in steps]
+    return {name: _digest(found[name]) for name in STAGES}
+
+
+def first_difference(told: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+    """The name of the stage; None where all are alike."""
+    return next((name for name in STAGES if told.get(name) != found.get(name)), None)
+
+
+def _digest(value: Any) -> str:
+    out = hashlib.blake2b(digest_size=8)
+    _add(out, value)
+    return out.hexdigest()
+
+
+def _add(out: Any, value: Any) -> None:
+    if isinstance(value, np.ndarray):
+        out.update(f"{value.dtype.str}{value.shape}".encode())
+        out.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, list | tuple):
+        out.update(f"[{len(value)}".encode())
+        for item in value:
+            _add(out, item)
+    else:
+        out.update(repr(value).encode())

@@ -1,0 +1,27 @@
+"""One decoded row, of whatever format, as messages and media. Called by the vision job and `erniekit data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from erniekit.data.formats import FORMATS
+from erniekit.data.formats.fields import BadRow, is_preference
+from erniekit.data.vision.chat_rows import read_chat_row
+from erniekit.data.vision.rows import read_info_row
+from erniekit.data.vision.said import VisionRow
+
+
+def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> VisionRow:
+    """BadRow where it cannot be read. Rows without pictures are read by the text formats. `folder` is where relative
+    paths start."""
+    if isinstance(row, dict) and is_preference(row):
+        raise BadRow("preference", "the row holds two answers to compare: preference data needs `stage: DPO`")
+    if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
+        return read_info_row(row, folder, compat)
+    if isinstance(row, list) or (isinstance(row, dict) and "messages" in row):
+        return read_chat_row(row, folder, False)
+    if isinstance(row, dict):  # a file may hold rows of several formats
+        format = "erniekit" if "src" in row else "alpaca" if "instruction" in row else format
+    said = FORMATS.get(format)(row, False)[0]
+    return VisionRow(said.messages, (), said.unused)

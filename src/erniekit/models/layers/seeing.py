@@ -1,0 +1,94 @@
+"""A decoder that sees: the features of pictures and video frames take the places of their tokens' embeddings.
+
+B batch, L length, H hidden, V vision tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.models.config import DecoderConfig
+from erniekit.models.layers.decoder import PLAN, Decoder
+from erniekit.models.layers.resampler import PAIR, Resampler
+from erniekit.models.layers.vision import VisionTower
+from erniekit.parallel.plan import dealt
+
+# Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
+SEEING_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
+
+
+class LocalPlaces(nn.Module):
+    """Slot `places` of a model that sees. All tokens of a batch are here."""
+
+    def forward(self, x_BLH: torch.Tensor, features_VH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The embeddings with features in these places of the flattened [B * L] tokens."""
+        flat = x_BLH.flatten(0, 1).index_copy(0, places, features_VH.to(x_BLH.dtype))
+        return flat.view_as(x_BLH)
+
+
+class LocalLook(nn.Module):
+    """Slot `look` of a model that sees. Every picture is looked at here."""
+
+    def forward(self, model: SeeingDecoder, vision: Any) -> torch.Tensor:
+        return model.see(vision.patches, vision.grids)
+
+
+class SeeingDecoder(Decoder):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        assert config.vision is not None
+        self.tower = VisionTower(config.vision)
+        self.resampler = Resampler(config)
+        self.look: nn.Module = LocalLook()
+        self.places: nn.Module = LocalPlaces()
+        # Looks at batches without pictures as well, at nothing: set where ranks gather its weights together.
+        self.always_looks = False
+
+    def front(self) -> Iterator[nn.Module]:
+        if self.first:
+            yield from self.tower.blocks
+            yield self.resampler
+
+    def features(self, vision: Any) -> torch.Tensor:
+        """data.types.Vision -> [V, H]."""
+        features: torch.Tensor = self.look(self, vision)
+        return features
+
+    def see(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """Patches of the pictures of these grids -> their features, here."""
+        shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
+        result: torch.Tensor = self.resampler(self.tower(patches, shapes), shapes)
+        return result
+
+    def picture_tokens(self, grids: torch.Tensor) -> list[int]:
+        assert self.config.vision is not None
+        each = self.config.vision.merge**2
+        return [t * h * w // (each if t == 1 else each * PAIR) for t, h, w in grids.tolist()]
+
+    def picture_costs(self, grids: torch.Tensor) -> list[float]:
+        """Of looking at each, in units of their own: a patch's products, and its attention to all of its frame."""
+        v = self.config.vision
+        assert v is not None
+        return [t * h * w * (2.0 * v.width + v.mlp_width + h * w) for t, h, w in grids.tolist()]
+
+    def embed_batch(self, ids: torch.Tensor, more: Any) -> torch.Tensor:
+        x_BLH, vision = self.embed_ids(ids), None if more is None else more.vision
+        if vision is not None:
+            places: torch.Tensor = self.places(x_BLH, self.features(vision), vision.places)
+            return places
+        if not self.always_looks and not self._trains():
+            return x_BLH
+        nothing = ids.new_zeros(0, dtype=torch.int64)
+        assert self.config.vision is not None
+        patches = torch.zeros(0, self.config.vision.patch_size, dtype=torch.uint8, device=ids.device)
+        looked: torch.Tensor = self.places(x_BLH, self.see(patches, torch.zeros(0, 3)), nothing)
+        return looked
+
+    def _trains(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(p.requires_grad for part in (self.tower, self.resampler) for p in part.parameters())

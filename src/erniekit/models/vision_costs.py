@@ -1,0 +1,74 @@
+"""What a vision tower and its resampler cost, counted from their shape: the part of costs.py that text models lack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from erniekit.models.config import DecoderConfig, VisionShape
+
+FORWARD, BACKWARD = 2, 4  # FLOPs for each weight and row; backward is of the input and of the weight
+ATTENTION = 4  # for each channel and squared count of a frame's patches: two products, all of the square
+
+
+class Patches(NamedTuple):
+    """What the tower was computed on, and what came of it."""
+
+    patches: int
+    squares: int  # sum over frames of their squared patch counts
+    tokens: int  # vision tokens that came out
+
+
+def tower_weights(v: VisionShape) -> int:
+    """Of the products alone."""
+    block = 4 * v.width**2 + 2 * v.width * v.mlp_width
+    return v.depth * block + v.patch_size * v.width
+
+
+def tower_biases(v: VisionShape) -> int:
+    return v.depth * (4 * v.width + v.mlp_width + v.width)
+
+
+def tower_norms(v: VisionShape) -> int:
+    return (2 * v.depth + 1) * 2 * v.width
+
+
+def resampler_weights(c: DecoderConfig) -> tuple[int, int]:
+    """Of the products: before two frames become one, and behind it."""
+    v = c.vision
+    assert v is not None
+    s = v.merged_width
+    return 2 * s * s, 2 * s * s + s * s + s * c.hidden_size
+
+
+def weights(c: DecoderConfig) -> dict[str, int]:
+    """By kind, biases and norms in each."""
+    v = c.vision
+    if v is None:
+        return {}
+    s = v.merged_width
+    beside = 4 * s + 2 * 2 * s + 2 * c.hidden_size  # four biases, two LayerNorms; the last bias and norm
+    tower = tower_weights(v) + tower_biases(v) + tower_norms(v)
+    return {"tower": tower, "resampler": sum(resampler_weights(c)) + beside}
+
+
+def forward_flops(c: DecoderConfig, seen: Patches) -> float:
+    v = c.vision
+    assert v is not None
+    before, behind = resampler_weights(c)
+    products = tower_weights(v) * seen.patches + before * seen.patches / v.merge**2 + behind * seen.tokens
+    return FORWARD * products + ATTENTION * v.depth * v.width * seen.squares
+
+
+def step_flops(c: DecoderConfig, seen: Patches, tower_trained: bool, resampler_trained: bool) -> float:
+    """Forward, and backward of what is trained; a frozen resampler in front of a trained tower passes gradients on."""
+    v = c.vision
+    assert v is not None
+    before, behind = resampler_weights(c)
+    total = forward_flops(c, seen)
+    if tower_trained:
+        total += BACKWARD * tower_weights(v) * seen.patches + 2 * ATTENTION * v.depth * v.width * seen.squares
+    if tower_trained or resampler_trained:
+        share = BACKWARD if resampler_trained else FORWARD
+        total += share * (before * seen.patches / v.merge**2 + behind * seen.tokens)
+    return total

@@ -1,0 +1,259 @@
+"""Rows with pictures for a run: its keys and the model's own sizes as VisionRules, sources, streams, batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from erniekit.config import RunConfig
+from erniekit.data.assemble import Assembled
+from erniekit.data.formats import parsed
+from erniekit.data.formats import rows as rows_in
+from erniekit.data.formats.fields import BadRow
+from erniekit.data.media.decode import MediaHeader, ReadHeader
+from erniekit.data.media.frames import FrameRules
+from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.mix import SampleOrder
+from erniekit.data.pack import PackStream
+from erniekit.data.settings_files import read_settings
+from erniekit.data.thinking import Thinking, divided, kept, write_out
+from erniekit.data.token_cache import TokenSource, open_sources
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Pack
+from erniekit.data.vision.collate import VisionCollate
+from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit, like_erniekit
+from erniekit.data.vision.job import VisionSource, open_vision_source
+from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
+from erniekit.data.vision.read import read_vision_row
+from erniekit.data.vision.rules import TEMPLATES, VisionRules, VisionTokens
+from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.errors import ConfigError
+from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.served_prompts import Compared
+
+PREPROCESSOR = "preprocessor_config.json"
+MOST_PROCESSES = 8
+
+
+def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
+    """model: the folder whose preprocessor_config.json says sizes; without one ERNIE-4.5-VL's are taken."""
+    v, compat = cfg.vision, cfg.compat.erniekit_rows
+    sizes = (
+        VisionRules.sizes_of(read_settings(model / PREPROCESSOR)) if model and (model / PREPROCESSOR).is_file() else {}
+    )
+    applies = v.variable_resolution or not compat
+    pictures = _given(min_pixels=v.min_pixels, max_pixels=v.max_pixels) if applies else {}
+    sizes |= pictures | {f"video_{name}": value for name, value in pictures.items()}
+    sizes |= _given(video_min_pixels=v.video_min_pixels, video_max_pixels=v.video_max_pixels)
+    template = TEMPLATES[v.chat_template]
+    if v.vision_train_turns == "all" and template.block == "last":
+        template = replace(template, block="every", train="all")
+    rules = VisionRules(
+        **sizes,
+        frames=FrameRules(
+            v.video_fps, v.video_min_frames, v.video_max_frames, v.video_target_frames, v.video_frames_sample
+        ),
+        render_timestamp=v.render_timestamp,
+        use_pic_id=v.use_pic_id,
+        upright=v.exif_orientation and not compat,
+        template=template,
+        squeeze=v.one_sample_in_one_seq,
+        positions=v.video_positions,  # type: ignore[arg-type]
+        drop_untrained=v.drop_untrainble_sample or not compat,
+        compat=compat,
+        check=v.media_check,  # type: ignore[arg-type]
+        limits=MediaLimits(
+            v.media_max_pixels, v.media_max_bytes, v.media_max_frames, v.media_max_seconds, v.media_timeout
+        ),
+        seed=cfg.train.seed,
+    )
+    for name, low, high in (("pixels", rules.min_pixels, rules.max_pixels),
+                            ("video pixels", rules.video_min_pixels, rules.video_max_pixels)):  # fmt: skip
+        if low > high:
+            raise ConfigError(
+                f"fewest {name} are {low:,}, most {high:,}",
+                where="min_pixels, max_pixels, video_min_pixels, video_max_pixels",
+                fix="the model's own bounds hold where a key is not given: set both",
+            )
+    return rules
+
+
+def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+    """What a stage with pictures trains on; its `collate` owns processes: close it with the run."""
+    cfg, world = plan.config, plan.world
+    d, t = cfg.data, cfg.train
+    if not d.train_dataset_path:
+        raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
+    rules = vision_rules(cfg, plan.folder.path)
+
+    def listed(name: str) -> Path | None:  # one rank reports bad rows
+        return output / name if world.is_main else None
+
+    pictures = vision_sources(cfg, "train", tokenizer, rules, listed("bad_rows.jsonl"))
+    text = text_sources(cfg, tokenizer, listed("bad_text_rows.jsonl")) if cfg.vision.text_dataset_path else []
+    alone = vision_stream(cfg, pictures, [], 1)
+    at_once = t.per_device_train_batch_size * world.layout.data_ranks
+    accumulation = steps_accumulated(plan, pictures, alone)
+    stream = vision_stream(cfg, pictures, text, at_once * accumulation) if text else alone
+    wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
+    held_out = vision_sources(cfg, "eval", tokenizer, rules, listed("bad_eval_rows.jsonl")) if wants_eval else []
+    collate = vision_collate(cfg, tokenizer, rules, at_once, decode=world.at["pp"] == 0)
+    return counted(plan, tokenizer, [*pictures, *text], stream, held_out, accumulation, collate)
+
+
+def _given(**keys: int | None) -> dict[str, int]:
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def vision_sources(
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, rules: VisionRules, bad_rows: Path | None
+) -> list[VisionSource]:
+    """The train or eval files, tokenised."""
+    d = cfg.data
+    paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
+    return [
+        open_vision_source(
+            Path(path).expanduser(),
+            None if not formats or formats[n] == "auto" else formats[n],
+            tokenizer,
+            rules,
+            max_seq_len=d.max_seq_len,
+            overlong=d.overlong,  # type: ignore[arg-type]
+            thinking=d.train_thinking,  # type: ignore[arg-type]
+            cache_dir=d.cache_dir,
+            num_proc=d.dataset_num_proc,
+            max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
+            bad_rows_path=bad_rows,
+            append_bad_rows=n > 0,
+        )
+        for n, path in enumerate(paths)
+    ]
+
+
+def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | None) -> list[TokenSource]:
+    """Of text_dataset_path, the stream between the pictures."""
+    d, v = cfg.data, cfg.vision
+    return open_sources(
+        [Path(path).expanduser() for path in v.text_dataset_path],
+        [None if name == "auto" else name for name in v.text_dataset_type] or [None] * len(v.text_dataset_path),
+        tokenizer,
+        max_seq_len=d.max_seq_len,
+        overlong=d.overlong,
+        thinking=d.train_thinking,
+        compat=cfg.compat.erniekit_rows,
+        cache_dir=d.cache_dir,
+        num_proc=d.dataset_num_proc,
+        max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
+        bad_rows_path=bad_rows,
+    )
+
+
+def vision_stream(
+    cfg: RunConfig, sources: list[VisionSource], text: list[TokenSource], packs_per_step: int
+) -> PackStream | ModalStream:
+    """Packs of pictures, by tokens and patches; text steps between them where modality_ratio says so."""
+    d, v = cfg.data, cfg.vision
+    lengths, probs = [source.lengths for source in sources], list(d.train_dataset_prob) or [1.0] * len(sources)
+    more: dict[str, Any] = dict(costs=[source.patches for source in sources], max_cost=v.max_patches or None)
+    if cfg.compat.erniekit_order:
+        rows = [_rows(source) for source in sources]
+        order: Any = CompatVisionOrder(rows, probs)
+        stream = PackStream(order, lengths_like_erniekit(lengths), d.max_seq_len, greedy=False)
+    else:
+        order = SampleOrder(
+            [len(s) for s in sources], probs, seed=cfg.train.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
+        )
+        options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
+        stream = PackStream(order, lengths, d.max_seq_len, **options, **more)
+    if not text:
+        return stream
+    shares = list(v.text_dataset_prob) or [1.0] * len(text)
+    words = SampleOrder(
+        [len(s) for s in text], shares, seed=cfg.train.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
+    )
+    packs = PackStream(
+        words, [source.lengths for source in text], d.max_seq_len, packing=d.packing, greedy=d.greedy_intokens,
+        buffer_size=d.buffer_size,
+    )  # fmt: skip
+    first = cfg.compat.erniekit_order
+    return ModalStream(stream, packs, len(sources), packs_per_step, v.modality_ratio or (1, 1), text_first=first)
+
+
+def _rows(source: VisionSource) -> np.ndarray:
+    """The sample that each row became; -1: none."""
+    out = np.full(source.report.rows, -1, np.int64)
+    for index in range(len(source)):
+        out[source.row(index) - 1] = index
+    return out
+
+
+def vision_collate(
+    cfg: RunConfig, tokenizer: Tokenizer, rules: VisionRules, packs_at_once: int, decode: bool = True
+) -> VisionCollate:
+    """packs_at_once: that all ranks together take in one micro-batch. decode: off where there is no tower."""
+    change: Callable[[Pack], Pack] | None = None
+    if cfg.compat.erniekit_order:
+        change = partial(_joined, flags=JoinedFlags(), end_id=tokenizer.end_id, at_once=packs_at_once)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = cfg.vision.media_num_proc or max(1, min(MOST_PROCESSES, cores))
+    padding = cfg.compat.erniekit_rows
+    tokens = VisionTokens.of(tokenizer)
+    return VisionCollate(tokens, rules.limits, count, zero_padding=padding, change=change, decode=decode, rules=rules)
+
+
+def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
+    """The first conversation's last prompt as a server will send it, and as training has it. Not compared under compat:
+    there ERNIEKit's own differences are kept."""
+    collate = data.collate
+    assert isinstance(collate, VisionCollate)
+    assert collate.rules is not None
+    if collate.rules.compat:
+        return None
+    rules, thinking = collate.rules, cast(Thinking, cfg.data.train_thinking)
+    assembler = VisionAssembler(tokenizer, rules, thinking)
+
+    def ask(given: GivenMedium, index: int) -> MediaHeader:
+        place = given.sources[index]
+        found: MediaHeader = collate.pool.ask(
+            ReadHeader(place, given.video and not given.stamps, rules.limits), place.name
+        )
+        return found
+
+    for row in _vision_rows(data):
+        messages = kept(row.messages, thinking)
+        if not messages or messages[-1].role != "assistant":
+            continue
+        try:
+            made = assembler.sample(row, cfg.data.max_seq_len, "drop", ask)
+            thinks = any(divided(write_out(m).content)[0] for m in messages if m.role == "assistant")
+            asked = assembler.prompt(replace(row, messages=messages[:-1]), ask, thinks).ids.tolist()
+        except (MediaError, BadRow):
+            continue
+        if isinstance(made, Assembled) and not made.dropped_turns:
+            return asked, made.sample.ids[: len(asked)].tolist()
+    return None
+
+
+def _vision_rows(data: TrainData) -> Iterator[VisionRow]:
+    for source in data.sources:
+        if not isinstance(source, VisionSource):
+            continue
+        read = partial(
+            read_vision_row, folder=Path(source.path).absolute().parent, format=source.report.format, compat=False
+        )
+        for line, raw in rows_in(source.path):
+            row = parsed(raw, line, source.path, read)
+            if isinstance(row, VisionRow):
+                yield row
+
+
+def _joined(pack: Pack, flags: JoinedFlags, end_id: int, at_once: int) -> Pack:
+    return like_erniekit(pack, pack.index // at_once, flags, end_id)

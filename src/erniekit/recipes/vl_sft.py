@@ -1,0 +1,42 @@
+"""Supervised fine-tuning on conversations with pictures and videos (`stage: VL-SFT`), full or LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from erniekit.config import RunConfig, need
+from erniekit.data.report import DataReport
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Batch
+from erniekit.parallel.mesh import World
+from erniekit.recipes import vision_data
+from erniekit.recipes.datasets import TrainData, eval_batches
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.served_prompts import Compared
+from erniekit.recipes.stage import TrainingStage
+
+
+class VisionStage(TrainingStage):
+    def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        return vision_data.open_vision_data(plan, tokenizer, output)
+
+    def held_out(
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+    ) -> tuple[list[DataReport], Iterator[Batch]]:
+        need(cfg, "eval_dataset_path")
+        rules = vision_data.vision_rules(cfg, Path(cfg.model.model_name_or_path or "").expanduser())
+        sources = vision_data.vision_sources(cfg, "eval", tokenizer, rules, bad_rows)
+        collate = vision_data.vision_collate(cfg, tokenizer, rules, 1)
+
+        def batches() -> Iterator[Batch]:
+            with collate:
+                yield from eval_batches(cfg, list(sources), world, {"pad_id": tokenizer.pad_id or 0}, collate)
+
+        return [source.report for source in sources], batches()
+
+    def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
+        return vision_data.first_prompts(cfg, data, tokenizer)
+
+
+STAGE = VisionStage()

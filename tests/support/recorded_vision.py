@@ -1,0 +1,63 @@
+"""What was recorded from ERNIEKit's vision-language code on Paddle, as batches of ours. Called by tests/parity."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from erniekit.data.types import IGNORE, Batch, Vision
+from support.recorded_training import bounds_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "paddle_vl"
+
+
+@cache
+def numbers() -> dict[str, Any]:
+    return json.loads((FOLDER / "vl.json").read_text())
+
+
+@cache
+def tensors() -> dict[str, torch.Tensor]:
+    return load_file(FOLDER / "vl.safetensors")
+
+
+@cache
+def _patches() -> dict[str, torch.Tensor]:
+    return load_file(FOLDER / "patches.safetensors")
+
+
+def recorded_batch(name: str) -> Batch:
+    """One row: its samples, the pictures they show and where those go."""
+    case, t = numbers()["cases"][name], tensors()
+    ids, labels = t[f"{name}.input_ids"].long(), t[f"{name}.labels"].long()
+    labels = labels.masked_fill(labels < 0, IGNORE)
+    vision = None
+    if case["patches_of"]:
+        patches = torch.cat([_patches()[which] for which in case["patches_of"]])
+        places = (ids == numbers()["token_ids"]["<|IMAGE_PLACEHOLDER|>"]).nonzero()[:, 0]
+        vision = Vision(patches, t[f"{name}.grid_thw"].long(), places)
+    sizes = case["sample_lengths"]
+    return Batch(
+        input_ids=ids[None],
+        labels=labels[None],
+        positions=t[f"{name}.position_ids"].long()[None],
+        cu_seqlens=bounds_of(sizes),
+        max_doc=max(sizes),
+        num_label_tokens=int((labels != IGNORE).sum()),
+        num_tokens=len(ids),
+        packed=len(sizes) > 1,
+        vision=vision,
+        modality=t[f"{name}.token_type_ids"][:-1].to(torch.uint8)[None],
+    )
+
+
+def logits_of(model: Any, batch: Batch) -> torch.Tensor:
+    """[L, V] of the one row."""
+    with torch.no_grad():
+        out: torch.Tensor = model(batch.input_ids, batch.positions, batch.documents(), batch.max_doc, more=batch.more())
+    return out[0]

@@ -1,0 +1,84 @@
+"""Where media are found: files, data URLs, base64, archives that are never unpacked."""
+
+from __future__ import annotations
+
+import base64
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.place import MediaPlace, from_base64, located, read
+from support.seen import LIMITS, MEDIA
+
+PICTURE = (MEDIA / "a.png").read_bytes()
+
+
+def test_a_relative_path_starts_at_the_dataset_and_a_file_url_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a b.png").write_bytes(PICTURE)
+    for url in ("a b.png", f"file://{tmp_path}/a%20b.png", str(tmp_path / "a b.png")):
+        found = located(url, tmp_path)
+        assert isinstance(found, MediaPlace)
+        assert read(found, LIMITS) == PICTURE
+
+
+def test_a_data_url_and_base64_hold_the_bytes_themselves(tmp_path: Path) -> None:
+    text = base64.b64encode(PICTURE).decode()
+    assert located(f"data:image/png;base64,{text}", tmp_path) == PICTURE
+    assert from_base64(text) == PICTURE
+    assert located(text, tmp_path, base64_too=True) == PICTURE
+    with pytest.raises(MediaError, match="comma"):
+        located("data:image/png;base64", tmp_path)
+    with pytest.raises(MediaError) as bad:
+        from_base64("no base64!")
+    assert bad.value.kind == "bad_base64"
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_member_of_an_archive_is_read_in_place(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"shard.{kind}"
+    if kind == "tar":
+        with tarfile.open(path, "w") as archive:
+            archive.add(MEDIA / "a.png", "deep/a.png")
+    else:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.write(MEDIA / "a.png", "deep/a.png")
+    before = set(tmp_path.iterdir())
+    found = located(f"shard.{kind}/deep/a.png", tmp_path)
+    assert isinstance(found, MediaPlace)
+    assert read(found, LIMITS) == PICTURE
+    assert set(tmp_path.iterdir()) == before
+    with pytest.raises(MediaError, match="no such member"):
+        read(located(f"shard.{kind}/deep/b.png", tmp_path), LIMITS)
+    with pytest.raises(MediaError, match="media_max_bytes"):
+        read(found, MediaLimits(bytes=100))
+
+
+def test_a_member_that_unpacks_to_more_than_allowed_is_refused_before_it_is(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.png", bytes(50 << 20))
+    assert (tmp_path / "bomb.zip").stat().st_size < 100_000
+    with pytest.raises(MediaError, match="media_max_bytes"):
+        read(located("bomb.zip/a.png", tmp_path), MediaLimits(bytes=1 << 20))
+
+
+def test_what_is_no_file_here_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="nothing is downloaded"):
+        located("https://example.org/a.png", tmp_path)
+    with pytest.raises(MediaError, match="unpack it"):
+        located("shard.tar.gz/a.png", tmp_path)
+    with pytest.raises(MediaError, match="No such file"):
+        read(located("none.png", tmp_path), LIMITS)
+    with pytest.raises(MediaError, match="null byte"):
+        read(located("a\0.png", tmp_path), LIMITS)
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(MediaError, match="not a plain file"):
+        read(located("pipe.png", tmp_path), LIMITS)
+
+
+def test_a_place_survives_json() -> None:
+    for place in (MediaPlace("/a/b.png"), MediaPlace("x.tar", "m.png"), MediaPlace("", "", 7, 9, "image_info[0]")):
+        assert MediaPlace.from_json(place.to_json()) == place

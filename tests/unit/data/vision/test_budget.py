@@ -1,0 +1,59 @@
+"""`erniekit data` on rows with pictures: what they cost, from headers alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from erniekit.data.inspect import data_command
+from erniekit.data.vision.budget import measure, model_rules
+from support.jsonl import write_jsonl
+from support.seen import FOLDER, MEDIA
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(MEDIA, tmp_path / "media")
+    return tmp_path
+
+
+def chat(*urls: str) -> dict:
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    said = {"role": "user", "content": [*content, {"type": "text", "text": "what is it?"}]}
+    return {"messages": [said, {"role": "assistant", "content": "a red bar."}]}
+
+
+def test_a_row_costs_a_token_for_each_four_patches_and_a_larger_max_pixels_costs_more(folder: Path) -> None:
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/big.jpg"), chat("media/big.jpg", "media/a.png")])
+    told = measure(str(path), "messages", model_rules(None, 28 * 28 * 40), 8192, None)
+    assert [4 * tokens for tokens in told.tokens] == told.patches
+    assert told.tokens[1] > told.tokens[0] > 30
+    assert told.at[0.25] < told.at[0.5] < told.at[1.0] == sum(told.tokens)
+    assert (told.pictures, told.videos) == (3, 0)
+
+
+def test_a_damaged_picture_with_a_whole_header_is_counted_and_no_pixel_is_read(folder: Path) -> None:
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/broken.png"), chat("media/none.png")])
+    told = measure(str(path), "messages", model_rules(None, None), 8192, None)
+    assert len(told.tokens) == 1
+    assert [(bad.line, bad.kind) for bad in told.bad] == [(2, "missing_media")]
+
+
+def test_the_command_says_tokens_costs_bad_rows_and_what_would_be_cut(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/big.jpg"), chat("media/tiny.png"), chat("media/none.png")])
+    assert data_command([str(path), "--length", "100", "--model", str(FOLDER / "tokenizer")]) == 1
+    said = capsys.readouterr().out
+    assert "messages (rows have `messages` with pictures or videos)" in said
+    assert "3 rows, 2 pictures, 0 videos, 1 bad rows" in said
+    assert "what max_pixels costs" in said
+    assert "1 rows are longer than max_seq_len=100" in said
+    assert f"{path}:1  " in said
+    assert f"{path}:3" in said
+    assert "tokens of a row in all" in said
+    good = write_jsonl(folder / "good.jsonl", [chat("media/tiny.png")])
+    assert data_command([str(good)]) == 0
+    assert "text is not counted" in capsys.readouterr().out
