@@ -48,6 +48,7 @@ def recipes() -> list[Path]:
     """Those that this version trains."""
     found = [*(ROOT / "examples/configs").rglob("run_*.yaml"), *(ROOT / "examples/pre-training").rglob("*.yaml")]
     trained = [path for path in sorted(found) if path.stem not in ("run_chat", "run_eval", "run_export")]
+    trained = [path for path in trained if "-VL-" not in str(path)]  # need pictures and a tower: another test's
     return [path for path in trained if not any(item.stops for item in not_yet_supported(load([str(path)])))]
 
 
