@@ -10,14 +10,9 @@ Here every weight is trained unless --lora is given, and in fp32 unless --bf16 i
 import sys
 
 from erniekit.cli.main import main
+from erniekit.config.migrate.keys import SCRIPT_DEFAULTS as DEFAULTS
 
-SCRIPT_DEFAULTS = [
-    "fine_tuning=Full",
-    "compute_type=fp32",
-    "train_dataset_path=examples/data/sft-train.jsonl",
-    "eval_dataset_path=examples/data/sft-eval.jsonl",
-    "num_samples_each_epoch=100000",
-]
+SCRIPT_DEFAULTS = [f"{name}={value}" for name, (value, _) in DEFAULTS.items()]
 
 if __name__ == "__main__":
     sys.exit(main(["train", *SCRIPT_DEFAULTS, *sys.argv[1:]]))

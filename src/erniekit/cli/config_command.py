@@ -6,9 +6,9 @@ Called by cli.main. Reads nothing but the recipe: no model, no data, no torch.
 from __future__ import annotations
 
 import json
-import os
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from erniekit.config import NotYetSupported, RunConfig, load, not_yet_supported
 from erniekit.config.flat import KEYS
@@ -92,8 +92,18 @@ def _cell(cfg: RunConfig, name: str) -> str:
 def _origin(cfg: RunConfig, origin: str) -> str:
     path, colon, line = origin.rpartition(":")
     if colon and path in cfg.files:
-        return f":{line}" if len(cfg.files) == 1 else f"{os.path.basename(path)}:{line}"
+        return f":{line}" if len(cfg.files) == 1 else f"{_short(path, cfg.files)}:{line}"
     return f"({origin})"
+
+
+def _short(path: str, files: Sequence[str]) -> str:
+    """A file's own name, or as much of its path as tells it from the others."""
+    parts = Path(path).parts
+    for count in range(1, len(parts) + 1):
+        tail = parts[-count:]
+        if sum(Path(file).parts[-count:] == tail for file in files) == 1:
+            return "/".join(tail)
+    return path
 
 
 def _in_columns(section: str, cells: list[str]) -> Iterator[str]:

@@ -74,7 +74,7 @@ def _of_command(name: str) -> list[str]:
     if not command.target:
         return [f"erniekit {name}: {command.about}; not in this version", f"today: {command.usage[0]}"]
     out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
-    if name in ("version", "help", "webui", "bench", "data"):
+    if name in ("version", "help", "webui", "bench", "data", "recipes", "migrate"):
         return out
     from erniekit.config.flat import KEYS
 
@@ -136,7 +136,7 @@ def _of_section(section: str) -> list[str]:
 
 def _of_key(topic: str) -> list[str]:
     from erniekit.config.convert import expected
-    from erniekit.config.flat import IGNORED_KEYS, KEYS, canonical, suggest
+    from erniekit.config.flat import ALIASES, IGNORED_KEYS, KEYS, canonical, suggest
     from erniekit.config.sections import SECTIONS
     from erniekit.errors import ConfigError
     from erniekit.registry import nearest
@@ -152,8 +152,8 @@ def _of_key(topic: str) -> list[str]:
     out = [f"{name} ({k.section})", *textwrap.wrap(k.help, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")]
     out += textwrap.wrap(f"  takes    {expected(k)}", WIDTH, subsequent_indent=" " * 11)
     out.append(f"  default  {_default(k)}")
-    if k.also:
-        out.append(f"  also     {', '.join(k.also)}")
+    if also := [alias for alias, key in ALIASES.items() if key == name]:
+        out.append(f"  also     {', '.join(also)}")
     for word, why in k.idle.items():
         out.append(f"  {word}: without effect; {why}")
     if k.later:

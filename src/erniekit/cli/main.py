@@ -76,6 +76,26 @@ COMMANDS: dict[str, Command] = {
         "the resolved run: every value with where it came from",
         ("erniekit config RECIPE.yaml [key=value ...] [--all] [--json] [--for COMMAND]",),
     ),
+    "recipes": Command(
+        "erniekit.cli.recipes_command:recipes_command",
+        "train",
+        "the shipped recipes: what each trains, on how many cards, and what has run",
+        (
+            "erniekit recipes [WORD] [--json]   all of them, or those whose name has the word in it",
+            "erniekit recipes NAME              one of them: each value with the file and line it comes from",
+            "erniekit recipes NAME --flat       one of them as a whole file, with what its bases give",
+        ),
+    ),
+    "migrate": Command(
+        "erniekit.cli.migrate_command:migrate_command",
+        "train",
+        "a Paddle launch script or recipe as ours, with what changed, line by line",
+        (
+            "erniekit migrate FILE [--output NEW.yaml]   .sh, or .yaml and .json of ERNIEKit 1.x and PaddleFormers 1.2",
+            "erniekit migrate FILE --print               the recipe on the screen; nothing is written",
+            "  nothing of a script is run, and no file is ever overwritten",
+        ),
+    ),
     "data": Command(
         "erniekit.data.inspect:data_command",
         "train",

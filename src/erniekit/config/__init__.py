@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config.flat import DEFAULTS, KEYS
 from erniekit.config.not_yet_supported import NotYetSupported, not_yet_supported, refuse_later
 from erniekit.config.note import Note
+from erniekit.config.paddleformers import RENAMED
 from erniekit.config.world import accumulation_for, for_world
 from erniekit.errors import ConfigError
 
 if TYPE_CHECKING:
     from erniekit.config.run import IgnoredKey, RunConfig
+    from erniekit.config.sources import Sources
 
 __all__ = [
     "IgnoredKey", "NotYetSupported", "Note", "RunConfig", "accumulation_for", "for_world", "load", "need",
@@ -32,12 +34,19 @@ def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] |
     sources = collect(args, command, overrides)
     given = {name: g.value for name, g in sources.given.items()}
     values, notes = resolve({**DEFAULTS, **given}, sources, command)
+    notes = [*_renamed(sources), *notes]
     origins = {name: g.origin for name, g in sources.given.items()}
     origins |= {n.key: "derived" for n in notes if n.changes}
     ignored = [IgnoredKey(name, g.value, g.origin) for name, g in sources.ignored.items()]
     idle = ((name, word) for name, k in KEYS.items() if k.idle for word in values[name] if word in k.idle)
     ignored += [IgnoredKey(name, word, origins[name]) for name, word in idle]
     return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(ignored))
+
+
+def _renamed(sources: Sources) -> list[Note]:
+    """A remark for each key that was given under PaddleFormers' name for it."""
+    theirs = ((name, g) for name, g in sources.given.items() if g.written in (*RENAMED, "template"))
+    return [Note(name, g.value, g.value, f"{g.written} of PaddleFormers, {g.origin}") for name, g in theirs]
 
 
 def need(cfg: RunConfig, *names: str) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from erniekit.config.field import Key, keys_of
 from erniekit.config.ignored_keys import IGNORED_KEYS
+from erniekit.config.paddleformers import RENAMED
 from erniekit.config.sections import SECTIONS
 from erniekit.registry import nearest
 
 KEYS: dict[str, Key] = {k.name: k for section, cls in SECTIONS.items() for k in keys_of(section, cls)}
-ALIASES: dict[str, str] = {alias: k.name for k in KEYS.values() for alias in k.also}
+ALIASES: dict[str, str] = {**{alias: k.name for k in KEYS.values() for alias in k.also}, **RENAMED}
 DEFAULTS: dict[str, Any] = {name: k.default for name, k in KEYS.items()}
 DEGREES = tuple(name for name in KEYS if name.endswith("_degree") and name != "server_tp_degree")
 

@@ -5,6 +5,8 @@ Shown by `erniekit config`. sources.py looks keys up here; the sections declare 
 
 from __future__ import annotations
 
+from erniekit.config import paddleformers
+
 _REASONS = {
     "a kernel choice; kernels of equal results are picked by device, see `attention`": """
         fuse_linear fuse_rope fuse_softmax_mask fuse_rms_norm fuse_swiglu fuse_gate_detach_matmul
@@ -86,7 +88,10 @@ _REASONS = {
     "environment variables are set in the shell": "env",
 }
 
-IGNORED_KEYS: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+IGNORED_KEYS: dict[str, str] = {
+    **{name: reason for reason, names in _REASONS.items() for name in names.split()},
+    **paddleformers.IGNORED,
+}
 
 # Words of keys that hold several: the key -> its words without effect -> why. The words that are not here are read.
 _ONCE = "the loss is divided once, by the step's trained tokens"

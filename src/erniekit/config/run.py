@@ -15,6 +15,7 @@ from erniekit.config.convert import convert
 from erniekit.config.flat import DEFAULTS, KEYS, build, canonical, suggest
 from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.config.note import Note
+from erniekit.config.paddleformers import NO_COUNTERPART
 from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
 from erniekit.config.sections.dpo import DpoSection
@@ -53,6 +54,8 @@ class IgnoredKey:
 
     @property
     def reason(self) -> str:
+        if self.key in NO_COUNTERPART:
+            return "off, as always here"
         return KEYS[self.key].idle[self.value] if self._is_word else IGNORED_KEYS.get(self.key, "of another version")
 
     @property

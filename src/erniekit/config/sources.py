@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from erniekit.config import paddleformers
 from erniekit.config.convert import FALSE, TRUE, convert
-from erniekit.config.files import FileEntry, parse_value, read_file
+from erniekit.config.extends import BASE, with_bases
+from erniekit.config.files import FileEntry, parse_value
 from erniekit.config.flat import KEYS, canonical, is_known, suggest
 from erniekit.config.ignored_keys import IGNORED_KEYS
+from erniekit.config.note import shown
 from erniekit.errors import ConfigError
 
 SECTIONED = ("env", "model_args", "trainer_args")  # of the pre-training YAML
@@ -40,6 +43,7 @@ class Given:
     origin: str  # `recipe.yaml:12`, `flag --x`, `key=value`, `argument`
     order: int  # later wins
     in_file: bool = False
+    written: str = ""  # the name it was given under: the key itself, or an alias
 
 
 @dataclass
@@ -58,6 +62,8 @@ class Sources:
         name, _, inner = name.partition(".")
         if name in SECTIONED and inner:  # trainer_args.max_steps=3
             name, _, inner = inner.partition(".")
+        written = name.replace("-", "_")
+        name, value = paddleformers.translated(written, value)
         name = canonical(name)
         self._order += 1
         if name in KEYS:
@@ -68,21 +74,26 @@ class Sources:
             value = convert(KEYS[name], value, origin)
             if isinstance(value, dict) and name in self.given:  # a later word changes some of it
                 value = _merged(self.given[name].value or {}, value)
-            self.given[name] = Given(value, origin, self._order, in_file)
-        elif name in IGNORED_KEYS:
+            given = Given(value, origin, self._order, in_file, written)
+            if name in self.given:
+                _refuse_two_names(name, self.given[name], given)
+            self.given[name] = given
+        elif name in IGNORED_KEYS or (name in paddleformers.NO_COUNTERPART and paddleformers.is_off(value)):
             self.ignored[name] = Given(value, origin, self._order, in_file)
         else:
             self.unknown.append((name, origin))
 
 
-def collect(args: list[str], command: str, overrides: Mapping[str, Any] | None = None) -> Sources:
-    """Everything given after the command word, then the Python values of `overrides`."""
+def collect(
+    args: list[str], command: str, overrides: Mapping[str, Any] | None = None, *, alone: bool = False
+) -> Sources:
+    """Everything given after the command word, then the Python values of `overrides`. alone: a recipe has no base."""
     out = Sources()
-    items = list(_items(args))
+    items = [(name, value, _origin(args[at], name)) for name, value, at in words_by_key(args)]
     recipes = YAML if command == "data" else YAML + JSON  # a .json after `data` is a dataset
     for name, value, _ in items:
         if not name and value.endswith(recipes):
-            _read_into(out, value)
+            _read_into(out, value, alone)
     for name, value, origin in items:
         if name:
             out.put(name, value, origin)
@@ -98,9 +109,13 @@ def collect(args: list[str], command: str, overrides: Mapping[str, Any] | None =
 # ---- files
 
 
-def _read_into(out: Sources, name: str) -> None:
+def _read_into(out: Sources, name: str, alone: bool) -> None:
+    for file, entries in with_bases(name, alone=alone):
+        _read_entries(out, file, entries)
+
+
+def _read_entries(out: Sources, name: str, entries: Mapping[str, FileEntry]) -> None:
     out.files.append(name)
-    entries = read_file(name)
     if any(s in entries and isinstance(entries[s].value, dict) for s in SECTIONED[1:]):
         out.sectioned = True
     for key, entry in entries.items():
@@ -114,6 +129,21 @@ def _read_into(out: Sources, name: str) -> None:
 def _put_entry(out: Sources, key: str, entry: FileEntry, name: str) -> None:
     value = entry.plain if isinstance(entry.value, dict) else entry.given
     out.put(key, value, f"{name}:{entry.line}", in_file=True)
+
+
+def _refuse_two_names(name: str, one: Given, other: Given) -> None:
+    """Two names of one key at one level, such as one file: neither is the later word."""
+    apart = one.written != other.written and one.value != other.value
+    if apart and _level(one) == _level(other):
+        raise ConfigError(
+            f"{one.written} and {other.written} are both {name}, with {shown(one.value)} and {shown(other.value)}",
+            where=f"{one.origin} and {other.origin}",
+            fix=f"keep one of them: {name}: VALUE",
+        )
+
+
+def _level(given: Given) -> str:
+    return given.origin.rpartition(":")[0] if given.in_file else "typed"
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,27 +160,31 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 BEFORE = ("--config", "--configs", "--kwargs")
 
 
-def _items(words: list[str]) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, origin) of every flag and key=value; a word that stands alone has no key."""
+def words_by_key(words: list[str]) -> Iterator[tuple[str, Any, int]]:
+    """(key, value, number of the word) of every flag and key=value; a word that stands alone has no key."""
     at = 0
     while at < len(words):
-        word = words[at]
+        word, first = words[at], at
         at += 1
         if word in BEFORE:
             continue
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             if equals:
-                yield name, value, f"flag --{name}"
+                yield name, value, first
             else:
                 taken, at = _take(words, at, name)
-                yield name, taken, f"flag --{name}"
+                yield name, taken, first
         elif _is_assignment(word):
             name, _, text = word.partition("=")
             structured = text.startswith(("[", "{", '"', "'"))
-            yield name, parse_value(text, f"key=value {name}") if structured else text, "key=value"
+            yield name, parse_value(text, f"key=value {name}") if structured else text, first
         else:
-            yield "", word, BARE
+            yield "", word, first
+
+
+def _origin(word: str, name: str) -> str:
+    return (f"flag --{name}" if word.startswith("--") else "key=value") if name else BARE
 
 
 def _is_assignment(word: str) -> bool:
@@ -221,6 +255,12 @@ def _two_meanings(name: str, word: str, before: Given) -> ConfigError:
 def _unknown_keys(unknown: list[tuple[str, str]]) -> ConfigError:
     hints = []
     for name, _ in unknown:
+        if name in paddleformers.NO_COUNTERPART:
+            hints.append(f"{name} of PaddleFormers has no counterpart: {paddleformers.NO_COUNTERPART[name]}")
+            continue
+        if name == BASE:
+            hints.append("base is a line of a recipe: name both files instead, the later one wins")
+            continue
         near = suggest(name)
         hint = f"did you mean {' or '.join(near)}?" if near else "nothing like it is known"
         hints.append(f"{name}: {hint}" if len(unknown) > 1 else hint)

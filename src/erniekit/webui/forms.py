@@ -178,7 +178,7 @@ def from_yaml(text: str, name: str = "recipe.yaml") -> dict[str, Any]:
         file = Path(folder) / "recipe.yaml"
         file.write_bytes(text.encode("utf-8", errors="surrogatepass"))
         try:
-            found = collect([str(file)], "train")
+            found = collect([str(file)], "train", alone=True)
         except ErnieKitError as error:
             raise _renamed(error, str(file), name) from None
     out = {key: list(g.value) if isinstance(g.value, tuple) else g.value for key, g in found.given.items()}

@@ -27,7 +27,9 @@ from erniekit.data.types import RowProblem
 from erniekit.data.vision.read import read_vision_row
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+CHINESE = sorted((DOCS / "zh").glob("*.md"))  # their commands are those of the English pages, which are run
 KINDS = {"bash", "bash resolve", "bash setup", "python", "jsonl", "yaml", "text"}
 
 pytestmark = pytest.mark.xdist_group("demo")
@@ -62,8 +64,14 @@ def commands(text: str) -> Iterator[str]:
             yield line
 
 
+def id_of(page: Path) -> str:
+    """Its name; of a page in a folder of docs/ with the folder."""
+    return page.relative_to(DOCS).as_posix() if DOCS in page.parents else page.name
+
+
 def with_kind(*kinds: str) -> list[pytest.param]:
-    return [pytest.param(page, id=page.name) for page in PAGES if any(f.kind in kinds for f in fences(page))]
+    english = [page for page in PAGES if page not in CHINESE]
+    return [pytest.param(page, id=id_of(page)) for page in english if any(f.kind in kinds for f in fences(page))]
 
 
 @pytest.fixture
@@ -160,7 +168,18 @@ def test_every_data_and_recipe_example_is_read(page, tmp_path):
             assert not isinstance(read(line.encode(), 1, row, found.format), RowProblem), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", CHINESE, ids=id_of)
+def test_a_chinese_page_shows_only_what_its_english_one_runs(page):
+    english = ROOT / page.name if page.name == "README.md" else DOCS / page.name
+    known = {(fence.kind, fence.text) for fence in fences(english)}
+    shown = [(fence.kind, fence.text) for fence in fences(page) if fence.kind != "text"]
+    assert shown
+    assert [text for kind, text in shown if (kind, text) not in known] == []
+    back = os.path.relpath(english, page.parent)
+    assert f"]({back})" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=id_of)
 def test_a_page_has_known_fences_living_links_and_real_keys(page):
     text = page.read_text(encoding="utf-8")
     assert {fence.kind for fence in fences(page)} <= KINDS

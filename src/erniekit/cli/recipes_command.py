@@ -1,0 +1,190 @@
+"""`erniekit recipes [NAME]`: the shipped recipes, what each trains, on what it was meant to run, and what has run.
+
+Called by cli.main. Reads the recipes and examples/recipes.json; no model, no data, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from erniekit.cli.config_command import purpose, report
+from erniekit.config import RunConfig, load, not_yet_supported
+from erniekit.config.recipe_text import recipe_lines
+from erniekit.config.sources import collect
+from erniekit.errors import ConfigError, LaterError
+from erniekit.log import paint
+from erniekit.registry import nearest
+
+FACTS = "recipes.json"
+READ = "resolves"  # what is proven of a recipe that has never run
+# "module:function" of what answers --fits: (the run, the cluster as typed) -> a few words for the column. Until the
+# planner names itself here, --fits is refused by name.
+FITS = ""
+Fits = Callable[[RunConfig, str], str]
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """One line of the list. `cards` is what ERNIEKit's guides name, `proven` what has run here."""
+
+    name: str  # its path under examples/, without .yaml
+    stage: str  # of a recipe that trains; else its command
+    model: str
+    method: str
+    length: str
+    cards: str
+    proven: str
+    not_yet: str = ""  # what it needs and this version lacks
+    fits: str = ""
+
+
+COLUMNS = ("name", "stage", "model", "method", "length", "cards", "proven")
+
+
+def recipes_command(args: list[str]) -> int:
+    words, cluster = _options(args)
+    as_json, flat = "--json" in args, "--flat" in args
+    fits = _planner() if cluster else None
+    folder = examples_folder()
+    names = _chosen(words[0] if words else "", _names(folder))
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    if flat:
+        print("\n".join(_flat(names, folder)))
+        return 0
+    if len(names) == 1 and words and not as_json:
+        print("\n".join(_one(names[0], folder, facts)))
+        return 0
+    rows = [_row(name, folder, facts, fits, cluster) for name in names]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(_table(rows, [*COLUMNS, "fits"] if cluster else COLUMNS, facts)))
+    return 0
+
+
+def examples_folder() -> Path:
+    """`examples` of the working folder, else of the checkout this package runs from; a wheel carries none."""
+    for place in (Path(), Path(__file__).resolve().parents[3]):
+        if (place / "examples" / FACTS).is_file():
+            return place / "examples"
+    raise ConfigError(
+        "no recipes here", where=str(Path("examples") / FACTS), fix="go to a checkout of erniekit: recipes are in it"
+    )
+
+
+def _options(args: list[str]) -> tuple[list[str], str]:
+    words, cluster = [w for w in args if w not in ("--json", "--flat")], ""
+    if "--fits" in words:
+        at = words.index("--fits")
+        cluster = words[at + 1] if at + 1 < len(words) else ""
+        if not cluster:
+            raise ConfigError("--fits needs a cluster", where="command line", fix="e.g. --fits 8x80G")
+        words = words[:at] + words[at + 2 :]
+    if len(words) > 1 or any(w.startswith("-") for w in words):
+        wrong = next((w for w in words if w.startswith("-")), words[-1])
+        raise ConfigError(
+            f"cannot tell what {wrong!r} is", where="command line", fix="erniekit recipes [NAME] [--json | --flat]"
+        )
+    return words, cluster
+
+
+def _planner() -> Fits:
+    if not FITS:
+        raise LaterError(
+            "not in this version: which recipes fit a cluster",
+            where="--fits",
+            fix="the column `cards` has what ERNIEKit's guides name",
+        )
+    module, _, attr = FITS.partition(":")
+    found: Fits = getattr(import_module(module), attr)
+    return found
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def _chosen(word: str, names: list[str]) -> list[str]:
+    """Those a word means: the one of that name or path, else all that contain it."""
+    plain = word.removesuffix(".yaml").removeprefix("./").removeprefix("examples/")
+    exact = [name for name in names if plain and (name == plain or name == f"configs/{plain}")]
+    found = exact or [name for name in names if plain.lower() in name.lower()]
+    if not found:
+        near = nearest(plain, names)
+        fix = f"did you mean {near[0]}?" if near else "erniekit recipes lists all"
+        raise ConfigError(f"no recipe is called {word!r}", where="command line", fix=fix)
+    return found
+
+
+def _run(name: str, folder: Path) -> RunConfig:
+    path = str(folder / f"{name}.yaml")
+    return load([path], purpose(load([path], "config")))
+
+
+def _row(name: str, folder: Path, facts: dict[str, Any], fits: Fits | None, cluster: str) -> RecipeRow:
+    cfg = _run(name, folder)
+    trains = cfg.command == "train"
+    kind = cfg.precision.compute_type
+    method = cfg.lora.fine_tuning + ("" if kind == "bf16" else f" {kind}")
+    row = RecipeRow(
+        name,
+        cfg.train.stage if trains else cfg.command,
+        Path(cfg.model.model_name_or_path or "-").name,
+        method if trains else "-",
+        _length(cfg.data.max_seq_len) if trains else "-",
+        facts["cards"].get(name, "-"),
+        next((p["word"] for p in _proofs(name, facts)), READ),
+        "; ".join(dict.fromkeys(item.what for item in not_yet_supported(cfg) if item.stops)),
+    )
+    return replace(row, fits=fits(cfg, cluster)) if fits and trains else row
+
+
+def _length(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def _proofs(name: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What has run of it, the strongest first."""
+    return [proof for proof in facts["proven"] if any(fnmatchcase(name, pattern) for pattern in proof["recipes"])]
+
+
+def _table(rows: Sequence[RecipeRow], columns: Sequence[str], facts: dict[str, Any]) -> list[str]:
+    cells = [list(columns), *([str(getattr(row, column)) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    used = {row.proven for row in rows}
+    legend = [f"{p['word']:<12} {p['what']}" for p in facts["proven"] if p["word"] in used]
+    legend += [f"{READ:<12} read and resolved; never run"] if READ in used else []
+    if missing := sum(bool(row.not_yet) for row in rows):
+        legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME says why")
+    head = paint(lines[0], "bold")
+    return [head, *lines[1:], "", *legend, "cards        what ERNIEKit's own guides name; not measured here"]
+
+
+def _flat(names: list[str], folder: Path) -> list[str]:
+    """One recipe with all that its bases give, for places that take a single file, such as the web page."""
+    if len(names) > 1:
+        raise ConfigError("--flat prints one recipe", where="command line", fix=f"name one, such as {names[0]}")
+    path = folder / f"{names[0]}.yaml"
+    given = collect([str(path)], "config").given
+    return [f"# {path}, with what its bases give.", *recipe_lines({name: g.value for name, g in given.items()})]
+
+
+def _one(name: str, folder: Path, facts: dict[str, Any]) -> list[str]:
+    cfg = _run(name, folder)
+    proofs = [f"{p['word']}: {p['what']} ({p['by']})" for p in _proofs(name, facts)] or [f"{READ}; never run"]
+    lines = [
+        f"recipe     {folder / name}.yaml",
+        *(f"base       {file}" for file in reversed(cfg.files[:-1])),
+        f"cards      {facts['cards'].get(name, 'none named by ERNIEKit')}",
+        *(f"{'proven' if not i else '':<11}{text}" for i, text in enumerate(proofs)),
+        f"run        erniekit {cfg.command} {folder / name}.yaml",
+        "",
+    ]
+    return [*lines, *report(cfg)]

@@ -1,0 +1,223 @@
+"""A shell script as text -> its assignments and commands, variables filled in as far as the script itself says them.
+
+Nothing is run: what only a shell could know ($1, $(...)) stays as written and is marked. Called by runs.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from erniekit.errors import ConfigError
+
+LONGEST_VALUE = 100_000  # a variable that doubles itself line by line would fill the memory
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
+# Words before a command that are not its name; their own words are reported once.
+KEYWORDS = ("if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "!", "{", "}")
+
+
+@dataclass(frozen=True)
+class ShellWord:
+    text: str
+    line: int
+    open: bool = False  # holds something that is known only when the script runs
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One command with the assignments before it; without words the assignments are the script's own."""
+
+    line: int
+    words: tuple[ShellWord, ...]
+    assigned: tuple[tuple[str, ShellWord], ...] = ()
+    piped: bool = False  # reads what the command before it writes
+
+
+@dataclass
+class _Reader:
+    text: str
+    name: str
+    at: int = 0
+    line: int = 1
+    variables: dict[str, ShellWord] = field(default_factory=dict)
+
+    def peek(self, ahead: int = 0) -> str:
+        at = self.at + ahead
+        return self.text[at] if at < len(self.text) else ""
+
+    def take(self) -> str:
+        char = self.peek()
+        self.at += 1
+        self.line += char == "\n"
+        return char
+
+    def fail(self, what: str, line: int) -> ConfigError:
+        return ConfigError(what, where=f"{self.name}:{line}", fix="is this a shell script? try it with bash -n")
+
+    # ---- pieces of a word: (text, split at blanks, open)
+
+    def single(self) -> str:
+        began, out = self.line, ""
+        while (char := self.take()) != "'":
+            if not char:
+                raise self.fail("a quote is never closed", began)
+            out += char
+        return out
+
+    def double(self) -> tuple[str, bool]:
+        began, out, is_open = self.line, "", False
+        while (char := self.peek()) != '"':
+            if not char:
+                raise self.fail("a quote is never closed", began)
+            if char == "\\" and self.peek(1) in '"$`\\\n':
+                self.take()
+                follows = self.take()
+                out += "" if follows == "\n" else follows
+            elif char in "$`":
+                text, opened = self.expansion()
+                out, is_open = out + text, is_open or opened
+            else:
+                out += self.take()
+        self.take()
+        return out, is_open
+
+    def expansion(self) -> tuple[str, bool]:
+        """What $name, ${name}, ${name:-text}, $(...) or `...` stands for; as written where nobody said."""
+        start = self.at
+        if self.take() == "`":
+            while self.peek() and self.peek() != "`":
+                self.take()
+            self.take()
+            return self.text[start : self.at], True
+        if self.peek() == "(":
+            self.until_closed("(", ")")
+            return self.text[start : self.at], True
+        if self.peek() == "{":
+            self.until_closed("{", "}")
+            name, _, default = self.text[start + 2 : self.at - 1].partition(":-")
+            if name in self.variables and (self.variables[name].text or not default):
+                return self.value(name)
+            plain = default and not any(c in default for c in "$`\"'")
+            return (default, False) if plain else (self.text[start : self.at], True)
+        if found := _NAME.match(self.text, self.at):
+            self.at = found.end()
+            return self.value(found[0]) if found[0] in self.variables else (self.text[start : self.at], True)
+        if self.peek() and (self.peek().isdigit() or self.peek() in "@*#?$!-"):
+            self.take()
+            return self.text[start : self.at], True
+        return "$", False
+
+    def value(self, name: str) -> tuple[str, bool]:
+        word = self.variables[name]
+        return word.text, word.open
+
+    def until_closed(self, opens: str, closes: str) -> None:
+        began, depth = self.line, 0
+        while char := self.take():
+            depth += (char == opens) - (char == closes)
+            if not depth:
+                return
+        raise self.fail(f"a {opens} is never closed", began)
+
+    def word(self) -> list[ShellWord]:
+        """The next word; several where a variable that is not in quotes holds several, none where it is empty."""
+        line, out, is_open, kept = self.line, [""], False, False
+        while (char := self.peek()) and char not in " \t\n;&|<>()":
+            if char == "\\":
+                self.take()
+                follows = self.take()
+                out[-1] += "" if follows == "\n" else follows
+            elif char == "'":
+                self.take()
+                out[-1], kept = out[-1] + self.single(), True
+            elif char == '"':
+                self.take()
+                text, opened = self.double()
+                out[-1], is_open, kept = out[-1] + text, is_open or opened, True
+            elif char in "$`":
+                text, opened = self.expansion()
+                is_open = is_open or opened
+                first, *more = [text] if opened else (re.split(r"[ \t\n]+", text) or [""])
+                out[-1] += first
+                out += more
+            else:
+                out[-1] += self.take()
+        if sum(map(len, out)) > LONGEST_VALUE:
+            raise self.fail(f"a word is longer than {LONGEST_VALUE:,} characters", line)
+        return [ShellWord(text, line, is_open) for text in out if text or kept]
+
+
+def read_script(text: str, name: str) -> list[Statement]:
+    """The statements of a script in order; assignments are applied as they come."""
+    reader = _Reader(text.replace("\r\n", "\n"), name)
+    return list(_statements(reader))
+
+
+def _statements(reader: _Reader) -> Iterator[Statement]:
+    words: list[ShellWord] = []
+    piped = False
+    while True:
+        char = reader.peek()
+        if char and char in " \t":
+            reader.take()
+        elif char == "\\" and reader.peek(1) == "\n":
+            reader.take()
+            reader.take()
+        elif char == "#":
+            while reader.peek() and reader.peek() != "\n":
+                reader.take()
+        elif (char and char in "<>") or re.match(r"&>|\d+[<>]", reader.text[reader.at : reader.at + 4]):
+            _redirection(reader)
+        elif not char or char in "\n;&|()":
+            if words and (made := _statement(words, piped, reader)):
+                yield made
+            words, piped = [], char == "|" and reader.peek(1) != "|"
+            if not char:
+                return
+            reader.take()
+            if char in "&|" and reader.peek() == char:
+                reader.take()
+        else:
+            before = reader.at
+            words += reader.word() if words or not _ASSIGNMENT.match(reader.text, reader.at) else _assignment(reader)
+            assert reader.at > before
+
+
+def _redirection(reader: _Reader) -> None:
+    """Skips `> file`, `2>&1`, `<<< text`; where output goes is no part of a run."""
+    while reader.peek() and (reader.peek().isdigit() or reader.peek() in "<>&"):
+        reader.take()
+    while reader.peek() and reader.peek() in " \t":
+        reader.take()
+    reader.word()
+
+
+def _assignment(reader: _Reader) -> list[ShellWord]:
+    """`name=value`, one word: its value is not cut at blanks."""
+    name, line = _NAME.match(reader.text, reader.at), reader.line
+    assert name is not None
+    reader.at = name.end() + 1
+    parts = reader.word()
+    value = " ".join(p.text for p in parts)
+    return [ShellWord(f"{name[0]}={value}", line, any(p.open for p in parts))]
+
+
+def _statement(words: list[ShellWord], piped: bool, reader: _Reader) -> Statement | None:
+    line = words[0].line
+    while words and words[0].text in KEYWORDS:
+        words = words[1:]
+    assigned = []
+    while words and (found := _ASSIGNMENT.match(words[0].text)):
+        assigned.append((found[1], ShellWord(words[0].text[found.end() :], words[0].line, words[0].open)))
+        words = words[1:]
+    if words and words[0].text in ("export", "declare", "typeset", "local", "readonly"):
+        given = [w for w in words[1:] if _ASSIGNMENT.match(w.text)]
+        pairs = [(w.text.partition("=")[0], ShellWord(w.text.partition("=")[2], w.line, w.open)) for w in given]
+        reader.variables |= dict(pairs)
+        return Statement(line, (words[0],), tuple(pairs)) if pairs else None
+    if not words:
+        reader.variables |= dict(assigned)
+        return Statement(line, (), tuple(assigned)) if assigned else None
+    return Statement(line, tuple(words), tuple(assigned), piped)

@@ -1,0 +1,81 @@
+"""Reading a shell script without running it: variables, quotes, continued lines, and what only a shell can know."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from erniekit.config.migrate.shell import read_script
+from erniekit.errors import ConfigError
+
+
+def words(text: str) -> list[list[str]]:
+    return [[w.text for w in s.words] for s in read_script(text, "run.sh") if s.words]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b  c # d", ["a", "b", "c"]),
+        ("a \\\n  b\\\n  --c 1", ["a", "b", "--c", "1"]),
+        ("a 'b c' \"d e\"", ["a", "b c", "d e"]),
+        ('a "" b', ["a", "", "b"]),
+        ("x=1\na $x ${x}2 '$x' \"$x\"", ["a", "1", "12", "$x", "1"]),
+        ('x="--b 1 --c"\na $x', ["a", "--b", "1", "--c"]),
+        ('x="b 1"\na "$x"', ["a", "b 1"]),
+        ("x=\na $x b", ["a", "b"]),
+        ("a ${y:-8} ${y}", ["a", "8", "${y}"]),
+        ("a\\ b c", ["a b", "c"]),
+        ("a b 2>&1 > log.txt c", ["a", "b", "c"]),
+        ("a &> log.txt", ["a"]),
+        ("a#b", ["a#b"]),
+        ("export A=1 B='2 3'\na $A $B", ["a", "1", "2", "3"]),
+    ],
+)
+def test_words_are_what_the_shell_would_pass(text, expected):
+    assert words(text)[-1] == expected
+
+
+def test_commands_end_where_the_shell_ends_them():
+    assert words("a; b && c || d | tee e\n(f) & g") == [["a"], ["b"], ["c"], ["d"], ["tee", "e"], ["f"], ["g"]]
+    assert [s.piped for s in read_script("d 2>&1 | tee e\nf", "run.sh")] == [False, True, False]
+
+
+def test_words_know_their_line_and_assignments_their_command():
+    (statement,) = read_script("# one\nA=1 B=2 run \\\n  --x \\\n  3\n", "run.sh")
+    assert [(w.text, w.line) for w in statement.words] == [("run", 2), ("--x", 3), ("3", 4)]
+    assert [(name, word.text) for name, word in statement.assigned] == [("A", "1"), ("B", "2")]
+
+
+@pytest.mark.parametrize("text", ["$1", "${HOME}/x", "$(date)", "`date`", "$(echo $(a (b)))", "a$@", '"$(ip a | x)"'])
+def test_what_only_the_shell_knows_stays_as_written_and_is_marked(text):
+    (statement,) = read_script(f"run {text}", "run.sh")
+    (word,) = statement.words[1:]
+    assert word.open
+    assert word.text == text.strip('"')
+
+
+def test_a_value_made_of_an_open_one_is_open():
+    statements = read_script('m=$1\nrun "${m}:8080"', "run.sh")
+    assert statements[-1].words[1].open
+
+
+def test_nothing_of_a_script_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    read_script("touch made; x=$(touch made)\n`touch made`\nrun $x", "run.sh")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "line"), [("a\n'b", 2), ('a "b', 1), ("a $(b", 1), ("a\n\n${b", 3)])
+def test_what_is_never_closed_is_refused_with_its_line(text, line):
+    with pytest.raises(ConfigError) as e:
+        read_script(text, "run.sh")
+    assert e.value.where == f"run.sh:{line}"
+
+
+def test_a_variable_that_doubles_itself_is_stopped_soon():
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="longer than"):
+        read_script("x=aaaaaaaa\n" + "x=$x$x\n" * 60, "run.sh")
+    assert time.process_time() - began < 5
