@@ -28,7 +28,7 @@ QUESTIONS = {
     "count": "How many are there?",
 }
 CHANCE = 1 / 4
-CELLS, CELL = 3, 28  # a side of the grid, and pixels of a cell's: one token
+CELLS, CELL = 2, 28  # a side of the grid, and pixels of a cell's: one token
 
 
 @dataclass(frozen=True)

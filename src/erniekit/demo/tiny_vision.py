@@ -55,7 +55,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    "vision_config": {"depth": 2, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14},
+    "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14},
 }
 
 
