@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from safetensors.torch import load_file
 
 from erniekit.data.types import IGNORE, Batch, Vision
 from support.recorded_training import bounds_of
-
-FOLDER = Path(__file__).resolve().parents[1] / "data" / "paddle_vl"
+from support.seen import FOLDER
 
 
 @cache

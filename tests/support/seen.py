@@ -1,9 +1,10 @@
-"""The recorded rows with pictures (tests/data/paddle-vl), and the rules they were made by."""
+"""The recorded rows with pictures (tests/data/paddle-vl), the rules they were made by, and a model they can train."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ LIMITS = MediaLimits()
 @cache
 def recorded() -> dict[str, Any]:
     return json.loads((FOLDER / "data.json").read_text())
+
+
+def tiny_seeing(target: Path) -> Path:
+    """The recorded tiny ERNIE-4.5-VL with its tokenizer."""
+    target.mkdir(parents=True, exist_ok=True)
+    for source in ("vl_hf", "tokenizer"):
+        for file in (FOLDER / source).iterdir():
+            shutil.copyfile(file, target / file.name)
+    return target
 
 
 @cache

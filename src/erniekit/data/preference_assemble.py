@@ -19,13 +19,15 @@ from erniekit.data.types import IGNORE, ChatMessage, Conversation
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
+    """One of the two, behind the prompt."""
+
     ids: list[int]
     scored: list[bool]  # whether this token's log-probability counts
     thoughts: list[int]  # of each turn, how many tokens think
 
-    def cut(self, length: int) -> _Answer:
-        return _Answer(self.ids[:length], self.scored[:length], self.thoughts)
+    def cut(self, length: int) -> Answer:
+        return Answer(self.ids[:length], self.scored[:length], self.thoughts)
 
 
 def assemble_pair(
@@ -43,7 +45,7 @@ def assemble_pair(
         return Dropped.by_template(refused)
     if not question:
         return Dropped("template", "the chat template renders the prompt as nothing")
-    room = max_seq_len + (not compat)  # of prompt and answers; see _lay_out
+    room = max_seq_len + (not compat)  # of prompt and answers; see lay_out
     longest = room if compat else rules.max_prompt_len  # ERNIEKit has max_prompt_len, and no use for it
     answers = len(chosen.ids) + len(rejected.ids)
     # ERNIEKit lets the begin token go with the oldest turn.
@@ -65,7 +67,7 @@ def assemble_pair(
     alike = min(len(chosen.ids), len(rejected.ids)) if cut > 0 else None
     if chosen.ids[:alike] == rejected.ids[:alike] and not compat:
         return Dropped("same_answers", "both answers are the same" + (" as far as they fit" if cut > 0 else ""))
-    sample = _lay_out(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
+    sample = lay_out(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
     thoughts = [turn.thought for turn in past[dropped:]] + [*chosen.thoughts, *rejected.thoughts]
     return Assembled(
         sample,
@@ -79,7 +81,7 @@ def assemble_pair(
 
 def _encode(
     pair: Preference, tokenizer: Tokenizer, rules: PairRules, thinking: Thinking
-) -> tuple[list[Turn], list[int], _Answer, _Answer]:
+) -> tuple[list[Turn], list[int], Answer, Answer]:
     """Earlier turns, the last question through the generation prompt, and both answers."""
     before = tuple(replace(message, trained=False) for message in pair.prompt)
     count = sum(message.role == "assistant" for message in before)
@@ -99,7 +101,7 @@ def _encode(
         pasts = [[], []]
     common = _common(*questions)  # less than the question only where an answer's earlier turns are part of a query
     chosen, rejected = (
-        _Answer(question[common:] + answer.ids, [False] * (len(question) - common) + answer.scored, answer.thoughts)
+        Answer(question[common:] + answer.ids, [False] * (len(question) - common) + answer.scored, answer.thoughts)
         for question, answer in zip(questions, answers)
     )
     return pasts[0], questions[0][:common], chosen, rejected
@@ -109,7 +111,7 @@ def _all_trained(answer: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     return tuple(replace(message, trained=message.role == "assistant") for message in answer)
 
 
-def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_thoughts: bool) -> _Answer:
+def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_thoughts: bool) -> Answer:
     """The first turn's answer, then whole turns; what the user says in between is not scored."""
     ids: list[int] = []
     scored: list[bool] = []
@@ -122,7 +124,7 @@ def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_th
         ids += query + said
         masked = turn.thought if mask_thoughts else 0
         scored += [False] * (len(query) + masked) + [True] * (len(said) - ends - masked) + [not mask_out_eos] * ends
-    return _Answer(ids, scored, [turn.thought for turn in asked])
+    return Answer(ids, scored, [turn.thought for turn in asked])
 
 
 def _turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int) -> int:
@@ -146,15 +148,15 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _cut(chosen: _Answer, rejected: _Answer, room: int) -> tuple[_Answer, _Answer]:
+def _cut(chosen: Answer, rejected: Answer, room: int) -> tuple[Answer, Answer]:
     """The longer answer's end goes first, then the ends of both."""
     half = room // 2
     of_chosen = max(half, room - len(rejected.ids))
     return chosen.cut(of_chosen), rejected.cut(room - min(of_chosen, len(chosen.ids)))
 
 
-def _lay_out(
-    prompt: list[int], chosen: _Answer, rejected: _Answer, delta: float, tokenizer: Tokenizer, compat: bool
+def lay_out(
+    prompt: list[int], chosen: Answer, rejected: Answer, delta: float, tokenizer: Tokenizer, compat: bool
 ) -> PairSample:
     """prompt without its last token | that token, chosen[:-1] | that token again, rejected[:-1].
 

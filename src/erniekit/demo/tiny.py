@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,24 @@ def make_tiny_model(folder: str | Path, seed: int = 0, family: str = "ernie4_5",
     return folder
 
 
-def make_tokenizer(folder: Path) -> None:
-    """SentencePiece BPE as ERNIE has it: bytes for unknown letters, digits apart, no blank put in front."""
+def make_tokenizer(
+    folder: Path, text: Iterable[str] | None = None, vocab: int = VOCAB, control: Sequence[str] = ()
+) -> None:
+    """SentencePiece BPE as ERNIE has it: bytes for unknown letters, digits apart, no blank put in front.
+
+    text: that its pieces come from, the demo's when not given. control: more control tokens.
+    """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=demo_text(),
+        sentence_iterator=iter(demo_text() if text is None else text),
         model_writer=model,
         model_type="bpe",
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         unk_id=0,
         bos_id=1,
         eos_id=2,
         pad_id=-1,
-        user_defined_symbols=[BEGIN, END, "\n"],
+        user_defined_symbols=[BEGIN, END, *control, "\n"],
         byte_fallback=True,
         split_digits=True,
         add_dummy_prefix=False,
@@ -97,8 +102,10 @@ def make_tokenizer(folder: Path) -> None:
         minloglevel=2,
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
-    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    roles: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
     roles |= {"cls_token": BEGIN, "sep_token": END}
+    if control:
+        roles["additional_special_tokens"] = list(control)
     write_json(folder / "special_tokens_map.json", roles)
     settings = {
         **roles,

@@ -26,6 +26,7 @@ from erniekit.recipes.datasets import TrainData, eval_batches, open_data, source
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs, sees
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
@@ -43,7 +44,9 @@ class DPO(TrainingStage):
         return metric_names(settings_of(cfg))
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
-        data = open_data(plan, tokenizer, output, pair_rules(plan.config))
+        rules = pair_rules(plan.config)
+        seeing = plan.folder.config.vision is not None
+        data = (open_vision_pairs if seeing else open_data)(plan, tokenizer, output, rules)
         if plan.world.is_main:
             write_json(output / "dpo_train_args.json", train_args(plan.config, data))
         return data
@@ -52,6 +55,8 @@ class DPO(TrainingStage):
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         need(cfg, "eval_dataset_path")
+        if sees(cfg):
+            return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
         sources = sources_for(cfg, "eval", tokenizer, bad_rows, pair_rules(cfg))
         padding = {"pad_id": tokenizer.pad_id or 0}
         return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)

@@ -190,7 +190,7 @@ def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
     """Of the data's tokens, the model and how it computes."""
     told = {
         "version": cache_versions.REFERENCE,
-        "data": source.folder.name,
+        "data": source.fingerprint,
         "model": built.base,
         "config": str(built.folder.config),
         "dtype": str(built.dtype),

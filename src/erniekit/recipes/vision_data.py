@@ -13,6 +13,7 @@ import numpy as np
 
 from erniekit.config import RunConfig
 from erniekit.data.assemble import Assembled
+from erniekit.data.collate import collate
 from erniekit.data.formats import parsed
 from erniekit.data.formats import rows as rows_in
 from erniekit.data.formats.fields import BadRow
@@ -25,7 +26,7 @@ from erniekit.data.settings_files import read_settings
 from erniekit.data.thinking import Thinking, divided, kept, write_out
 from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import Pack
+from erniekit.data.types import Batch, Pack
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit, like_erniekit
 from erniekit.data.vision.job import VisionSource, open_vision_source
@@ -196,9 +197,15 @@ def _rows(source: VisionSource) -> np.ndarray:
 
 
 def vision_collate(
-    cfg: RunConfig, tokenizer: Tokenizer, rules: VisionRules, packs_at_once: int, decode: bool = True
+    cfg: RunConfig,
+    tokenizer: Tokenizer,
+    rules: VisionRules,
+    packs_at_once: int,
+    decode: bool = True,
+    rows: Callable[..., Batch] = collate,
 ) -> VisionCollate:
-    """packs_at_once: that all ranks together take in one micro-batch. decode: off where there is no tower."""
+    """packs_at_once: that all ranks together take in one micro-batch. decode: off where there is no tower. rows: as
+    VisionCollate's."""
     change: Callable[[Pack], Pack] | None = None
     if cfg.compat.erniekit_order:
         change = partial(_joined, flags=JoinedFlags(), end_id=tokenizer.end_id, at_once=packs_at_once)
@@ -206,7 +213,9 @@ def vision_collate(
     count = cfg.vision.media_num_proc or max(1, min(MOST_PROCESSES, cores))
     padding = cfg.compat.erniekit_rows
     tokens = VisionTokens.of(tokenizer)
-    return VisionCollate(tokens, rules.limits, count, zero_padding=padding, change=change, decode=decode, rules=rules)
+    return VisionCollate(
+        tokens, rules.limits, count, zero_padding=padding, change=change, decode=decode, rules=rules, rows=rows
+    )
 
 
 def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:

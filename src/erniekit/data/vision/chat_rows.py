@@ -97,7 +97,7 @@ def read_chat_row(row: Any, folder: Path, compat: bool) -> VisionRow:
             else item
             for i, item in enumerate(row["messages"])
         ]
-    _replace_tags(row, media)
+    replace_tags(row, media)
     said, unused = read_messages(row, compat)
     _refuse_media_elsewhere(said)
     return VisionRow(said, tuple(media.found), unused)
@@ -126,14 +126,15 @@ def _refuse_media_elsewhere(said: Sequence[ChatMessage]) -> None:
             raise BadRow("media_in_answer", f"`messages[{i}]` is from {message.role} and holds a picture")
 
 
-def _replace_tags(row: dict[str, Any], media: ChatMedia) -> None:
-    """`images` and `videos` beside the messages fill the tags in their text, in order."""
+def replace_tags(row: dict[str, Any], media: ChatMedia, fields: Sequence[str] = ("messages",)) -> None:
+    """`images` and `videos` beside the messages fill the tags in their text, in order. fields: that hold messages."""
     lists = {}
     for word, names in _LISTS.items():
         name = next((n for n in names if row.get(n)), None)
         value = row.pop(name) if name else []
         lists[word] = [(item, f"{name}[{i}]") for i, item in enumerate(value if isinstance(value, list) else [value])]
-    if not any(lists.values()) or not isinstance(row.get("messages"), list):
+    said = [item for field in fields if isinstance(row.get(field), list) for item in row[field]]
+    if not any(lists.values()) or not said:
         return
     given = {word: list(items) for word, items in lists.items()}
 
@@ -144,7 +145,7 @@ def _replace_tags(row: dict[str, Any], media: ChatMedia) -> None:
         item, field = lists[word].pop(0)
         return media.add(item, word == "video", field)
 
-    for item in row["messages"]:
+    for item in said:
         if isinstance(item, dict) and isinstance(item.get("content"), str):
             item["content"] = _TAGS.sub(lambda found: fill(found) if given[found[1]] else found[0], item["content"])
     left = [field for items in lists.values() for _, field in items]

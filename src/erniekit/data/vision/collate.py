@@ -34,12 +34,14 @@ class VisionCollate:
         change: Callable[[Pack], Pack] | None = None,
         decode: bool = True,
         rules: VisionRules | None = None,
+        rows: Callable[..., Batch] = collate,
     ) -> None:
         """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything.
         decode: off on ranks that do not see, such as later pipeline stages: they have the rest of a batch. rules: that
-        its samples were laid out by."""
+        its samples were laid out by. rows: what makes a batch of packs whose pictures are left aside; stage DPO has its
+        own."""
         self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
-        self.decode, self.rules = decode, rules
+        self.decode, self.rules, self.rows = decode, rules, rows
         self.pool = MediaPool(processes, limits)
         self.failed: list[RowProblem] = []
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
@@ -53,7 +55,7 @@ class VisionCollate:
         if blank:
             packs = [replace(pack, samples=tuple(_muted(s, blank) for s in pack.samples)) for pack in packs]
             self._tell(media, patches)
-        batch = collate(packs, **padding)
+        batch = self.rows(packs, **padding)
         shape = batch.input_ids.shape
         places = batch.positions.numpy()[..., None].repeat(3, -1)
         modality, seen = np.full(shape, TEXT, np.uint8), False

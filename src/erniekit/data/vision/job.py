@@ -113,11 +113,14 @@ class VisionJob(TokeniseJob):
         return read_vision_row(row, Path(self.path).absolute().parent, self.format, self.rules.compat)
 
     def _assembled(self, row: VisionRow) -> Any:
-        made = self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
+        made = self._sample(row)
         if isinstance(made, Assembled) and made.sample.media is not None and self.rules.check == "decode":
             for medium in made.sample.media.sources:
                 self._ask(ReadPatches(medium, self.rules.limits, check=True), medium.places[0])
         return made
+
+    def _sample(self, row: VisionRow) -> Any:
+        return self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
 
     def _header(self, given: GivenMedium, index: int) -> MediaHeader:
         place = given.sources[index]

@@ -30,7 +30,7 @@ class VisionPrompt:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class Encoded:
     ids: list[int]
     labels: list[int]
     media: list[int]  # in the order of their placeholders
@@ -91,10 +91,10 @@ class VisionAssembler:
         more = row.all_trained, row.prefix, row.thinks if rules.compat else None, self.thinking == "mask"
         return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, *more)
 
-    def _encoded(self, messages: Sequence[ChatMessage], row: VisionRow, media: Sequence[SeenMedium]) -> _Encoded:
+    def _encoded(self, messages: Sequence[ChatMessage], row: VisionRow, media: Sequence[SeenMedium]) -> Encoded:
         return self._encode(self._renderer(row, media).sample(messages), media)
 
-    def _encode(self, pieces: Sequence[Piece], media: Sequence[SeenMedium]) -> _Encoded:
+    def _encode(self, pieces: Sequence[Piece], media: Sequence[SeenMedium]) -> Encoded:
         ids: list[int] = []
         labels: list[int] = []
         for piece, found in zip(*self._pieces_and_ids(pieces)):
@@ -105,7 +105,7 @@ class VisionAssembler:
         end, eos = self.tokenizer.end_id, self.tokenizer.eos_id
         labels = [eos if label == end else label for label in labels]
         shown = [piece.medium for piece in pieces if piece.medium is not None]
-        return _Encoded(ids, labels, shown, len({piece.answer for piece in pieces} - {-1}))
+        return Encoded(ids, labels, shown, len({piece.answer for piece in pieces} - {-1}))
 
     def _pieces_and_ids(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[list[int]]]:
         """Default: text is encoded in runs from one control token to the next, cut where what is trained begins, as a
@@ -138,7 +138,7 @@ class VisionAssembler:
         other = len(made.ids) - sum(tokens_of(media[i].medium, self.rules) for i in made.media if media[i].video)
         return squeezed(media, max_seq_len - other - 1, self.rules)
 
-    def _cut_like_erniekit(self, made: _Encoded, media: Sequence[SeenMedium], limit: int) -> _Encoded | Dropped:
+    def _cut_like_erniekit(self, made: Encoded, media: Sequence[SeenMedium], limit: int) -> Encoded | Dropped:
         """What fits, up to the last end of an answer: later turns are lost, not earlier ones."""
         if len(made.ids) <= limit:
             return made
@@ -152,9 +152,9 @@ class VisionAssembler:
                 break
             left -= tokens_of(media[number].medium, self.rules)
             shown.append(number)
-        return _Encoded(made.ids[:length], made.labels[:length], shown, len(ends))
+        return Encoded(made.ids[:length], made.labels[:length], shown, len(ends))
 
-    def _media(self, ids: np.ndarray, made: _Encoded, media: Sequence[SeenMedium]) -> tuple[SampleMedia, int]:
+    def _media(self, ids: np.ndarray, made: Encoded, media: Sequence[SeenMedium]) -> tuple[SampleMedia, int]:
         rules, shown = self.rules, [media[i].medium for i in made.media]
         grids = [medium.grid for medium in shown]
         counts = [tokens_of(medium, rules) for medium in shown]
@@ -162,7 +162,7 @@ class VisionAssembler:
         places, after = positions_of(ids, grids, self.tokens, rules.merge, rules.temporal, rules.positions)
         return SampleMedia(modality, places, np.array(grids, np.int32).reshape(-1, 3), tuple(shown)), after
 
-    def _finished(self, made: _Encoded, media: Sequence[SeenMedium], dropped: int, cut: int = 0) -> Assembled | Dropped:
+    def _finished(self, made: Encoded, media: Sequence[SeenMedium], dropped: int, cut: int = 0) -> Assembled | Dropped:
         ids, labels = np.array(made.ids, np.int32)[:-1], np.array(made.labels, np.int32)[1:]
         if self.rules.drop_untrained and not (labels != IGNORE).any():
             return Dropped("untrained", "no answer of the row is trained")
@@ -180,7 +180,7 @@ def _without_first(messages: Sequence[ChatMessage], turns: Sequence[int], count:
     return (*system, *messages[turns[count] :])
 
 
-def _cut_answer(made: _Encoded, limit: int) -> tuple[_Encoded, int]:
+def _cut_answer(made: Encoded, limit: int) -> tuple[Encoded, int]:
     """The end of the last answer off, if some of it stays."""
     over = len(made.ids) - 1 - limit
     first = next((i for i in range(len(made.labels) - 1, -1, -1) if made.labels[i] == IGNORE), -1) + 1

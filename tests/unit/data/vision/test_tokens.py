@@ -213,7 +213,7 @@ def test_colours_of_lossy_video_are_within_four_levels_of_another_processor() ->
 
 
 def test_positions_by_the_other_rule_are_those_transformers_was_recorded_with() -> None:
-    told = load_file(FOLDER / "patches.safetensors")["video_max_clamp.position_ids_transformers"]
+    told = load_file(FOLDER / "vl.safetensors")["video_max_clamp.position_ids_transformers"]
     media = made_of("video_max_clamp", replace(rules(), positions="transformers"), 256).sample.media
     assert media.positions.tolist() == told.tolist()
     ours = made_of("video_max_clamp", rules(), 256).sample.media

@@ -1,0 +1,90 @@
+"""Preferences on pictures for a run: sources, packs and batches of stage DPO where the model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig
+from erniekit.data.preference import PairRules
+from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.report import DataReport
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Batch
+from erniekit.data.vision import pairs
+from erniekit.data.vision.rules import VisionRules
+from erniekit.errors import ConfigError
+from erniekit.parallel.mesh import World
+from erniekit.recipes.datasets import TrainData, counted, eval_batches, steps_accumulated
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.vision_data import vision_collate, vision_rules, vision_stream
+
+
+def sees(cfg: RunConfig) -> bool:
+    """Whether the run's model does, by its files."""
+    folder = Path(cfg.model.model_name_or_path or "").expanduser()
+    return (folder / "config.json").is_file() and ModelFolder(folder).config.vision is not None
+
+
+def open_vision_pairs(plan: RunPlan, tokenizer: Tokenizer, output: Path, rules: PairRules) -> TrainData:
+    """As vision_data.open_vision_data, of pairs."""
+    cfg, world = plan.config, plan.world
+    d, t = cfg.data, cfg.train
+    if not d.train_dataset_path:
+        raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
+    if cfg.compat.erniekit_rows or cfg.compat.erniekit_order:
+        raise ConfigError(
+            "ERNIEKit compares no answers about pictures", where="compat: erniekit", fix="leave compat out of this run"
+        )
+    seen = vision_rules(cfg, plan.folder.path)
+
+    def listed(name: str) -> Path | None:  # one rank reports bad rows
+        return output / name if world.is_main else None
+
+    sources = pair_sources(cfg, "train", tokenizer, seen, rules, listed("bad_rows.jsonl"))
+    wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
+    held_out = pair_sources(cfg, "eval", tokenizer, seen, rules, listed("bad_eval_rows.jsonl")) if wants_eval else []
+    at_once = t.per_device_train_batch_size * world.layout.data_ranks
+    stream = vision_stream(cfg, list(sources), [], 1)
+    collate = vision_collate(cfg, tokenizer, seen, at_once, decode=world.at["pp"] == 0, rows=collate_pairs)
+    return counted(plan, tokenizer, sources, stream, held_out, steps_accumulated(plan, sources, stream), collate)
+
+
+def held_out_pairs(
+    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, rules: PairRules
+) -> tuple[list[DataReport], Iterator[Batch]]:
+    """As TrainingStage.held_out."""
+    seen = vision_rules(cfg, Path(cfg.model.model_name_or_path or "").expanduser())
+    sources = pair_sources(cfg, "eval", tokenizer, seen, rules, bad_rows)
+    collate = vision_collate(cfg, tokenizer, seen, 1, rows=collate_pairs)
+
+    def batches() -> Iterator[Batch]:
+        with collate:
+            yield from eval_batches(cfg, list(sources), world, {"pad_id": tokenizer.pad_id or 0}, collate)
+
+    return [source.report for source in sources], batches()
+
+
+def pair_sources(
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, seen: VisionRules, rules: PairRules, bad_rows: Path | None
+) -> list[pairs.VisionPairSource]:
+    d = cfg.data
+    paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
+    job = dict(
+        tokenizer=tokenizer, max_seq_len=d.max_seq_len, overlong=d.overlong, compat=False, pairs=rules,
+        thinking=d.train_thinking, rules=seen,
+    )  # fmt: skip
+    return [
+        pairs.open_vision_pairs(
+            Path(path).expanduser(),
+            None if not formats or formats[n] == "auto" else formats[n],
+            job,
+            cache_dir=d.cache_dir,
+            num_proc=d.dataset_num_proc,
+            max_bad_fraction=d.max_bad_fraction,
+            bad_rows_path=bad_rows,
+            append_bad_rows=n > 0,
+        )
+        for n, path in enumerate(paths)
+    ]
