@@ -105,6 +105,16 @@ class Pairs:
     reference: torch.Tensor | None = None  # float32 [2 * count]: the reference's log-prob sums, once they are known
 
 
+@dataclass(frozen=True)
+class Unseen:
+    """A picture of which no features are kept yet. In host memory."""
+
+    start: int  # its first row
+    pixels: torch.Tensor  # uint8 [rows, 3 * 14 * 14]
+    grid: tuple[int, int, int]
+    medium: Any  # data/media's reference; None: not to be kept, as its pixels could not be read
+
+
 class Vision(NamedTuple):
     """Pictures and video frames of a micro-batch, in the order of their places in the flattened [B * L] tokens.
 
@@ -112,9 +122,11 @@ class Vision(NamedTuple):
     four patches of a block. A picture has t = 1; a video's t is even.
     """
 
-    patches: torch.Tensor  # uint8 [P, 3 * 14 * 14], channel first, not normalised
+    # uint8 [P, 3 * 14 * 14], channel first, not normalised; or kept features (data/vision/features.py), as many rows
+    patches: torch.Tensor
     grids: torch.Tensor  # int64 [pictures and videos, 3]: t, h, w in patches; in host memory
     places: torch.Tensor  # int64 [V]: which of the flattened tokens take the features, in their order
+    unseen: tuple[Unseen, ...] = ()  # whose features are still to be put into their rows of `patches`
 
 
 class More(NamedTuple):

@@ -33,6 +33,7 @@ from erniekit.recipes.reference import Reference
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.vision_features import KeptFeatures
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
@@ -218,7 +219,11 @@ def hooks_for(
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
         further=data.mtp_tokens,
-        also=told_by(loads, saver.scales if cfg.quant.enable_fp8_quantize_analysis else None),
+        also=told_by(
+            loads,
+            saver.scales if cfg.quant.enable_fp8_quantize_analysis else None,
+            prepare if isinstance(prepare, KeptFeatures) else None,
+        ),
         perplexity=stage.perplexity,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
         live_reference=isinstance(prepare, Reference) and not prepare.kept,
@@ -242,7 +247,7 @@ def hooks_for(
     return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
 
 
-def told_by(*hooks: ExpertBalance | StaticScales | None) -> Callable[[], dict[str, float]]:
+def told_by(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:
     """What these add to every record."""
     return lambda: {name: value for hook in hooks if hook is not None for name, value in hook.metrics().items()}
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
+from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, eval_batches
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
-from erniekit.recipes.stage import TrainingStage
+from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.vision_features import feature_cache
+from erniekit.train.evaluate import GoOn
 
 
 class VisionStage(TrainingStage):
@@ -34,6 +38,20 @@ class VisionStage(TrainingStage):
                 yield from eval_batches(cfg, list(sources), world, {"pad_id": tokenizer.pad_id or 0}, collate)
 
         return [source.report for source in sources], batches()
+
+    def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
+        return feature_cache(cfg, built, data)
+
+    def evaluate(
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        batches: Iterable[Batch],
+        prepare: Prepare | None = None,
+        go_on: GoOn | None = None,
+    ) -> dict[str, float]:
+        looked_at = batches if prepare is None else (batch for one in batches for batch in prepare([one]))
+        return super().evaluate(cfg, engine, looked_at, None, go_on)
 
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         return vision_data.first_prompts(cfg, data, tokenizer)

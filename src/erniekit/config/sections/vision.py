@@ -99,6 +99,15 @@ class VisionSection:
     media_max_seconds: float = key(14_400.0, "A video that plays longer is a bad row.", low=0)
     media_timeout: float = key(8.0, "Seconds without progress after which a decoder is killed; a bad row.", low=0.1)
     media_num_proc: int = key(0, "Processes that decode media for each rank; 0: as many as its cores, up to 8.", low=0)
+    vision_feature_cache: str = key(
+        "auto",
+        "Keep the features of pictures on disk where the tower is frozen, so that each is decoded and looked at once; "
+        "auto: if those of all pictures fit vision_feature_cache_gb.",
+        choices=("off", "auto", "on"),
+    )
+    vision_feature_cache_gb: float = key(
+        100.0, "Most GB of kept features, of all models and runs together, in the data cache folder.", low=0
+    )
     spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)
     token_balance_loss: bool = key(False, "Weigh modalities by tokens.", fixed=True, later=_VL)
     packing_size: int = key(1, "Rows per pack of the OCR stage.", low=1, fixed=True, later=_VL)

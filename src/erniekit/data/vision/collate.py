@@ -20,7 +20,8 @@ from erniekit.data.collate import collate
 from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.worker import MediaPool
-from erniekit.data.types import IGNORE, TEXT, Batch, Pack, RowProblem, Sample, Vision
+from erniekit.data.types import IGNORE, TEXT, Batch, Pack, RowProblem, Sample, Unseen, Vision
+from erniekit.data.vision.features import FeatureStore
 from erniekit.data.vision.rules import VisionRules, VisionTokens
 
 
@@ -42,6 +43,7 @@ class VisionCollate:
         own."""
         self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
         self.decode, self.rules, self.rows = decode, rules, rows
+        self.store: FeatureStore | None = None  # of pictures that need not be looked at again; set before training
         self.pool = MediaPool(processes, limits)
         self.failed: list[RowProblem] = []
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
@@ -86,7 +88,10 @@ class VisionCollate:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.pool.close()
 
-    def _patches(self, medium: Medium) -> np.ndarray | MediaError:
+    def _patches(self, medium: Medium) -> torch.Tensor | np.ndarray | MediaError:
+        """Pixels; or the features kept of them, as rows of a batch."""
+        if self.store is not None and (kept := self.store.read(medium)) is not None:
+            return self.store.rows(kept, medium.grid)
         try:
             return self.pool.ask(ReadPatches(medium, self.limits), medium.places[0].name)
         except MediaError as error:
@@ -95,18 +100,28 @@ class VisionCollate:
     def _vision(self, batch: Batch, media: list[Medium], patches: list[Any]) -> Vision | None:
         if not media:
             return None
-        rows = [int(np.prod(medium.grid)) for medium in media]
-        width = 3 * media[0].patch ** 2
-        pixels = np.zeros((sum(rows), width), np.uint8)
-        at = 0
-        for count, found in zip(rows, patches):
-            if not isinstance(found, MediaError):
-                pixels[at : at + count] = found
+        counts = [int(np.prod(medium.grid)) for medium in media]
+        width, kept = 3 * media[0].patch ** 2, self.store.shape if self.store is not None else None
+        if kept is None:
+            rows = torch.zeros(sum(counts), width, dtype=torch.uint8)
+        else:
+            rows = torch.zeros(sum(counts), kept.row_width, dtype=kept.dtype)
+        at, unseen = 0, []
+        for medium, count, found in zip(media, counts, patches):
+            if isinstance(found, torch.Tensor):
+                rows[at : at + count] = found
+            elif kept is not None:
+                blank = isinstance(found, MediaError)
+                pixels = torch.zeros(count, width, dtype=torch.uint8) if blank else torch.from_numpy(found)
+                unseen.append(Unseen(at, pixels, medium.grid, None if blank else medium))
+            elif not isinstance(found, MediaError):
+                rows[at : at + count] = torch.from_numpy(found)
             at += count
         return Vision(
-            torch.from_numpy(pixels),
+            rows,
             torch.tensor([medium.grid for medium in media], dtype=torch.int64),
             (batch.input_ids.flatten() == self.tokens.placeholder).nonzero()[:, 0],
+            tuple(unseen),
         )
 
     def _tell(self, media: list[Medium], patches: list[Any]) -> None:

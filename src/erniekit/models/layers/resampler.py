@@ -30,6 +30,8 @@ class Merged(nn.Module):
 
 
 class Resampler(nn.Module):
+    alone = False  # as VisionTower's
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         v = config.vision
@@ -41,6 +43,12 @@ class Resampler(nn.Module):
 
     def forward(self, x_PW: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         """[P, W] -> [V, H], in the order of the pictures."""
+        if self.alone and len(grids) > 1:
+            parts = x_PW.split([t * h * w for t, h, w in grids])
+            return torch.cat([self._on(part, [grid]) for part, grid in zip(parts, grids)])
+        return self._on(x_PW, grids)
+
+    def _on(self, x_PW: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         count, width = x_PW.shape
         x = self.spatial(x_PW.reshape(count // self.merge**2, width * self.merge**2))
         first, second = frame_pairs(grids, self.merge)

@@ -17,6 +17,7 @@ from erniekit.models.layers.resampler import PAIR, Resampler
 from erniekit.models.layers.vision import VisionTower
 from erniekit.parallel.plan import dealt
 
+TOWER, TOKENS = "tower", "tokens"  # what is kept of pictures: the tower's output, or the resampler's
 # Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
 SEEING_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
 
@@ -47,6 +48,8 @@ class SeeingDecoder(Decoder):
         self.places: nn.Module = LocalPlaces()
         # Looks at batches without pictures as well, at nothing: set where ranks gather its weights together.
         self.always_looks = False
+        # Of batches that hold features in the place of pixels: which ("tower" or "tokens"); None: all hold pixels.
+        self.kept: str | None = None
 
     def front(self) -> Iterator[nn.Module]:
         if self.first:
@@ -59,10 +62,22 @@ class SeeingDecoder(Decoder):
         return features
 
     def see(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        """Patches of the pictures of these grids -> their features, here."""
+        """Patches of the pictures of these grids -> their features, here. What is no pixels was looked at before."""
         shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
-        result: torch.Tensor = self.resampler(self.tower(patches, shapes), shapes)
+        if patches.dtype != torch.uint8 and self.kept == TOKENS:
+            return self._unfolded(patches, grids)
+        x_PW = self.tower(patches, shapes) if patches.dtype == torch.uint8 else patches
+        result: torch.Tensor = self.resampler(x_PW, shapes)
         return result
+
+    def _unfolded(self, rows: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """[P, H / 4] -> [V, H]: a token's features lie in four rows, those of a video in the first half of its rows."""
+        assert self.config.vision is not None
+        each, width = self.config.vision.merge**2, self.config.hidden_size
+        counts = self.picture_tokens(grids)
+        parts = rows.split(grids.prod(1).tolist())
+        found = [part[: each * count].reshape(count, width) for part, count in zip(parts, counts)]
+        return torch.cat(found) if found else rows.new_zeros(0, width)
 
     def picture_tokens(self, grids: torch.Tensor) -> list[int]:
         assert self.config.vision is not None
@@ -80,11 +95,14 @@ class SeeingDecoder(Decoder):
         if vision is not None:
             places: torch.Tensor = self.places(x_BLH, self.features(vision), vision.places)
             return places
-        if not self.always_looks and not self._trains():
+        if self.kept == TOKENS or (not self.always_looks and not self._trains()):
             return x_BLH
         nothing = ids.new_zeros(0, dtype=torch.int64)
-        assert self.config.vision is not None
-        patches = torch.zeros(0, self.config.vision.patch_size, dtype=torch.uint8, device=ids.device)
+        v = self.config.vision
+        assert v is not None
+        patches = torch.zeros(0, v.patch_size, dtype=torch.uint8, device=ids.device)
+        if self.kept == TOWER:  # as on ranks that have pictures now, of which none looks
+            patches = torch.zeros(0, v.width, dtype=x_BLH.dtype, device=ids.device)
         looked: torch.Tensor = self.places(x_BLH, self.see(patches, torch.zeros(0, 3)), nothing)
         return looked
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -26,12 +27,13 @@ class Frames:
     sizes: list[int]  # patches of each frame
     cos: torch.Tensor  # fp32 [P, 1, D / 2]
     sin: torch.Tensor
+    begins: frozenset[int] = frozenset()  # frames that start a chunk, however little is in the one before
 
     def chunks(self, most: int) -> Iterator[tuple[slice, Frames]]:
         """Whole frames, as many as fit."""
         first = start = stop = 0
         for number, size in enumerate([*self.sizes, most + 1]):
-            if stop > start and stop + size - start > most:
+            if stop > start and (stop + size - start > most or number in self.begins):
                 here = slice(start, stop)
                 yield here, Frames(self.sizes[first:number], self.cos[here], self.sin[here])
                 first, start = number, stop
@@ -75,7 +77,7 @@ class VisionBlock(nn.Module):
         self.attn, self.mlp = FrameAttention(v), VisionMLP(v)
 
     def forward(self, x_PW: torch.Tensor, frames: Frames) -> torch.Tensor:
-        if x_PW.shape[0] <= self.chunk:
+        if x_PW.shape[0] <= self.chunk and not frames.begins:
             return self._on(x_PW, frames)
         return torch.cat([self._on(x_PW[here], some) for here, some in frames.chunks(self.chunk)])
 
@@ -86,6 +88,10 @@ class VisionBlock(nn.Module):
 
 
 class VisionTower(nn.Module):
+    # Each picture has products of its own: the last bits of a product depend on its size, and so a picture's features
+    # on its neighbours in the batch. Set where they are kept and used again (recipes/vision_features.py).
+    alone = False
+
     def __init__(self, v: VisionShape) -> None:
         super().__init__()
         self.shape = v
@@ -97,8 +103,13 @@ class VisionTower(nn.Module):
         """patches uint8 [P, C * p * p], channel first; grids: (t, h, w) in patches of each -> [P, W]."""
         v = self.shape
         sizes = [h * w for t, h, w in grids for _ in range(t)]
-        frames = Frames(sizes, *frame_cos_sin(grids, v.merge, v.head_dim, v.theta, patches.device))
-        x_PW = self.patch(self.normalised(patches))
+        begins = frozenset(accumulate(t for t, _, _ in grids[:-1])) if self.alone else frozenset()
+        frames = Frames(sizes, *frame_cos_sin(grids, v.merge, v.head_dim, v.theta, patches.device), begins)
+        x_PW = self.normalised(patches)
+        if begins:
+            x_PW = torch.cat([self.patch(x) for x in x_PW.split([t * h * w for t, h, w in grids])])
+        else:
+            x_PW = self.patch(x_PW)
         for block in self.blocks:
             x_PW = block(x_PW, frames)
         result: torch.Tensor = self.ln(x_PW)

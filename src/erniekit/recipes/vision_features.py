@@ -1,0 +1,199 @@
+"""The feature cache of a run whose vision tower is frozen: whether it is on, whose features it keeps, and who looks at
+pictures that have none yet. VisionStage makes it before the first step (data/vision/features.py keeps the files).
+
+Each picture is looked at by itself, with the cache and without it, so that its features are the same bits either way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.config import RunConfig
+from erniekit.data.token_cache import default_cache_dir
+from erniekit.data.types import Batch
+from erniekit.data.vision.collate import VisionCollate
+from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, make_room
+from erniekit.errors import ConfigError
+from erniekit.log import say, warn_once
+from erniekit.models.layers.linear import HoldsWeight
+from erniekit.models.layers.seeing import TOKENS, TOWER
+from erniekit.models.vision_parts import part_of
+from erniekit.recipes.built import Built
+from erniekit.recipes.datasets import TrainData
+
+GB = 10**9
+VERSION = 1  # of how features are computed: raise it when the same weights and pixels would give others
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """What looks: the run's own tower, or a copy of it where the run's is spread over ranks."""
+
+    tower: Any
+    resampler: Any | None  # None: it is trained, so that what is kept ends before it
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [self.tower, *([self.resampler] if self.resampler is not None else [])]
+
+    @torch.no_grad()
+    def look(self, pixels: torch.Tensor, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+        seen: torch.Tensor = self.tower(pixels.to(device), [grid])
+        return seen if self.resampler is None else self.resampler(seen, [grid])
+
+    def digest(self) -> str:
+        out = hashlib.blake2b(digest_size=16)
+        for part in self.parts:
+            for name, tensor in sorted(part.state_dict().items()):
+                raw = tensor.detach().contiguous().view(torch.uint8).cpu().numpy()
+                out.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                out.update(raw)
+        return out.hexdigest()
+
+
+class KeptFeatures:
+    """A stage's `prepare`: before a step, features of pictures that have none are computed, used and kept."""
+
+    def __init__(self, eyes: Eyes, store: FeatureStore, device: torch.device, told: str) -> None:
+        self.eyes, self.store, self.device, self.told = eyes, store, device, told
+
+    def __call__(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        return [self.seen(batch) for batch in batches]
+
+    def seen(self, batch: Batch) -> Batch:
+        vision = batch.vision
+        if vision is None or not vision.unseen:
+            return batch
+        rows = vision.patches
+        for one in vision.unseen:
+            features = self.eyes.look(one.pixels, one.grid, self.device)
+            laid_out = self.store.rows(features, one.grid)
+            rows[one.start : one.start + laid_out.shape[0]] = laid_out.to(rows.device)
+            if one.medium is not None:
+                self.store.write(one.medium, features.cpu())
+        if self.store.damaged:
+            warn_once("the feature cache had damaged files: those pictures were looked at again")
+        return replace(batch, vision=vision._replace(patches=rows, unseen=()))
+
+    def metrics(self) -> dict[str, float]:
+        return self.store.counts()
+
+
+def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures | None:
+    """Installed where the keys and the run allow it; says so either way. All ranks call it."""
+    frozen = _frozen_parts(built)
+    if "tower" in frozen:
+        for part in built.engine.parts:
+            part.tower.alone, part.resampler.alone = True, "resampler" in frozen  # type: ignore[union-attr]
+    asked = cfg.vision.vision_feature_cache
+    reason = _why_not(cfg, built, frozen) if asked != "off" else "vision_feature_cache: off"
+    collate = data.collate
+    assert isinstance(collate, VisionCollate)
+    shape = _shape(built, "resampler" in frozen)
+    sources = [*data.sources, *data.evaluation]
+    patches = sum(int(source.patches.sum()) for source in sources if source.patches is not None)
+    needed = patches * shape.row_width * shape.dtype.itemsize
+    limit = int(cfg.vision.vision_feature_cache_gb * GB)
+    if not reason and asked == "auto" and needed > limit:
+        reason = f"all pictures would take {needed / GB:,.1f} GB, vision_feature_cache_gb is {limit / GB:g}"
+    if reason:
+        if asked == "on":
+            raise ConfigError(
+                f"no feature cache is possible here: {reason}",
+                where="vision_feature_cache: on",
+                fix="freeze_config: freeze_vision keeps the tower as it is; or leave vision_feature_cache out",
+            )
+        if "tower" in frozen and asked == "auto":
+            say(f"note     pictures are looked at in every step: {reason}")
+        return None
+    eyes = _eyes(built, "resampler" in frozen)
+    name = built.world.broadcast(_name(built, eyes, shape))
+    folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
+    room = make_room(folder, limit, needed, name) if built.world.is_main else 0
+    room = built.world.broadcast(room) // built.world.size
+    what = "the resampler's" if shape.tokens else "the tower's"
+    told = f"{what} output of all pictures, {needed / GB:,.2g} GB at most, in {folder / name}"
+    say(f"features {told}: a picture is decoded and looked at once (vision_feature_cache)")
+    collate.store = FeatureStore(folder / name, shape, room)
+    for part in built.engine.parts:
+        part.kept = TOKENS if shape.tokens else TOWER  # type: ignore[assignment]
+    return KeptFeatures(eyes, collate.store, built.device.handle, told)
+
+
+def _frozen_parts(built: Built) -> set[str]:
+    """tower and resampler, as far as no weight or adapter of theirs is trained."""
+    trained = {part_of(name) for name, p in built.whole.named_parameters() if p.requires_grad}
+    return {"tower", "resampler"} - trained
+
+
+def _why_not(cfg: RunConfig, built: Built, frozen: set[str]) -> str:
+    """Empty: nothing speaks against it."""
+    if "tower" not in frozen:
+        return "the tower is trained"
+    if cfg.model.cuda_graph:
+        return "cuda_graph is on"
+    looking = [m for part in built.engine.parts for name, m in part.named_modules() if part_of(name) in frozen]
+    if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in looking):
+        return "the tower's weights are rounded in this run"
+    if built.world.layout.fsdp > 1 and not cfg.model.continue_training:
+        return "random weights are spread over the ranks"
+    return ""
+
+
+def _shape(built: Built, tokens: bool) -> FeatureShape:
+    config = built.folder.config
+    v = config.vision
+    assert v is not None
+    width = config.hidden_size if tokens else v.width
+    return FeatureShape(width, built.dtype, tokens, v.merge)
+
+
+def _eyes(built: Built, with_resampler: bool) -> Eyes:
+    if built.world.layout.fsdp == 1:
+        model: Any = built.engine.parts[0]
+    else:
+        model = _copy(built, with_resampler)
+    return Eyes(model.tower, model.resampler if with_resampler else None)
+
+
+def _copy(built: Built, with_resampler: bool) -> Any:
+    """Tower and resampler of the model's folder, whole: as the run's are gathered."""
+    folder, device = built.folder, built.device
+    model: Any = folder.spec.cast(folder.meta(), built.dtype)
+    entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
+    names = ["tower", *(["resampler"] if with_resampler else [])]
+    for name in names:
+        part = getattr(model, name)
+        part.alone = True
+        part.to_empty(device=device.handle)
+        part.requires_grad_(False)
+        if device.triton:
+            for choose in _choosers(part):
+                choose(device.handle)
+        with torch.no_grad():
+            for inner, slot in part.named_parameters():
+                slot.copy_(folder.read(entries[f"{name}.{inner}"]))
+    return model
+
+
+def _choosers(part: nn.Module) -> Iterable[Any]:
+    return [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]
+
+
+def _name(built: Built, eyes: Eyes, shape: FeatureShape) -> str:
+    """Of all that features follow from beside the pixels: weights, sizes, and what computes, as bits depend on that."""
+    v = built.folder.config.vision
+    told = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built))
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def _threads(built: Built) -> int:
+    """A CPU divides sums among its threads."""
+    return torch.get_num_threads() if built.device.type == "cpu" else 0
