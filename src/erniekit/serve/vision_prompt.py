@@ -80,9 +80,7 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
     return bool(counts)
 
 
-def _check_medium(
-    part: Mapping[str, Any], kind: str, where: str, name: str, settings: VisionSettings | None
-) -> None:
+def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, settings: VisionSettings | None) -> None:
     if settings is None:
         raise media_error(f"{name} takes text only: it does not see {kind}s", where, "ask a vision-language model")
     if not settings.enabled:

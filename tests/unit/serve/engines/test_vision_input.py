@@ -26,6 +26,15 @@ RULES = VisionRules(**SMALL, frames=FrameRules(4, 4, 8))
 Prompt = tuple[list[int], PromptVision | None]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products this small are slower on two, many times so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Found:
     return find_model(seeing_folder(tmp_path_factory.mktemp("seeing") / "tiny"))
