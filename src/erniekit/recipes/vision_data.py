@@ -18,11 +18,9 @@ from erniekit.data.formats import parsed
 from erniekit.data.formats import rows as rows_in
 from erniekit.data.formats.fields import BadRow
 from erniekit.data.media.decode import MediaHeader, ReadHeader
-from erniekit.data.media.frames import FrameRules
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.data.settings_files import read_settings
 from erniekit.data.thinking import Thinking, divided, kept, write_out
 from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
@@ -32,59 +30,16 @@ from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit
 from erniekit.data.vision.job import VisionSource, open_vision_source
 from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
 from erniekit.data.vision.read import read_vision_row
-from erniekit.data.vision.rules import TEMPLATES, VisionRules, VisionTokens
+from erniekit.data.vision.rules import VisionRules, VisionTokens
 from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ConfigError
+from erniekit.export.vision_rules import vision_rules
 from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
 
-PREPROCESSOR = "preprocessor_config.json"
 MOST_PROCESSES = 8
-
-
-def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
-    """model: the folder whose preprocessor_config.json says sizes; without one ERNIE-4.5-VL's are taken."""
-    v, compat = cfg.vision, cfg.compat.erniekit_rows
-    sizes = (
-        VisionRules.sizes_of(read_settings(model / PREPROCESSOR)) if model and (model / PREPROCESSOR).is_file() else {}
-    )
-    applies = v.variable_resolution or not compat
-    pictures = _given(min_pixels=v.min_pixels, max_pixels=v.max_pixels) if applies else {}
-    sizes |= pictures | {f"video_{name}": value for name, value in pictures.items()}
-    sizes |= _given(video_min_pixels=v.video_min_pixels, video_max_pixels=v.video_max_pixels)
-    template = TEMPLATES[v.chat_template]
-    if v.vision_train_turns == "all" and template.block == "last":
-        template = replace(template, block="every", train="all")
-    rules = VisionRules(
-        **sizes,
-        frames=FrameRules(
-            v.video_fps, v.video_min_frames, v.video_max_frames, v.video_target_frames, v.video_frames_sample
-        ),
-        render_timestamp=v.render_timestamp,
-        use_pic_id=v.use_pic_id,
-        upright=v.exif_orientation and not compat,
-        template=template,
-        squeeze=v.one_sample_in_one_seq,
-        positions=v.video_positions,  # type: ignore[arg-type]
-        drop_untrained=v.drop_untrainble_sample or not compat,
-        compat=compat,
-        check=v.media_check,  # type: ignore[arg-type]
-        limits=MediaLimits(
-            v.media_max_pixels, v.media_max_bytes, v.media_max_frames, v.media_max_seconds, v.media_timeout
-        ),
-        seed=cfg.train.seed,
-    )
-    for name, low, high in (("pixels", rules.min_pixels, rules.max_pixels),
-                            ("video pixels", rules.video_min_pixels, rules.video_max_pixels)):  # fmt: skip
-        if low > high:
-            raise ConfigError(
-                f"fewest {name} are {low:,}, most {high:,}",
-                where="min_pixels, max_pixels, video_min_pixels, video_max_pixels",
-                fix="the model's own bounds hold where a key is not given: set both",
-            )
-    return rules
 
 
 def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
@@ -108,10 +63,6 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
     held_out = vision_sources(cfg, "eval", tokenizer, rules, listed("bad_eval_rows.jsonl")) if wants_eval else []
     collate = vision_collate(cfg, tokenizer, rules, at_once, decode=world.at["pp"] == 0)
     return counted(plan, tokenizer, [*pictures, *text], stream, held_out, accumulation, collate)
-
-
-def _given(**keys: int | None) -> dict[str, int]:
-    return {name: value for name, value in keys.items() if value is not None}
 
 
 def vision_sources(

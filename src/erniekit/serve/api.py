@@ -20,9 +20,20 @@ from starlette.responses import Response
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts
 from erniekit.serve.engines.base import InferenceEngine
+from erniekit.serve.engines.vision_input import FeatureCache
 from erniekit.serve.health import HealthMonitor
+from erniekit.serve.media_work import MediaReader, MediaSettings, read_vision
 from erniekit.serve.metrics import TYPE, Metrics
-from erniekit.serve.middleware import Middleware, Receive, Scope, Send, error_response, read_json
+from erniekit.serve.middleware import (
+    MAX_BODY_BYTES,
+    BodyLimit,
+    Middleware,
+    Receive,
+    Scope,
+    Send,
+    error_response,
+    read_json,
+)
 from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptWork, Stuck
 from erniekit.serve.prompt_worker import Failed, TextPrompts
 from erniekit.serve.request_error import RequestError, as_json
@@ -38,10 +49,12 @@ from erniekit.serve.request_parsing import (
 from erniekit.serve.response_builder import ResponseBuilder
 from erniekit.serve.running_request import ChoiceDelta, RunningRequest
 from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
+from erniekit.serve.vision_prompt import VisionChat
 from erniekit.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 IGNORED = "X-Ignored-Fields"
+VISION_BODY_BYTES = 32 * 2**20  # of a chat with a model that sees
 MAX_LOGGED_NAMES = 64  # field names; clients can make up any number
 
 
@@ -53,6 +66,7 @@ class ApiSettings:
     created: int = 0
     hosts: Hosts | None = None  # the names it is reached by; None: any
     prompts: PromptLimits = field(default_factory=PromptLimits)  # of the work on prompts
+    media: MediaSettings = field(default_factory=MediaSettings)  # of decoding, where a model sees
 
 
 class Api:
@@ -62,6 +76,9 @@ class Api:
         self.engine, self.models, self.settings = engine, models, settings
         self.metrics = Metrics()
         self.prompts = PromptWork(settings.prompts)
+        sees = next((served.vision for served in models.values() if served.vision is not None), None)
+        self.media = None if sees is None else MediaReader(sees.rules.limits, settings.media)
+        self.body = BodyLimit(MAX_BODY_BYTES if sees is None else VISION_BODY_BYTES)
         self.running_requests: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
         self.monitor = HealthMonitor(engine, self.prompts)
         for served in models.values():
@@ -72,7 +89,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """An answer to a conversation."""
-        body = await read_json(request, ChatRequest)
+        body = await read_json(request, ChatRequest, self.body)
         return await self._answer(request, body, parse_chat)
 
     async def completions(self, request: Request) -> Response:
@@ -137,6 +154,8 @@ class Api:
     def end_answers(self) -> None:
         """Waiting requests get an error: for the end, when an engine or a tokenizer hangs."""
         self.prompts.end()
+        if self.media is not None:
+            self.media.end()
         for running_request in list(self.running_requests):
             running_request.stop()
 
@@ -144,9 +163,8 @@ class Api:
         """The request's jobs, its prompt prepared in time or a RequestError."""
         if isinstance(parsed.work, TextPrompts) and not parsed.work.texts:
             return parsed.prepare([])
-        tokenizer, timeout = parsed.served.tokenizer, self.settings.timeout
         try:
-            made = await self.prompts.ids(parsed.work, tokenizer, parsed.most, timeout)
+            made = await self._read_prompt(parsed)
         except Busy:
             raise RequestError(
                 429, "the server is busy: too many prompts wait", code="queue_full", headers={"Retry-After": "2"}
@@ -159,7 +177,18 @@ class Api:
             if made.kind in ("slow", "changed", "fault"):
                 warn(f"a prompt was not prepared: {made.message}")
             raise parsed.refuse(made)
-        return parsed.prepare(made)
+        return parsed.prepare(*made)
+
+    async def _read_prompt(self, parsed: ParsedRequest) -> Any:
+        """What `parsed.prepare` takes, or Failed."""
+        timeout = self.settings.timeout
+        if isinstance(parsed.work, VisionChat):
+            assert self.media is not None
+            features = getattr(self.engine, "features", None) or FeatureCache(0)
+            found = await read_vision(parsed, self.prompts, self.media, features, timeout)
+            return found if isinstance(found, Failed) else ([found[0]], found[1])
+        made = await self.prompts.ids(parsed.work, parsed.served.tokenizer, parsed.most, timeout)
+        return made if isinstance(made, Failed) else (made,)
 
     def _name_ignored(self, body: GenerationRequest) -> dict[str, str]:
         """Fields that had no effect: in a header of every answer, and the first time each in the server's log."""

@@ -14,12 +14,14 @@ from typing import Any, TextIO
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import colour_on, paint
+from erniekit.serve import chat_media
 from erniekit.serve.chat_client import EVERYWHERE, Address, ChatAnswer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.chat_media import Attachment
 from erniekit.serve.interrupts import heard_at_the_prompt
 from erniekit.serve.output_parser import Delta
 from erniekit.serve.server import read_key
 
-WORDS = "exit leaves, clear starts anew, Ctrl-C stops an answer"
+WORDS = "exit leaves, clear starts anew, /image PATH or /video PATH shows one, Ctrl-C stops an answer"
 # What a terminal would obey rather than show: all control characters but tab and newline.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -129,17 +131,28 @@ class ChatSession:
     client: Client
     options: Mapping[str, Any]
     system: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    attached: list[Attachment] = field(default_factory=list)  # for the next question
 
     def __post_init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.attached = []
+
+    def attach(self, line: str) -> Attachment | None:
+        """What the line attaches to the next question, if it does."""
+        found = chat_media.command(line)
+        if found is not None:
+            self.attached.append(found)
+        return found
 
     def say(self, text: str, screen: Screen) -> ChatAnswer:
         """Ctrl-C hangs up, which stops the server, and keeps what was said."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        text, named = chat_media.named_in(text)
+        shown, self.attached = [*self.attached, *named], []
+        asked = [*self.messages, {"role": "user", "content": chat_media.content(text, shown)}]
         answer = ChatAnswer()
         try:
             with closing(self.client.answer(asked, self.options, answer)) as pieces:
@@ -217,6 +230,8 @@ def converse(talk: ChatSession, about: str, input_stream: TextIO, output: TextIO
                 if text.strip() == "clear":
                     talk.clear()
                     print("cleared", file=output, flush=True)
+                elif text.strip().partition(" ")[0] in chat_media.COMMANDS:
+                    print(_attached(talk, text), file=output, flush=True)
                 elif text.strip():
                     interrupts, last = _turn(talk, text.strip(), output)
                     print(last, file=output, flush=True)
@@ -224,6 +239,13 @@ def converse(talk: ChatSession, about: str, input_stream: TextIO, output: TextIO
                 interrupts += 1
                 print("" if interrupts > 1 else "\nCtrl-C again to leave", file=output, flush=True)
     return 0
+
+
+def _attached(talk: ChatSession, line: str) -> str:
+    try:
+        return f"{talk.attach(line)} goes with the next question".translate(_CONTROLS)
+    except ErnieKitError as error:
+        return "\n".join(error.lines()).translate(_CONTROLS)
 
 
 def _turn(talk: ChatSession, text: str, output: TextIO) -> tuple[int, str]:

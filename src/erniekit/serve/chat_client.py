@@ -109,7 +109,7 @@ class Client:
         self.model = wanted or (names[0] if names else "default")
 
     def answer(
-        self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any], into: ChatAnswer
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], into: ChatAnswer
     ) -> Generator[Delta, None, None]:
         """Thoughts and words as they come, collected in `into`. Closing the iterator hangs up: the server stops too."""
         body = {"model": self.model, "messages": list(messages), **options}

@@ -18,6 +18,7 @@ from erniekit.config import RunConfig
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import ConfigError, DeviceError
+from erniekit.export.vision_rules import vision_rules
 from erniekit.log import warn
 from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
@@ -29,6 +30,7 @@ from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
 from erniekit.serve.request_parsing import ServedModel
+from erniekit.serve.vision_prompt import MOST, VisionSettings
 from erniekit.weight_kinds import BF16, SERVED
 
 
@@ -105,10 +107,11 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
         trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
     s = cfg.serve
     longest = min(s.max_model_len, weights.config.max_positions)
-    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue)
+    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue, s.vision_cache_bytes)
     kind = next(base.parameters()).dtype
     cache = make_cache(weights.config, limits, s.block_size, kind, hardware, s.gpu_memory_utilization)
-    models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries) for entry in entries}
+    vision = vision_settings(cfg, entries[0]) if weights.config.vision is not None else None
+    models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
     return LoadedModels(EmbeddedEngine(trees, cache, limits), models, "; ".join([*told, about]))
@@ -146,13 +149,33 @@ def make_cache(
     return PagedCache(config, blocks, size, dtype, device.handle)
 
 
-def _served(entry: ModelEntry, longest: int, tokenizer_name: str | None, entries: list[ModelEntry]) -> ServedModel:
+def vision_settings(cfg: RunConfig, entry: ModelEntry) -> VisionSettings:
+    """Of a model that sees: the keys of training and the folder's own sizes, the limits of a request."""
+    given = cfg.serve.limit_mm_per_prompt or {}
+    for name, most in given.items():
+        if name not in MOST or isinstance(most, bool) or not isinstance(most, int) or most < 0:
+            raise ConfigError(
+                f"limit_mm_per_prompt says {name}: {most}",
+                where=cfg.origin("limit_mm_per_prompt"),
+                fix="{image: N, video: N}, whole numbers",
+            )
+    enabled = cfg.serve.enable_mm or not cfg.given("enable_mm")
+    return VisionSettings(vision_rules(cfg, entry.found.weights.path), {**MOST, **given}, enabled)
+
+
+def _served(
+    entry: ModelEntry,
+    longest: int,
+    tokenizer_name: str | None,
+    entries: list[ModelEntry],
+    vision: VisionSettings | None,
+) -> ServedModel:
     found = entry.found
     vocab = found.weights.config.vocab_size
     tokenizer = found.tokenizer(tokenizer_name)
     ends = frozenset({tokenizer.eos_id, tokenizer.end_id, *stop_ids(found)})
     parent = next((o.name for o in entries if o.found.adapter is None), None) if found.adapter else None
-    return ServedModel(entry.name, tokenizer, ends, longest, vocab, str(entry.folder), parent)
+    return ServedModel(entry.name, tokenizer, ends, longest, vocab, str(entry.folder), parent, vision)
 
 
 def adapter_folders(entries: list[ModelEntry]) -> Mapping[str, Path]:

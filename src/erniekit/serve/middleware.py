@@ -23,6 +23,7 @@ from erniekit.serve.metrics import Metrics
 from erniekit.serve.request_error import RequestError, as_json
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_LARGE_BODIES = 4  # larger ones, with pictures in them, that arrive at once
 BODY_S = 60.0  # for a whole body to arrive
 MAX_VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
 OPEN = ("/health",)  # without a key: for load balancers
@@ -116,13 +117,20 @@ def error_response(problem: RequestError) -> Response:
     return Response(as_json(problem.body()), problem.status, problem.headers, "application/json")
 
 
-async def read_json(request: Request, kind: type[Model]) -> Model:
+class BodyLimit:
+    """most: bytes of a body. Those beyond MAX_BODY_BYTES are few at a time: they are held in memory."""
+
+    def __init__(self, most: int = MAX_BODY_BYTES) -> None:
+        self.most, self.large = most, 0
+
+
+async def read_json(request: Request, kind: type[Model], limit: BodyLimit | None = None) -> Model:
     """The body as `kind`; a RequestError for anything else that may come."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json":
         raise RequestError(415, "the body must be JSON: Content-Type: application/json")
     try:
-        body = await asyncio.wait_for(_body(request), BODY_S)
+        body = await asyncio.wait_for(_body(request, limit or BodyLimit()), BODY_S)
     except asyncio.TimeoutError:
         raise RequestError(408, "the body did not arrive in time") from None
     except ClientDisconnect:
@@ -147,17 +155,26 @@ async def read_json(request: Request, kind: type[Model]) -> Model:
         raise _validation_error(error) from None
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, limit: BodyLimit) -> bytes:
     told = request.headers.get("content-length", "")
-    if told.isascii() and told.isdigit() and int(told[:20]) > MAX_BODY_BYTES:
-        raise _too_large()
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
-        parts.append(part)
-    return b"".join(parts)
+    if told.isascii() and told.isdigit() and int(told[:20]) > limit.most:
+        raise _too_large(limit)
+    parts, size, large = [], 0, False
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit.most:
+                raise _too_large(limit)
+            if size > MAX_BODY_BYTES and not large:
+                if limit.large >= MAX_LARGE_BODIES:
+                    again = {"Retry-After": "2", "Connection": "close"}
+                    raise RequestError(429, "too many large bodies arrive now", code="queue_full", headers=again)
+                large = True
+                limit.large += 1
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        limit.large -= large
 
 
 def _has_too_many_values(body: bytes) -> bool:
@@ -172,9 +189,9 @@ def _marks(text: bytes) -> int:
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
-def _too_large() -> RequestError:
+def _too_large(limit: BodyLimit) -> RequestError:
     # The rest of the body is not read: the connection cannot be used again.
-    return RequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
+    return RequestError(413, f"the body is larger than {limit.most} bytes", headers={"Connection": "close"})
 
 
 def _no_number(word: str) -> NoReturn:

@@ -18,11 +18,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve import prompt_worker
-from erniekit.serve.prompt_worker import ChatPrompt, Failed, PromptTask, TextPrompts, TokenizerSource, prepare
+from erniekit.serve.prompt_worker import (
+    ChatPrompt,
+    Failed,
+    PromptTask,
+    SeenChat,
+    TextPrompts,
+    TokenizerSource,
+    prepare,
+)
 
 SHORT_CHARACTERS, SHORT_MESSAGES = 16_384, 64  # a prompt with more of either is long
 DEADLINE_S = 30.0  # from a request's arrival to its ids
@@ -43,14 +51,23 @@ class Stuck(Exception):
     """All threads are beyond their deadline."""
 
 
+class Killable(Protocol):
+    def kill(self, task: QueuedTask | None = None) -> None:
+        """The process; with a task, only if that is what it works on."""
+
+
 @dataclass(eq=False)
 class QueuedTask:
-    work: PromptTask
-    tokenizer: Tokenizer
+    work: Any  # PromptTask, or what media_work.py reads
+    tokenizer: Tokenizer | None
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
     ends: float  # the deadline, on the monotonic clock
-    process: Process | None = None  # that does it
+    process: Killable | None = None  # that does it
+    late: bool = False  # its deadline passed
+
+    def settle(self, result: Any) -> None:
+        _settle(self.result, result)
 
 
 @dataclass(eq=False)
@@ -165,7 +182,7 @@ class Process:
         self._child: subprocess.Popen[bytes] | None = None
         self._task: QueuedTask | None = None
         self._lock = threading.Lock()
-        _PROCESSES.add(self)
+        registered(self)
 
     def do(self, task: QueuedTask, seconds: float) -> Any:
         with self._lock:
@@ -174,6 +191,7 @@ class Process:
             self._task, child = task, self._child
         assert child.stdin is not None
         assert child.stdout is not None
+        assert task.tokenizer is not None
         try:
             prompt_worker.send(child.stdin, (TokenizerSource.of(task.tokenizer), task.work, seconds))
             return prompt_worker.receive(child.stdout)
@@ -203,7 +221,12 @@ class Process:
             child.wait()
 
 
-_PROCESSES: weakref.WeakSet[Process] = weakref.WeakSet()
+_PROCESSES: weakref.WeakSet[Killable] = weakref.WeakSet()
+
+
+def registered(process: Killable) -> None:
+    """It is killed when this process ends."""
+    _PROCESSES.add(process)
 
 
 @atexit.register
@@ -260,8 +283,10 @@ class PromptWork:
         self._own = threading.local()  # a thread's process
         self._processes: list[Process] = []
 
-    async def ids(self, what: ChatPrompt | TextPrompts, tokenizer: Tokenizer, most: int, seconds: float) -> Any:
-        """list[list[int]] or Failed. Raises Busy, Late or Stuck; cancelling it drops the work."""
+    async def ids(
+        self, what: ChatPrompt | TextPrompts | SeenChat, tokenizer: Tokenizer, most: int, seconds: float
+    ) -> Any:
+        """list[list[int]], of a SeenChat [VisionPrompt], or Failed. Raises Busy, Late or Stuck; cancelling it drops the work."""
         limits = self.limits
         ends = time.monotonic() + min(seconds, limits.deadline_s)
         if is_short(what, limits.short_characters):
@@ -274,22 +299,10 @@ class PromptWork:
     async def _done(self, queue: WorkQueue, work: PromptTask, tokenizer: Tokenizer, ends: float) -> Any:
         loop = asyncio.get_running_loop()
         task = QueuedTask(work, tokenizer, loop, loop.create_future(), ends)
-        queue.put(task)
-        alarm = loop.call_later(ends - time.monotonic(), _settle, task.result, Late())
         try:
-            found = await task.result
-        except asyncio.CancelledError:
-            queue.drop(task)
-            loop.call_later(LEFT_S, _kill, task)
-            raise
+            return await result_of(queue, task)
         finally:
-            alarm.cancel()
-        if isinstance(found, Late):
-            queue.drop(task)
-            _kill(task)
-            self.abandoned += 1
-            raise found
-        return found
+            self.abandoned += task.late
 
     def _in_process(self, task: QueuedTask) -> Any:
         process = getattr(self._own, "process", None)
@@ -316,12 +329,33 @@ class PromptWork:
     def end(self) -> None:
         """Called in the event loop. Waiting requests get an error; no new work is started."""
         for task in (*self._short.end(), *self._long.end()):
-            _settle(task.result, Failed("stopping", ""))
+            task.settle(Failed("stopping", ""))
         for process in list(self._processes):
             process.kill()
 
 
+async def result_of(queue: WorkQueue, task: QueuedTask) -> Any:
+    """The task's result, once it is done. Raises Busy, Late or Stuck; cancelling it drops the work."""
+    queue.put(task)
+    alarm = task.loop.call_later(task.ends - time.monotonic(), _settle, task.result, Late())
+    try:
+        found = await task.result
+    except asyncio.CancelledError:
+        queue.drop(task)
+        task.loop.call_later(LEFT_S, _kill, task)
+        raise
+    finally:
+        alarm.cancel()
+    if isinstance(found, Late):
+        queue.drop(task)
+        _kill(task)
+        task.late = True
+        raise found
+    return found
+
+
 def _in_thread(task: QueuedTask) -> Any:
+    assert task.tokenizer is not None
     return prepare(task.work, task.tokenizer)
 
 
@@ -330,9 +364,11 @@ def _kill(task: QueuedTask) -> None:
         task.process.kill(task)
 
 
-def is_short(what: ChatPrompt | TextPrompts, most: int = SHORT_CHARACTERS) -> bool:
+def is_short(what: ChatPrompt | TextPrompts | SeenChat, most: int = SHORT_CHARACTERS) -> bool:
     if isinstance(what, TextPrompts):
         return sum(map(len, what.texts)) <= most
+    if isinstance(what, SeenChat):
+        return len(what.row.messages) <= SHORT_MESSAGES and what.characters <= most
     if len(what.messages) > SHORT_MESSAGES:
         return False
     return _size((what.messages, what.tools, what.variables), most) <= most

@@ -19,9 +19,16 @@ import struct
 from dataclasses import dataclass
 from typing import IO, Any
 
+from erniekit.data.formats.fields import BadRow
+from erniekit.data.media.decode import MediaHeader
+from erniekit.data.media.limits import MediaError
 from erniekit.data.template import PromptTooLong, RenderedTooLong, TemplateRefused, prompt_ids
 from erniekit.data.template_limit import deadline
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.data.vision.layout import seen, tokens_of
+from erniekit.data.vision.rules import VisionRules
+from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.tokens import VisionAssembler, VisionPrompt
 from erniekit.errors import CheckpointError
 
 HEADER = struct.Struct("<Q")
@@ -46,15 +53,33 @@ class TextPrompts:
 
 
 @dataclass(frozen=True)
+class SeenChat:
+    """Messages for a model that sees: the bytes of media are elsewhere, their headers are known."""
+
+    row: VisionRow
+    headers: dict[str, MediaHeader]  # by the path of a source
+    rules: VisionRules
+    thinking: bool | None
+
+    @property
+    def characters(self) -> int:
+        return sum(len(message.content) + len(message.thought) for message in self.row.messages)
+
+    def header(self, given: GivenMedium, index: int) -> MediaHeader:
+        return self.headers[given.sources[index].path]
+
+
+@dataclass(frozen=True)
 class PromptTask:
-    what: ChatPrompt | TextPrompts
+    what: ChatPrompt | TextPrompts | SeenChat
     most: int  # tokens that a prompt may have
     render_s: float  # processor time for the chat template
 
 
 @dataclass(frozen=True)
 class Failed:
-    """kind: refused, too long, beyond (an id without a row), no text, slow, changed, stopping, fault."""
+    """kind: refused, too long, beyond (an id without a row), no text, media (they cannot be used), unable (they cannot
+    be read here), slow, changed, stopping, fault."""
 
     kind: str
     message: str
@@ -91,17 +116,23 @@ class TokenizerSource:
         return tokenizer
 
 
-def prepare(work: PromptTask, tokenizer: Tokenizer) -> list[list[int]] | Failed:
+def prepare(work: PromptTask, tokenizer: Tokenizer) -> list[list[int]] | list[VisionPrompt] | Failed:
     """The ids of each prompt of a request, or why there are none."""
     try:
         with deadline(work.render_s):
             if isinstance(work.what, TextPrompts):
                 return _encode(work.what, tokenizer, work.most)
+            if isinstance(work.what, SeenChat):
+                return [_assemble(work.what, tokenizer, work.most)]
             chat = work.what
             ids = prompt_ids(chat.messages, tokenizer, chat.tools, variables=chat.variables, most=work.most)
             return [ids]
     except TemplateRefused as refused:
         return Failed("refused", str(refused))
+    except BadRow as bad:
+        return Failed("refused", bad.reason)
+    except MediaError as bad:
+        return Failed("media", bad.reason)
     except PromptTooLong as long:
         return Failed("too long", str(long), long.tokens)
     except RenderedTooLong as slow:
@@ -125,6 +156,17 @@ def _encode(work: TextPrompts, tokenizer: Tokenizer, most: int) -> list[list[int
             raise PromptTooLong(len(ids))
         out.append(ids)
     return out
+
+
+def _assemble(work: SeenChat, tokenizer: Tokenizer, most: int) -> VisionPrompt:
+    pictures = sum(tokens_of(one.medium, work.rules) for one in seen(work.row.media, work.rules, work.header))
+    least = pictures + tokenizer.least_tokens(work.characters)
+    if least > most:
+        raise PromptTooLong(least)
+    made = VisionAssembler(tokenizer, work.rules).prompt(work.row, work.header, work.thinking)
+    if len(made.ids) > most:
+        raise PromptTooLong(len(made.ids))
+    return made
 
 
 def send(pipe: IO[bytes], value: Any) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 from erniekit.data.tokenizer import BEGIN, Tokenizer
 from erniekit.files.json_file import nests_deeper
 from erniekit.serve.engines.base import GenerationJob, SamplingParams
+from erniekit.serve.engines.vision_input import PromptVision
 from erniekit.serve.output_parser import THINK
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest, Message
+from erniekit.serve.vision_prompt import VisionChat, VisionSettings, check_parts, media_error
 
 MAX_IGNORED_NAMES = 16  # ignored fields that a response names
 MAX_ARGUMENT_CHARACTERS = 2**18  # characters of tool calls' arguments that are read as JSON, of a whole request
@@ -34,6 +36,7 @@ class ServedModel:
     vocab: int  # of the model
     folder: str = ""
     parent: str | None = None  # the base's name, for an adapter
+    vision: VisionSettings | None = None  # of a model that sees
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,14 @@ class PreparedRequest:
         each = len(self.jobs) // self.prompts
         return sum(len(job.prompt) for job in self.jobs[::each])
 
+    def vision_tokens(self) -> dict[str, int]:
+        """Of the prompt's pictures and videos; they are part of prompt_tokens."""
+        vision = self.jobs[0].vision
+        out = {"image_tokens": 0, "video_tokens": 0}
+        for medium in vision.media if vision is not None else ():
+            out["video_tokens" if medium.grid[0] > 1 else "image_tokens"] += medium.tokens
+        return out
+
 
 def refuse_unsupported(request: GenerationRequest) -> None:
     for name, value in (request.model_extra or {}).items():
@@ -91,7 +102,7 @@ class ParsedRequest:
     request: ChatRequest | CompletionRequest
     served: ServedModel
     defaults: SamplingDefaults
-    work: ChatPrompt | TextPrompts  # no texts in it: all prompts were given as ids
+    work: ChatPrompt | TextPrompts | VisionChat  # no texts in it: all prompts were given as ids
 
     @property
     def most(self) -> int:
@@ -108,6 +119,10 @@ class ParsedRequest:
             return too_long(self.request, self.served, f"at least {failed.tokens}")
         if failed.kind in ("refused", "beyond"):
             return RequestError(400, failed.message, param=self.field)
+        if failed.kind == "media":
+            return media_error(failed.message)
+        if failed.kind == "unable":
+            return RequestError(503, failed.message, code="no_media")
         if failed.kind == "no text":
             chat = isinstance(self.request, ChatRequest)
             words = "the messages are no text that can be put into a prompt" if chat else "the prompt is no text"
@@ -120,10 +135,10 @@ class ParsedRequest:
             return RequestError(503, "the model's files have changed: the server must be started again", code="changed")
         return RequestError(500, "the server failed on this request")
 
-    def prepare(self, made: list[list[int]]) -> PreparedRequest:
+    def prepare(self, made: list[list[int]], vision: PromptVision | None = None) -> PreparedRequest:
         """made: the ids of `work`, in its order."""
         if isinstance(self.request, ChatRequest):
-            return _prepared_chat(self, self.request, made[0])
+            return _prepared_chat(self, self.request, made[0], vision)
         return _prepared_completion(self, self.request, made)
 
 
@@ -138,9 +153,22 @@ def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefa
     thinking = defaults.enable_thinking if request.enable_thinking is None else request.enable_thinking
     more = {} if thinking is None else {"enable_thinking": thinking}
     more |= request.chat_template_kwargs or {}
+    media = check_parts(request.messages, served.name, served.vision)
+    if served.vision is not None:
+        return ParsedRequest(request, served, defaults, _vision_chat(request, served, more, media))
     messages = [_message(message) for message in request.messages]
     _parse_arguments(messages)
     return ParsedRequest(request, served, defaults, ChatPrompt(messages, _tools(request) or None, more))
+
+
+def _vision_chat(request: ChatRequest, served: ServedModel, more: dict[str, Any], media: bool) -> VisionChat:
+    if _tools(request) or any(message.tool_calls or message.role == "tool" for message in request.messages):
+        raise RequestError(400, f"tools are not supported with {served.name}, a model that sees", param="tools")
+    other = next((name for name in more if name != "enable_thinking"), None)
+    if other is not None:
+        raise RequestError(400, f"the template has no {other!r}: leave it out", param="chat_template_kwargs")
+    messages = [{"role": message.role, "content": message.content or ""} for message in request.messages]
+    return VisionChat(messages, more.get("enable_thinking"), media)
 
 
 def parse_completion(request: CompletionRequest, served: ServedModel, defaults: SamplingDefaults) -> ParsedRequest:
@@ -163,10 +191,12 @@ def parse_completion(request: CompletionRequest, served: ServedModel, defaults: 
     return parsed
 
 
-def _prepared_chat(parsed: ParsedRequest, request: ChatRequest, prompt: list[int]) -> PreparedRequest:
+def _prepared_chat(
+    parsed: ParsedRequest, request: ChatRequest, prompt: list[int], vision: PromptVision | None
+) -> PreparedRequest:
     served = parsed.served
     logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else None
-    job = _make_job(request, prompt, served, parsed.defaults, logprobs)
+    job = replace(_make_job(request, prompt, served, parsed.defaults, logprobs), vision=vision)
     opened = served.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
     return PreparedRequest(
         served, _repeated(job, request), _stop_strings(request), True, 1, bool(_tools(request)), opened
@@ -223,11 +253,6 @@ def _message(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, list):
-        other = next((part["type"] for part in content if part["type"] != "text" or part.get("text") is None), None)
-        if other is not None:
-            raise RequestError(
-                400, f"a message part of type {other!r} is not supported: this model takes text", param="messages"
-            )
         content = "".join(part.get("text") or "" for part in content)
     out: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:

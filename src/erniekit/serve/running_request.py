@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from erniekit.serve.detokenizer import Detokenizer, StopStrings
 from erniekit.serve.engines.base import Done, Event, InferenceEngine, QueueFull, Token
@@ -91,13 +92,16 @@ class RunningRequest:
     def generated(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         prepared = self.prepared.prompt_tokens
-        return {
+        told: dict[str, Any] = {
             "prompt_tokens": prepared,
             "completion_tokens": self.generated,
             "total_tokens": prepared + self.generated,
         }
+        if self.prepared.served.vision is not None:
+            told["prompt_tokens_details"] = self.prepared.vision_tokens()
+        return told
 
     def stop(self) -> None:
         self.stream.events.put_nowait((STOPPED, Done("error")))

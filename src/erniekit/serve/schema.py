@@ -83,16 +83,18 @@ class GenerationRequest(_Object):
     ignore_eos: bool = Field(False, description="Go on past the model's own end, up to max_tokens.")
 
 
-class TextPart(TypedDict, total=False):
+class MessagePart(TypedDict, total=False):
     """A dict: a message may have hundreds, and a model of each costs ten times as much to check."""
 
     type: Required[Annotated[str, Field(max_length=32)]]
     text: str | None
+    image_url: str | dict[str, Any] | None  # of models that see; `data:` URLs alone are read
+    video_url: str | dict[str, Any] | None
 
 
 class Message(_Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
+    content: str | Annotated[list[MessagePart], Field(max_length=1024, fail_fast=True)] | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, max_length=128)
     tool_call_id: str | None = Field(None, max_length=256)
 

@@ -156,6 +156,7 @@ async def warm_up(loaded: LoadedModels) -> None:
 def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> Middleware:
     """The application with the keys of this run as what a request gets that does not say."""
     from erniekit.serve.api import ApiSettings, make_app
+    from erniekit.serve.media_work import MediaSettings
     from erniekit.serve.request_parsing import SamplingDefaults
 
     s = cfg.serve
@@ -172,7 +173,10 @@ def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> M
     )
     # With a key, no site that a browser shows can ask anything: it does not have the key.
     hosts = Hosts.of(s.host, s.server_names)
-    settings = ApiSettings(defaults, s.request_timeout, key, int(time.time()), hosts if key is None else None)
+    media = MediaSettings(cfg.vision.media_num_proc or MediaSettings.processes)
+    settings = ApiSettings(
+        defaults, s.request_timeout, key, int(time.time()), hosts if key is None else None, media=media
+    )
     return make_app(loaded.engine, loaded.models, settings)
 
 

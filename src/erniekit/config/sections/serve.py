@@ -68,5 +68,12 @@ class ServeSection:
     load_choices: str | None = key(None, "Weight loader (fastdeploy).")
     tool_call_parser: str | None = key(None, "Reads tool calls from answers (engines that are started).")
     reasoning_parser: str | None = key("ernie-45-vl", "Reads thoughts from answers (engines that are started).")
-    enable_mm: bool = key(False, "Take images and video (engines that are started).")
-    limit_mm_per_prompt: Mapping[str, Any] | None = key(None, "Most images and videos per prompt.")
+    enable_mm: bool = key(
+        False, "Take images and video. The embedded engine does if the model sees, unless this is False."
+    )
+    limit_mm_per_prompt: Mapping[str, Any] | None = key(
+        None, "Most images and videos of a request, e.g. {image: 16, video: 1}, which is the embedded engine's default."
+    )
+    vision_cache_bytes: int = key(
+        512 << 20, "Host memory for features of pictures, so that one shown again is not computed again.", low=0
+    )

@@ -67,6 +67,12 @@ class MediaWorker:
             raise answer
         return answer
 
+    def kill(self) -> None:
+        """From any thread: whoever waits in `ask` gets an error."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def stop(self) -> None:
         process, self._process = self._process, None
         if process is None:

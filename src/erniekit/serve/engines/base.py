@@ -1,6 +1,6 @@
 """The interface of an inference engine: jobs in, token events out. Used by serve/api.py and implemented by embedded.py.
 
-An engine knows token ids only: detokenizing, stop strings and OpenAI's objects belong to serve/.
+An engine knows token ids and patches of pictures: detokenizing, stop strings and OpenAI's objects belong to serve/.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from erniekit.serve.engines.vision_input import PromptVision
 
 # The client of the current task's request: set by serve/middleware.py, read by `submit`. A client is an address: the
 # server has one key, and without a key whatever else a request says of itself could be made up for a larger share.
@@ -59,6 +62,7 @@ class GenerationJob:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     vocab: int  # ids the tokenizer can spell; the model may have padding behind them
+    vision: PromptVision | None = field(default=None, compare=False)  # the pictures of the prompt
 
 
 @dataclass(frozen=True)

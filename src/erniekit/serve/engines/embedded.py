@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.data.types import More
 from erniekit.log import warn
 from erniekit.models.layers.router import Router
 from erniekit.serve.engines.base import (
@@ -32,6 +33,7 @@ from erniekit.serve.engines.fair_queue import FairQueue, in_turn, over_share, yo
 from erniekit.serve.engines.paged import PagedAttention, PagedCache, SequencePiece, Step, install
 from erniekit.serve.engines.sampler import sample
 from erniekit.serve.engines.sequence import RunningSequence, sequences_of
+from erniekit.serve.engines.vision_input import FeatureCache
 
 FAULTS = 3  # probes in a row that failed, after which the engine calls itself unhealthy
 PROBE_S = 2.0  # between the probes of an engine that is unhealthy
@@ -43,6 +45,7 @@ class EngineLimits:
     tokens: int = 384  # of prompts, in one step
     length: int = 2048  # prompt and answer
     queue: int = 64  # sequences that may wait
+    feature_bytes: int = 512 << 20  # of pictures, kept in host memory
 
 
 class EmbeddedEngine:
@@ -52,6 +55,7 @@ class EmbeddedEngine:
         if cache.blocks < cache.blocks_for(limits.length):
             raise ValueError("the cache must hold one sequence of full length")
         self.models, self.cache, self.limits = dict(models), cache, limits
+        self.features = FeatureCache(limits.feature_bytes)
         self._attention: dict[str, list[PagedAttention]] = {}
         for name, model in self.models.items():
             _remove_expert_capacity(model.eval().requires_grad_(False))
@@ -189,7 +193,7 @@ class EmbeddedEngine:
             if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
                 ends[run] = run.cached + count
                 budget -= count
-        return [(run, SequencePiece(run.ids, run.cached, end, run.table)) for run, end in ends.items()]
+        return [(run, SequencePiece(run.ids, run.cached, end, run.table, run.job.vision)) for run, end in ends.items()]
 
     def _admit(self, new: RunningSequence) -> bool:
         """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
@@ -262,13 +266,33 @@ class EmbeddedEngine:
         step = Step.of([piece for _, piece in group], self.cache.size, self.device)
         for inner in self._attention[name]:
             inner.step = step
-        hidden = model.run_layers(model.embed_ids(step.tokens), model.context(step.positions))
+        embedded = self._show(name, model.embed_ids(step.tokens), group)
+        hidden = model.run_layers(embedded, model.context(step.positions, more=More(modality=step.modality)))
         sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids)]
         if not sampled:
             return []
         last = model.norm(hidden[0, step.last[sampled]])
         logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())
         return sample(logits, [group[k][0].row() for k in sampled])
+
+    def _show(
+        self, name: str, x_1TH: torch.Tensor, group: Sequence[tuple[RunningSequence, SequencePiece]]
+    ) -> torch.Tensor:
+        """The embeddings with the features of pictures in the places of their tokens."""
+        model, features, places, at = self.models[name], [], [], 0
+        for run, piece in group:
+            if run.features is not None:
+                read = run.features.read(piece.start, piece.stop, name, model, self.features, self.device)
+                for found, where in read:
+                    features.append(found)
+                    places.append(torch.from_numpy(where - piece.start + at))
+                if piece.stop >= len(run.job.prompt):
+                    run.features.forget()
+            at += piece.stop - piece.start
+        if not features:
+            return x_1TH
+        result: torch.Tensor = model.places(x_1TH, torch.cat(features), torch.cat(places).to(self.device))  # type: ignore[operator]
+        return result
 
     def _settle(
         self, group: list[tuple[RunningSequence, SequencePiece]], outcome: Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import cache_bytes
 from erniekit.models.layers.attention import Attention, Context, InnerAttention
+from erniekit.serve.engines.vision_input import PromptVision
 
 
 class PagedCache:
@@ -62,6 +64,7 @@ class SequencePiece:
     start: int
     stop: int
     table: Sequence[int]
+    vision: PromptVision | None = None  # of its prompt
 
     @property
     def decodes(self) -> bool:
@@ -73,7 +76,8 @@ class Step:
     """Everything a forward pass over some pieces needs, laid out once for all layers. Decoding rows come first."""
 
     tokens: torch.Tensor  # [1, T]
-    positions: torch.Tensor  # [1, T]
+    positions: torch.Tensor  # [1, T]; [1, T, 3] (t, h, w) where a prompt has pictures
+    modality: torch.Tensor | None  # uint8 [1, T], where some tokens are not text
     write: torch.Tensor  # [T]: the slot of each token
     rows: int  # R
     read: torch.Tensor  # [R * M]: slots of each decoding row, rubbish behind its end
@@ -87,7 +91,7 @@ class Step:
         rows = sum(p.decodes for p in pieces)
         assert all(p.decodes for p in pieces[:rows])
         tokens = [id for p in pieces for id in p.ids[p.start : p.stop]]
-        positions = [n for p in pieces for n in range(p.start, p.stop)]
+        positions, modality = _positions(pieces), _modality(pieces)
         write = [p.table[n // size] * size + n % size for p in pieces for n in range(p.start, p.stop)]
         offsets = torch.arange(size)
         deepest = max((len(p.table) for p in pieces[:rows]), default=0)
@@ -106,7 +110,8 @@ class Step:
             last.append(end - 1)
         return cls(
             torch.tensor([tokens], device=device),
-            torch.tensor([positions], device=device),
+            positions.to(device),
+            None if modality is None else modality.to(device),
             torch.tensor(write, device=device),
             rows,
             read.flatten().to(device),
@@ -114,6 +119,30 @@ class Step:
             tuple(chunks),
             torch.tensor(last, device=device),
         )
+
+
+def _positions(pieces: Sequence[SequencePiece]) -> torch.Tensor:
+    if all(p.vision is None for p in pieces):
+        return torch.tensor([[n for p in pieces for n in range(p.start, p.stop)]])
+    axes = [
+        np.repeat(np.arange(p.start, p.stop)[:, None], 3, 1)
+        if p.vision is None
+        else p.vision.positions_in(p.start, p.stop)
+        for p in pieces
+    ]
+    return torch.from_numpy(np.concatenate(axes)).long()[None]
+
+
+def _modality(pieces: Sequence[SequencePiece]) -> torch.Tensor | None:
+    if all(p.vision is None for p in pieces):
+        return None
+    kinds = np.concatenate(
+        [
+            np.zeros(p.stop - p.start, np.uint8) if p.vision is None else p.vision.modality_in(p.start, p.stop)
+            for p in pieces
+        ]
+    )
+    return torch.from_numpy(kinds)[None] if kinds.any() else None
 
 
 class PagedAttention(InnerAttention):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from erniekit.serve.engines.base import GenerationJob, TokenStream
 from erniekit.serve.engines.sampler import SamplerRow
+from erniekit.serve.engines.vision_input import FeatureReader
 
 
 @dataclass(eq=False)
@@ -21,6 +22,7 @@ class RunningSequence:
     cached: int = 0  # positions whose keys and values are in the cache
     gone: bool = False  # cancelled, or done
     preempted: bool = False  # it has made room for another request once, and does not again
+    features: FeatureReader | None = None  # of the pictures in its prompt
 
     @property
     def job(self) -> GenerationJob:
@@ -41,6 +43,13 @@ class RunningSequence:
 
 def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = None) -> list[RunningSequence]:
     return [
-        RunningSequence(stream, k, loop, list(job.prompt), random.Random(job.sampling.seed))
+        RunningSequence(
+            stream,
+            k,
+            loop,
+            list(job.prompt),
+            random.Random(job.sampling.seed),
+            features=None if job.vision is None else FeatureReader(job.vision),
+        )
         for k, job in enumerate(stream.jobs)
     ]

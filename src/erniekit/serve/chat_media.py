@@ -1,0 +1,101 @@
+"""Pictures and videos for a question in the terminal: `/image PATH`, `/video PATH`, or `@PATH` in the text.
+
+Used by chat.py. Files are read here and sent as `data:` URLs: a server opens no paths. Imports no decoder.
+"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import DataError
+from erniekit.files import refuse_special
+
+MAX_BYTES = 24 * 2**20  # of one question: in base64 a third more, and servers end bodies at 32 MiB
+COMMANDS = {"/image": "image", "/video": "video"}
+# @ at the start of a word, then a path, in quotes if it holds blanks.
+_NAMED = re.compile(r"""(?<!\S)@(?:"([^"]+)"|'([^']+)'|(\S+))""")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    kind: str  # image | video
+    path: Path
+    size: int  # bytes
+    url: str
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self.url}}
+
+    def __str__(self) -> str:
+        word = "picture" if self.kind == "image" else "video"
+        return f"{word} {self.path.name} ({self.size:,} bytes)"
+
+
+def attach(path: str, kind: str) -> Attachment:
+    """kind: image or video, or what its name says where it is neither."""
+    file = Path(path.strip().strip("\"'")).expanduser()
+    guessed = mimetypes.guess_type(file.name)[0] or ""
+    kind = kind or guessed.partition("/")[0]
+    if kind not in ("image", "video"):
+        raise DataError(
+            f"{file.name} is neither a picture nor a video by its name",
+            where=str(file),
+            fix="/image PATH or /video PATH says which",
+        )
+    refuse_special(file, DataError)
+    try:
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            raise DataError(f"{size:,} bytes are too many to send", where=str(file), fix=f"at most {MAX_BYTES:,}")
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"it cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
+        ) from None
+    type_ = guessed if guessed.startswith(f"{kind}/") else "image/png" if kind == "image" else "video/mp4"
+    return Attachment(kind, file, len(content), f"data:{type_};base64,{base64.b64encode(content).decode()}")
+
+
+def command(line: str) -> Attachment | None:
+    """What `/image PATH` or `/video PATH` names; None: the line is a question."""
+    word, _, path = line.strip().partition(" ")
+    if word not in COMMANDS:
+        return None
+    if not path.strip():
+        raise DataError(f"{word} needs a path", where=line.strip(), fix=f"{word} PATH")
+    return attach(path, COMMANDS[word])
+
+
+def named_in(text: str) -> tuple[str, list[Attachment]]:
+    """The text without each `@PATH` that names a picture or video that is there, and these."""
+    found: list[Attachment] = []
+
+    def take(match: re.Match[str]) -> str:
+        path = next(group for group in match.groups() if group)
+        guessed = (mimetypes.guess_type(path)[0] or "").partition("/")[0]
+        if guessed not in ("image", "video") or not Path(path).expanduser().is_file():
+            return match[0]  # a name like any other
+        found.append(attach(path, guessed))
+        return ""
+
+    return _NAMED.sub(take, text).strip(), found
+
+
+def content(text: str, attached: list[Attachment]) -> str | list[dict[str, Any]]:
+    """Of the user's message: what is shown comes before what is asked."""
+    if not attached:
+        return text
+    if sum(one.size for one in attached) > MAX_BYTES:
+        raise DataError(
+            f"{len(attached)} pictures and videos have more than {MAX_BYTES:,} bytes",
+            where=", ".join(one.path.name for one in attached)[:200],
+            fix="send fewer or smaller ones",
+        )
+    said = [{"type": "text", "text": text}] if text else []
+    return [*(one.part for one in attached), *said]

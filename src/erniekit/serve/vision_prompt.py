@@ -1,0 +1,124 @@
+"""Pictures and videos of a request: which parts are taken, and a read prompt as the engine takes it.
+
+request_parsing.py checks the parts of messages here, before a byte is decoded; media_work.py reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from erniekit.data.media.decode import Medium
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.vision.layout import tokens_of
+from erniekit.data.vision.rules import VisionRules, VisionTokens
+from erniekit.data.vision.tokens import VisionPrompt
+from erniekit.errors import DataError
+from erniekit.serve.engines.vision_input import PromptMedium, PromptVision
+from erniekit.serve.request_error import RequestError
+
+KINDS = {"image_url": "image", "video_url": "video"}  # of parts
+MOST = {"image": 16, "video": 1}  # of one request, where limit_mm_per_prompt does not say
+SHOWN = 80  # characters of a URL
+
+
+@dataclass(frozen=True)
+class VisionSettings:
+    """How a served model sees."""
+
+    rules: VisionRules
+    most: Mapping[str, int] = field(default_factory=lambda: dict(MOST))  # images and videos of one request
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class VisionChat:
+    """The messages of a request to a model that sees; media: whether there are any."""
+
+    messages: list[dict[str, Any]]
+    thinking: bool | None
+    media: bool
+
+
+def media_error(what: str, where: str = "messages", fix: str = "send PNG, JPEG or WebP, whole") -> RequestError:
+    """What, where and what to do, a line each."""
+    return RequestError(400, str(DataError(what, where=where, fix=fix)), param="messages", code="invalid_media")
+
+
+def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | None) -> bool:
+    """Whether the messages show anything; a RequestError where a part cannot be taken. Nothing is decoded.
+
+    messages: of the schema, whose content may be a list of parts.
+    """
+    counts: Counter[str] = Counter()
+    for i, message in enumerate(messages):
+        for k, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            kind, where = KINDS.get(part["type"]), f"messages[{i}].content[{k}]"
+            if kind is None:
+                if part["type"] != "text" or part.get("text") is None:
+                    takes = "text" if settings is None else "text, image_url and video_url"
+                    raise RequestError(
+                        400, f"a message part of type {part['type']!r} is not supported: this model takes {takes}",
+                        param="messages",
+                    )  # fmt: skip
+                continue
+            _check_medium(part, kind, where, name, settings)
+            counts[kind] += 1
+    for kind, count in counts.items():
+        assert settings is not None
+        most = settings.most.get(kind, MOST[kind])
+        if count > most:
+            raise media_error(
+                f"the request has {count} {kind}s; {most} are the most",
+                fix=f"send fewer, or start the server with limit_mm_per_prompt={{{kind}: {count}}}",
+            )
+    return bool(counts)
+
+
+def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, settings: VisionSettings | None) -> None:
+    if settings is None:
+        raise media_error(f"{name} takes text only: it does not see {kind}s", where, "ask a vision-language model")
+    if not settings.enabled:
+        raise media_error(f"{name} is served without {kind}s (enable_mm is False)", where, "send text only")
+    given = part.get(f"{kind}_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise media_error(f"the part names no {kind}", where, f'write "{kind}_url": {{"url": "data:..."}}')
+    if not url[:5].lower() == "data:":
+        shown = url if len(url) <= SHOWN else url[:SHOWN] + "..."
+        fix = f"send the {kind} itself: data:{kind}/...;base64,..."
+        raise media_error(f"{shown} is not opened: this server reads data: URLs only", f"{where}.{kind}_url", fix)
+
+
+def medium_key(medium: Medium) -> str:
+    """What the same features come of: the bytes, and every choice made about them."""
+    m = medium
+    told = m.digests, m.grid, m.video, m.frames, m.stamps, m.upright, m.patch, m.merge
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def prompt_vision(
+    asked: VisionPrompt,
+    patches: Sequence[np.ndarray | None],
+    tokenizer: Tokenizer,
+    rules: VisionRules,
+    known: Sequence[tuple[Any, ...]] | None = None,
+) -> PromptVision:
+    """patches: of each medium; None where its features are known."""
+    media = asked.media
+    found = known or [()] * len(patches)
+    return PromptVision(
+        media.positions,
+        media.modality,
+        np.flatnonzero(asked.ids == VisionTokens.of(tokenizer).placeholder),
+        asked.next_position,
+        tuple(
+            PromptMedium(medium_key(m), m.grid, tokens_of(m, rules), pixels, kept)
+            for m, pixels, kept in zip(media.sources, patches, found)
+        ),
+    )
