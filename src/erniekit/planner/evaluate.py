@@ -83,10 +83,10 @@ def evaluate(job: Job, layout: Layout, place: Place, exact: bool = False) -> Can
         how = "full" if job.recompute in ("", "auto", "full") else job.recompute
         work = recomputing(work, count, how)
         found = step_bytes(job.model, held, work)
-        per_rank.append(replace(found, workspace=found.workspace + (ROUNDING - 1) * found.total))
+        per_rank.append(rounded(found))
         again += numbers[:count]
         skewed = replace(work, cuts=replace(work.cuts, rows=_worst_rows(job, layout)))
-        worst = max(worst, step_bytes(job.model, held, skewed).total * ROUNDING)
+        worst = max(worst, rounded(step_bytes(job.model, held, skewed)).total)
         away = max(away, held.away)
     made = Candidate(layout, micro_batches, stages=tuple(per_rank), worst=worst, again=tuple(again), away=away)
     made = replace(made, keys=written_keys(job, made))
@@ -94,6 +94,10 @@ def evaluate(job: Job, layout: Layout, place: Place, exact: bool = False) -> Can
         what = f"{most / GIB:.0f} GiB a rank of {place.room / GIB:.0f}: {largest(made.most)}"
         return replace(made, problem=what, family="memory")
     return timed(job, made, place, stages, exact)
+
+
+def rounded(found: Bytes) -> Bytes:
+    return replace(found, rounding=(ROUNDING - 1) * found.total)
 
 
 def largest(found: Bytes) -> str:
@@ -117,6 +121,8 @@ def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
 def _recomputed(job: Job, held: Held, work: Work, room: float) -> int:
     """Layers of a rank that are computed again: as the recipe says, or as few as fit."""
     count = len(work.layers)
+    if job.recomputed is not None:
+        return min(count, job.recomputed)
     if job.recompute not in ("", "auto"):
         return count
 

@@ -13,9 +13,9 @@ from math import gcd
 from erniekit.parallel.mesh import Layout
 from erniekit.planner import timing
 from erniekit.planner.cluster import Cluster
-from erniekit.planner.evaluate import Candidate, Place, held_of, work_of, written_keys
+from erniekit.planner.evaluate import Candidate, Place, held_of, rounded, work_of, written_keys
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB, ROUNDING, Bytes, layers_of, recomputing, step_bytes
+from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, step_bytes
 from erniekit.planner.schedule import replay
 from erniekit.planner.search import Found, divisors
 
@@ -101,12 +101,12 @@ def _with(
         held, share = held_of(job, layout, numbers, rank == 0, rank == len(stages) - 1, m)
         work = work_of(job, layout, numbers, rank, m, tokens, place.card.triton)
         every = job.recompute not in ("", "auto")
-        taken = step_bytes(job.model, held, recomputing(work, len(numbers) if every else 0))
-        if not every and taken.total * ROUNDING > place.room:
-            every, taken = True, step_bytes(job.model, held, recomputing(work, len(numbers)))
+        taken = rounded(step_bytes(job.model, held, recomputing(work, len(numbers) if every else 0)))
+        if not every and taken.total > place.room:
+            every, taken = True, rounded(step_bytes(job.model, held, recomputing(work, len(numbers))))
         again += numbers if every else []
         found.append(taken)
-        if taken.total * ROUNDING > place.room:
+        if taken.total > place.room:
             over.add(rank)
         links = timing.Links(place.rates, place.devices)
         kinds = {s: timing.layer_time(job, s, layout, tokens, place.rates, links) for s in set(work.layers)}

@@ -23,12 +23,10 @@ class Job:
     trained: float = 1.0  # share of tokens with a label
     head_rows: int = 2048
     recompute: str = ""  # none, a granularity, or auto: as few whole layers as fit
+    recomputed: int | None = None  # layers of each rank that are; None: as `recompute` says
     reference: bool = False  # a live one: DPO's forward pass without gradient
     compute: int = 2  # bytes
-    schedule: str = "auto"
-    offload_inputs: bool = False
     offload_optimiser: bool = False
-    zero_bubble: bool = False
 
     @property
     def documents(self) -> float:

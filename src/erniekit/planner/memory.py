@@ -7,7 +7,7 @@ the update. Called by search.py and recipes/memory_decisions.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from erniekit.models.config import DecoderConfig
 from erniekit.planner.activations import ALONE, FUSED, Cuts, Kernels, kept, part_kept, start, working
@@ -21,16 +21,22 @@ FLAT = 64 * 1024 * 1024 * 4.0  # bytes of gradients that are summed over ranks i
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one rank, in bytes. Their sum is the most that is allocated at once."""
+    """Of one rank, in bytes, at the moment of a step that takes the most."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimiser: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
-    experts: float = 0.0  # rows of routed experts that are under way, of the activations apart
+    experts: float = 0.0  # rows of routed experts: what activations of a layer are more because of them
     communication: float = 0.0
     workspace: float = 0.0
+    rounding: float = 0.0  # of the allocator's blocks
+
+    @property
+    def allocated(self) -> float:
+        """What a run's peak counts."""
+        return self.total - self.rounding
 
     @property
     def total(self) -> float:
@@ -75,9 +81,14 @@ class Work:
 
 def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     """At the moment that takes the most."""
-    moments = (_at_loss(c, held, work), _at_first(c, held, work), _at_last(c, held, work), _at_update(held))
-    most = max(moments, key=lambda bytes_: bytes_.total)
-    return most
+    moments = (_at_loss, _at_first, _at_last, _at_update)
+    found = [(moment(c, held, work), moment) for moment in moments]
+    most, moment = max(found, key=lambda item: item[0].total)
+    if not any(work.layers):
+        return most
+    without = replace(work, cuts=replace(work.cuts, rows=0.0))
+    routed = max(0.0, most.activations - moment(c, held, without).activations)
+    return replace(most, activations=most.activations - routed, experts=routed)
 
 
 def _kept(c: DecoderConfig, work: Work) -> list[float]:
@@ -140,7 +151,7 @@ def _at_last(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     return _base(held, held.gradients + extra, activations=rest + _inside(c, work))
 
 
-def _at_update(held: Held) -> Bytes:
+def _at_update(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     return _base(held, held.gradients)
 
 
@@ -154,8 +165,6 @@ def fewest_recomputed(c: DecoderConfig, held: Held, work: Work, limit: float) ->
 
 
 def recomputing(work: Work, number: int, how: str = "full") -> Work:
-    from dataclasses import replace
-
     again = ("",) * len(work.layers) if not number else _first(len(work.layers), number, how)
     return replace(work, again=again if number else ())
 
