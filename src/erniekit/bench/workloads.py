@@ -10,31 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from erniekit.errors import ConfigError
+from erniekit.models.released import ERNIE_03B, ERNIE_21B, ERNIE_300B, LLAMA_13B_LAYERS
 from erniekit.registry import nearest
 
-ERNIE_03B = dict(
-    model_type="ernie4_5", vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18,
-    num_attention_heads=16, num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
-    tie_word_embeddings=True, max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    use_bias=False,
-)  # fmt: skip
-ERNIE_21B = dict(
-    model_type="ernie4_5_moe", vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28,
-    num_attention_heads=20, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
-    tie_word_embeddings=True, max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
-    moe_layer_end_index=27, moe_use_aux_free=True, use_bias=False,
-)  # fmt: skip
-ERNIE_300B = dict(
-    ERNIE_21B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=54, num_attention_heads=64,
-    num_key_value_heads=8, tie_word_embeddings=False, moe_k=8, moe_intermediate_size=3584, moe_num_shared_experts=0,
-    moe_layer_start_index=3, moe_layer_end_index=53,
-)  # fmt: skip
-LLAMA_13B = dict(
-    model_type="llama", vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=8,
-    num_attention_heads=40, num_key_value_heads=40, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
-    max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+LLAMA_13B = LLAMA_13B_LAYERS
 # What makes any of them small enough for a CPU; the kind of model stays.
 TINY: dict[str, Any] = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16

@@ -70,6 +70,20 @@ COMMANDS: dict[str, Command] = {
         "check a recipe before spending: labels, leaks, gradients, disk",
         ("erniekit doctor RECIPE.yaml [key=value ...]",),
     ),
+    "plan": Command(
+        "erniekit.recipes.plan_command:plan_command",
+        "train",
+        "which layouts of a cluster fit a recipe, how fast each would be, and what to change; needs no device",
+        (
+            "erniekit plan RECIPE.yaml --cluster 8x80G [key=value ...]",
+            "  --cluster       8x80G, 2x8xH200-141G, 16xBI150-32G, 128xAscend-64G, or a YAML of unlike islands",
+            "  --packs N       rows of a step on all devices together; the recipe's own when not given",
+            "  --calibration F rates measured by `erniekit bench --calibrate` instead of data sheets",
+            "  --write F       the recipe with the fastest layout, as a new YAML",
+            "  --top N         layouts shown (8)",
+            "  --json          for programs",
+        ),
+    ),
     "config": Command(
         "erniekit.cli.config_command:config_command",
         "train",
@@ -242,7 +256,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
-    "plan": Command("", "later", "the planner of memory and time", ("`erniekit doctor RECIPE` checks one device",)),
     "rehearse": Command(
         "", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it on one device",)
     ),

@@ -1,0 +1,92 @@
+"""What a decoder layer keeps of a token from forward to backward, and what it takes while backward is in it. No torch.
+
+Of the fused kernels: each op of a compiled layer keeps its inputs, norms and activations are formed again. Of the plain
+path (no Triton on the device) every intermediate stays. docs/planner.md compares both with counted bytes.
+Names: H hidden, I width of a dense MLP, W of an expert, K choices, R LoRA rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.models.config import DecoderConfig
+
+LSE = 4  # bytes of a row's log-sum-exp in attention, per head
+ROUTED = 24  # bytes a choice: its id, its row, its place, its weight and that weight's gradient
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How the axes of a layout cut what a rank keeps. rows: of each expert's tokens, over the balanced number."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    experts_cut: int = 1  # ranks that one expert is cut over
+    rows: float = 1.0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which path computes layers. bytes: of a number that is computed with."""
+
+    fused: bool = True
+    rank: int = 0  # of LoRA pairs; 0: none
+    bytes: int = 2
+
+
+ALONE = Cuts()
+FUSED = Kernels()
+
+
+def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = ALONE, kernels: Kernels = FUSED) -> float:
+    """Bytes a token of a layer that is not recomputed."""
+    H, D, tp, r = c.hidden_size, c.head_dim, cuts.tp, kernels.rank
+    wide = H / tp if cuts.sequence_parallel else H  # what lies between the matrices
+    heads, kv = c.num_heads / tp, max(1.0, c.num_kv_heads / tp)
+    attention = (2 * heads + 2 * kv) * D + 4 * r  # q, k, v and the answer; low ranks of q, k, v, o
+    between = 4 * wide if kernels.fused else 8 * wide  # two residuals and two normed inputs
+    if not kernels.fused:
+        attention += 2 * (heads + kv) * D  # before positions are turned, and the fused projection
+    values = between + attention
+    m = c.moe
+    plain = 0 if kernels.fused else 2  # silu of the gate and its product with up
+    if m is None or not sparse:
+        values += (3 + plain) * c.intermediate_size / tp + 3 * r
+        return kernels.bytes * values + LSE * heads
+    rows = m.choices * cuts.rows
+    values += (3 + plain) * m.shared_width / tp + (3 * r if m.shared_width else 0)
+    values += rows * ((2 + plain) * m.width / cuts.experts_cut + 3 * r)
+    if not kernels.fused:
+        values += rows * 2 * H  # rows by expert, and their answers
+    return kernels.bytes * values + LSE * heads + ROUTED * rows + 8 * m.experts
+
+
+def start(c: DecoderConfig, cuts: Cuts = ALONE, kernels: Kernels = FUSED) -> float:
+    """Bytes a token that a recomputed layer keeps: its input."""
+    return kernels.bytes * c.hidden_size / (cuts.tp if cuts.sequence_parallel else 1)
+
+
+def part_kept(c: DecoderConfig, sparse: bool, granularity: str, cuts: Cuts, kernels: Kernels) -> float:
+    """The same with a part of the layer recomputed: full, full_attn, core_attn (selective)."""
+    if granularity == "full":
+        return start(c, cuts, kernels)
+    whole = kept(c, sparse, cuts, kernels)
+    heads, kv = c.num_heads / cuts.tp, max(1.0, c.num_kv_heads / cuts.tp)
+    if granularity == "full_attn":
+        return whole - kernels.bytes * (2 * heads + 2 * kv) * c.head_dim - LSE * heads
+    return whole - LSE * heads
+
+
+def working(c: DecoderConfig, sparse: bool, cuts: Cuts = ALONE, kernels: Kernels = FUSED) -> float:
+    """Bytes a token that backward of one layer holds at its widest, beside what forward kept: the gradients of an MLP's
+    two wide tensors and what is formed again for them; or attention's fp32 sums, where those are more."""
+    H, tp = c.hidden_size, cuts.tp
+    m = c.moe
+    if m is None or not sparse:
+        mlp = kernels.bytes * (3 * c.intermediate_size / tp + 2 * H)
+    else:
+        rows = m.choices * cuts.rows
+        mlp = kernels.bytes * (rows * (3 * m.width / cuts.experts_cut + 2 * H) + 2 * H)
+        mlp = max(mlp, kernels.bytes * (3 * m.shared_width / tp + 3 * H))
+    attention = (4 + 2 * kernels.bytes) * c.num_heads / tp * c.head_dim + kernels.bytes * 2 * H
+    return float(max(mlp, attention))

@@ -1,0 +1,139 @@
+"""A cluster of unlike islands: a pipeline across them, everything else inside one, more layers where devices are faster.
+
+Called by recipes/plan_command.py. Stages have as many ranks each, so islands are cut in groups of a common size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import gcd
+
+from erniekit.parallel.mesh import Layout
+from erniekit.planner import timing
+from erniekit.planner.cluster import Cluster
+from erniekit.planner.evaluate import Candidate, Place, held_of, rounded, work_of, written_keys
+from erniekit.planner.job import Job
+from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, step_bytes
+from erniekit.planner.schedule import replay
+from erniekit.planner.search import Found, divisors
+
+MOST_STAGES = 64
+
+
+def across(job: Job, cluster: Cluster, places: Sequence[Place]) -> Found:
+    """Every stage size that all islands divide by, with tensor and sharded parallelism inside a stage."""
+    ranked: list[Candidate] = []
+    failed: dict[str, tuple[int, str]] = {}
+    nearest, tried = None, 0
+    for group in divisors(gcd(*(island.size for island in cluster.islands))):
+        stages = [place for place, island in zip(places, cluster.islands) for _ in range(island.size // group)]
+        if len(stages) > min(job.model.num_layers, MOST_STAGES):
+            continue
+        for layout in _inside(group, len(stages), min(i.devices for i in cluster.islands)):
+            if not job.micro_batches(layout):
+                continue
+            tried += 1
+            made = _evaluate(job, layout, stages, cluster.between)
+            if not made.problem:
+                ranked.append(made)
+                continue
+            name = f"stages of {group}"
+            failed[name] = (failed.get(name, (0, ""))[0] + 1, made.problem)
+            if nearest is None or made.most.total < nearest.most.total:
+                nearest = made
+    ranked.sort(key=lambda one: -one.tokens)
+    if not tried:
+        why = f"{job.packs} packs a step divide over no stage of these islands"
+        return Found([], None, {"any": (0, why)}, 0)
+    return Found(ranked, nearest, failed, tried)
+
+
+def _inside(group: int, stages: int, devices: int) -> Iterator[Layout]:
+    for tp in (d for d in divisors(group) if d <= min(8, devices)):
+        rest = group // tp
+        base = Layout(pp=stages, tp=tp, sequence_parallel=tp > 1)
+        yield replace(base, dp=rest)
+        if rest > 1:
+            yield replace(base, fsdp=rest, sharding_stage=1)
+            yield replace(base, fsdp=rest, sharding_stage=3)
+
+
+def split(weights: Sequence[float], layers: int) -> list[int]:
+    """Layers of each stage in proportion, at least one each; the largest remainders take what is left."""
+    whole = sum(weights)
+    wanted = [max(1.0, w / whole * layers) for w in weights]
+    found = [max(1, int(w)) for w in wanted]
+    while sum(found) > layers:
+        found[max(range(len(found)), key=lambda k: found[k] - wanted[k] if found[k] > 1 else -layers)] -= 1
+    while sum(found) < layers:
+        found[max(range(len(found)), key=lambda k: wanted[k] - found[k])] += 1
+    return found
+
+
+def _evaluate(job: Job, layout: Layout, stages: Sequence[Place], between: float) -> Candidate:
+    """With layers in proportion to speed; where an island has too little memory for its share, the others take more."""
+    speeds = [place.rates.dense for place in stages]
+    weights = list(speeds)
+    made = None
+    for _ in range(6):
+        counts = split(weights, job.model.num_layers)
+        made, over = _with(job, layout, stages, counts, between)
+        if not made.problem:
+            return made
+        weights = [w * (0.8 if stage in over else 1.0) for stage, w in enumerate(weights)]
+    assert made is not None
+    return made
+
+
+def _with(
+    job: Job, layout: Layout, stages: Sequence[Place], counts: Sequence[int], between: float
+) -> tuple[Candidate, set[int]]:
+    m = job.micro_batches(layout)
+    bounds = [0, *accumulate(counts)]
+    layout = replace(layout, stage_cuts=tuple(bounds[1:-1]))
+    tokens = job.rows * job.length
+    found: list[Bytes] = []
+    over, again, forward, backward, sends, update = set(), [], [], [], [], 0.0
+    for rank, place in enumerate(stages):
+        numbers = list(range(bounds[rank], bounds[rank + 1]))
+        held, share = held_of(job, layout, numbers, rank == 0, rank == len(stages) - 1, m)
+        work = work_of(job, layout, numbers, rank, m, tokens, place.card.triton)
+        every = job.recompute not in ("", "auto")
+        taken = rounded(step_bytes(job.model, held, recomputing(work, len(numbers) if every else 0)))
+        if not every and taken.total > place.room:
+            every, taken = True, rounded(step_bytes(job.model, held, recomputing(work, len(numbers))))
+        again += numbers if every else []
+        found.append(taken)
+        if taken.total > place.room:
+            over.add(rank)
+        links = timing.Links(place.rates, place.devices)
+        kinds = {s: timing.layer_time(job, s, layout, tokens, place.rates, links) for s in set(work.layers)}
+        f = sum(kinds[s].forward for s in layers_of(job.model, numbers))
+        b = sum(kinds[s].backward for s in layers_of(job.model, numbers)) + (f if every else 0.0)
+        if rank == len(stages) - 1:
+            f += timing.head_time(job, layout, tokens, place.rates)[0]
+        forward.append(f)
+        backward.append(b)
+        same = rank + 1 < len(stages) and stages[rank + 1] is place
+        hidden = tokens * job.model.hidden_size * job.compute
+        sends.append(hidden / (place.rates.network if same else between) + place.rates.latency)
+        beside, after = timing.sharing_time(job, layout, share, m, links)
+        update = max(update, after + timing.update_time(share, job, place.rates))
+    made = Candidate(layout, m, stages=tuple(found), again=tuple(again), worst=max(b.total for b in found))
+    keys = written_keys(job, made)
+    keys["pp_seg_method"] = [0, *(b + 1 for b in bounds[1:-1]), job.model.num_layers + 3]
+    made = replace(made, keys=keys)
+    if over:
+        rank = min(over)
+        what = f"stage {rank}: {found[rank].total / GIB:.0f} GiB of {stages[rank].room / GIB:.0f} ({layout.describe()})"
+        return replace(made, problem=what, family="memory"), over
+    seconds = replay(layout.pp, 1, m, forward, backward, sends)
+    ideal = max(m * (f + b) for f, b in zip(forward, backward))
+    total = seconds + update
+    return replace(
+        made, seconds=total, tokens=job.packs * job.length / total, bubble=1 - ideal / seconds, exact=True
+    ), over
+
+

@@ -1,0 +1,54 @@
+"""Job: a run in numbers, whatever cluster it will be on. Made by recipes/planning.py. Keys: what a layout is written as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from erniekit.models.config import DecoderConfig
+from erniekit.parallel.mesh import USER_WORDS, Layout
+from erniekit.planner.static_bytes import Blocks
+
+
+@dataclass(frozen=True)
+class Job:
+    model: DecoderConfig
+    blocks: Blocks
+    rows: int  # packs of a micro-batch on one data rank
+    length: int  # tokens of a pack
+    packs: int  # of a step, on all ranks together
+    rank: int = 0  # LoRA's; 0: every weight is trained
+    adapters_met: int = 0  # LoRA weights a token meets, for the count of FLOPs
+    document: int = 0  # tokens of a usual document; 0: as long as a pack
+    trained: float = 1.0  # share of tokens with a label
+    head_rows: int = 2048
+    recompute: str = ""  # none, a granularity, or auto: as few whole layers as fit
+    recomputed: int | None = None  # layers of each rank that are; None: as `recompute` says
+    reference: bool = False  # a live one: DPO's forward pass without gradient
+    compute: int = 2  # bytes
+    offload_optimiser: bool = False
+
+    @property
+    def documents(self) -> float:
+        return min(self.document or self.length, self.length)
+
+    def micro_batches(self, layout: Layout) -> int:
+        """0: the step's packs do not divide over the data ranks."""
+        each = self.rows * layout.data_ranks
+        return self.packs // each if self.packs % each == 0 else 0
+
+
+def keys_of(layout: Layout, micro_batches: int) -> dict[str, Any]:
+    """A layout as a recipe writes it."""
+    out: dict[str, Any] = {word: getattr(layout, axis) for axis, word in USER_WORDS.items()}
+    if layout.fsdp > 1:
+        out["sharding"] = f"stage{layout.sharding_stage}"
+    out["sequence_parallel"] = layout.sequence_parallel
+    if layout.pp > 1:
+        out["virtual_pp_degree"] = layout.virtual_stages
+    if layout.experts != "none":
+        out["moe_group"] = {"tp": "mp", "data": "ep", "world": "world"}[layout.experts]
+        if layout.ep:
+            out["expert_parallel_degree"] = layout.ep
+    out["gradient_accumulation_steps"] = micro_batches
+    return out

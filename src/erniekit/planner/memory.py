@@ -1,0 +1,177 @@
+"""The most a rank of each pipeline stage holds at once, by what it is, from the moments of a step that may be the most.
+
+Moments: the loss (all activations, logits, no gradient yet), the first layer of backward, the last one (all gradients),
+the update. Called by search.py and recipes/memory_decisions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from erniekit.models.config import DecoderConfig
+from erniekit.planner.activations import ALONE, FUSED, Cuts, Kernels, kept, part_kept, start, working
+
+GIB = 1024**3
+WORKSPACE = 0.5 * GIB  # of products, attention and small tensors on an accelerator: fitted to peaks of docs/planner.md
+USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
+ROUNDING = 1.02  # blocks of the allocator over what was asked for
+FLAT = 64 * 1024 * 1024 * 4.0  # bytes of gradients that are summed over ranks in one call
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one rank, in bytes, at the moment of a step that takes the most."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimiser: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    experts: float = 0.0  # rows of routed experts: what activations of a layer are more because of them
+    communication: float = 0.0
+    workspace: float = 0.0
+    rounding: float = 0.0  # of the allocator's blocks
+
+    @property
+    def allocated(self) -> float:
+        """What a run's peak counts."""
+        return self.total - self.rounding
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, f.name) for f in fields(self)))
+
+    def shown(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) / GIB for f in fields(self)} | {"total": self.total / GIB}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds whatever it computes, and how gradients come to be. In bytes."""
+
+    weights: float  # as stored, packed or not
+    optimiser: float  # masters and moments on the device
+    gradients: float  # of all trained weights, as they are kept until the update
+    layer_gradients: float  # of the largest layer, as backward forms them
+    gathered: float = 0.0  # weights of others, gathered while they are computed with
+    head_gradient: float = 0.0  # the head's, summed in fp32 while the loss forms it; 0: frozen or elsewhere
+    from_start: bool = False  # a second micro-batch adds to the gradients of the first
+    unpacked: float = 0.0  # the largest packed weight while it is multiplied by
+    buffers: float = 0.0  # of collectives
+    away: float = 0.0  # in host memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes. layers: whether each one of its layers has experts, in order."""
+
+    layers: tuple[bool, ...]
+    tokens: int  # of a micro-batch, as this rank has them
+    again: tuple[str, ...] = ()  # of each layer: how it is recomputed; empty: kept whole
+    in_flight: float = 1.0  # micro-batches between forward and backward at the most
+    head_rows: int = 0  # rows of logits at once; 0: no head here
+    head_tokens: int = 0  # of a micro-batch, that reach the head
+    vocabulary: int = 0  # columns of the head here
+    embeds: bool = True
+    pairs: bool = False  # DPO: the head's gradient waits for both answers
+    cuts: Cuts = ALONE
+    kernels: Kernels = field(default_factory=lambda: FUSED)
+
+
+def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+    """At the moment that takes the most."""
+    moments = (_at_loss, _at_first, _at_last, _at_update)
+    found = [(moment(c, held, work), moment) for moment in moments]
+    most, moment = max(found, key=lambda item: item[0].total)
+    if not any(work.layers):
+        return most
+    without = replace(work, cuts=replace(work.cuts, rows=0.0))
+    routed = max(0.0, most.activations - moment(c, held, without).activations)
+    return replace(most, activations=most.activations - routed, experts=routed)
+
+
+def _kept(c: DecoderConfig, work: Work) -> list[float]:
+    """Of each layer and micro-batch, in bytes."""
+    out = []
+    for number, sparse in enumerate(work.layers):
+        how = work.again[number] if work.again else ""
+        each = part_kept(c, sparse, how, work.cuts, work.kernels) if how else kept(c, sparse, work.cuts, work.kernels)
+        out.append(each * work.tokens)
+    return out
+
+
+def _inside(c: DecoderConfig, work: Work) -> float:
+    """The most that backward of one layer takes beside what is kept; one that is computed again has all of itself."""
+    most = 0.0
+    for number, sparse in enumerate(work.layers):
+        once = working(c, sparse, work.cuts, work.kernels)
+        if work.again and work.again[number] == "full":
+            once += kept(c, sparse, work.cuts, work.kernels) - start(c, work.cuts, work.kernels)
+        most = max(most, once * work.tokens)
+    return most
+
+
+def _base(held: Held, gradients: float, **more: float) -> Bytes:
+    return Bytes(
+        weights=held.weights + held.gathered + held.unpacked,
+        gradients=gradients,
+        optimiser=held.optimiser,
+        communication=held.buffers,
+        workspace=WORKSPACE,
+        **more,
+    )
+
+
+def _at_loss(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+    before = held.gradients if held.from_start else 0.0
+    hidden = 2.0 * c.hidden_size * work.kernels.bytes * work.tokens  # the last layer's answer, and its gradient
+    logits = 0.0
+    if work.head_rows:
+        rows = min(work.head_rows, max(1, work.head_tokens))
+        # Softmax turns logits into their gradient in place; without Triton it makes fp32 copies.
+        logits = rows * work.vocabulary * (work.kernels.bytes if work.kernels.fused else 12.0)
+        logits += held.head_gradient + c.hidden_size * work.kernels.bytes * 2.0 * work.head_tokens
+    activations = work.in_flight * sum(_kept(c, work)) + hidden
+    return _base(held, before, activations=activations, logits=logits)
+
+
+def _at_first(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+    before = held.gradients if held.from_start else 0.0
+    hidden = c.hidden_size * work.kernels.bytes * work.tokens
+    activations = work.in_flight * sum(_kept(c, work)) + hidden + _inside(c, work)
+    gradients = before + held.layer_gradients + held.head_gradient / 2
+    return _base(held, gradients, activations=activations)
+
+
+def _at_last(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+    each = _kept(c, work)
+    rest = max(0.0, work.in_flight - 1) * sum(each) + (each[0] if each else 0.0)
+    extra = held.layer_gradients if held.from_start else 0.0
+    return _base(held, held.gradients + extra, activations=rest + _inside(c, work))
+
+
+def _at_update(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+    return _base(held, held.gradients)
+
+
+def fewest_recomputed(c: DecoderConfig, held: Held, work: Work, limit: float) -> int:
+    """How many layers, the first ones, must be computed again for a step to fit `limit` bytes; all, where none do."""
+    count = len(work.layers)
+    for number in range(count + 1):
+        if step_bytes(c, held, recomputing(work, number)).total <= limit:
+            return number
+    return count
+
+
+def recomputing(work: Work, number: int, how: str = "full") -> Work:
+    again = ("",) * len(work.layers) if not number else _first(len(work.layers), number, how)
+    return replace(work, again=again if number else ())
+
+
+def _first(count: int, number: int, how: str) -> tuple[str, ...]:
+    return (how,) * number + ("",) * (count - number)
+
+
+def layers_of(c: DecoderConfig, numbers: Sequence[int] | None = None) -> tuple[bool, ...]:
+    return tuple(c.sparse(n) for n in (range(c.num_layers) if numbers is None else numbers))

@@ -1,0 +1,164 @@
+"""Which layouts of a cluster fit and which is fastest: products of degrees, pruned before they are counted.
+
+Layouts are first timed with an estimate of the pipeline's wait; the best are then replayed. Called by recipes/planning.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from erniekit.errors import PlanError
+from erniekit.parallel.mesh import Layout, fit
+from erniekit.planner.evaluate import Candidate, Place, evaluate
+from erniekit.planner.job import Job
+from erniekit.planner.memory import GIB
+
+REPLAYED = 24  # of the fastest by estimate
+LONG = 16384  # tokens of a row below which context parallelism is not tried
+MOST_TENSOR = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    ranked: list[Candidate]  # that fit, the fastest first
+    nearest: Candidate | None  # of those that do not fit, the one with the least bytes
+    failed: dict[str, tuple[int, str]] = field(default_factory=dict)  # family of layouts -> how many, why the best of it
+    tried: int = 0
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def layouts(job: Job, ranks: int, devices: int) -> Iterator[Layout]:
+    """devices: of a machine; tensor parallelism stays inside one."""
+    c = job.model
+    most_tp = min(MOST_TENSOR, devices, max(c.num_heads, 1))
+    for tp in (d for d in divisors(ranks) if d <= most_tp and devices % d == 0):
+        for pp in (d for d in divisors(ranks // tp) if d <= c.num_layers):
+            for cp in _contexts(job, ranks // (tp * pp)):
+                rest = ranks // (tp * pp * cp)
+                if job.packs % (job.rows * rest):
+                    continue  # no layout of these degrees has the step's packs
+                yield from _spread(job, Layout(pp=pp, cp=cp, tp=tp, sequence_parallel=tp > 1), rest, devices)
+
+
+def _contexts(job: Job, left: int) -> list[int]:
+    return [d for d in divisors(left) if d == 1 or (job.length >= LONG and d <= 16 and job.length // d >= 2048)]
+
+
+def _spread(job: Job, base: Layout, rest: int, devices: int) -> Iterator[Layout]:
+    from dataclasses import replace
+
+    inside = max(1, devices // (base.tp * base.cp))
+    shards = sorted({d for d in (1, rest, min(rest, inside)) if rest % d == 0})
+    micro_batches = job.packs // (job.rows * rest)
+    virtual = [1]
+    if base.pp > 1 and micro_batches % base.pp == 0:
+        virtual += [v for v in (2, 4) if base.pp * v <= job.model.num_layers]
+    for fsdp in shards:
+        for stage in (1, 2, 3) if fsdp > 1 else (1,):
+            if stage == 2 and micro_batches == 1:
+                continue  # the same as stage 1
+            for v in virtual:
+                one = replace(base, fsdp=fsdp, dp=rest // fsdp, sharding_stage=stage, virtual_stages=v)
+                yield one
+                yield from _experts(job, one)
+
+
+def _experts(job: Job, one: Layout) -> Iterator[Layout]:
+    from dataclasses import replace
+
+    moe = job.model.moe
+    if moe is None:
+        return
+    if 1 < one.tp <= moe.experts:
+        yield replace(one, experts="tp")
+    for kind in ("data", "world"):
+        made = replace(one, experts=kind)
+        if (kind == "world") == (one.tp == 1):
+            continue  # of one tensor-parallel rank both are the same; of several, whole experts are the faster
+        pool = made.expert_pool
+        for degree in (d for d in divisors(pool) if 1 < d <= min(moe.experts, 128) and moe.experts % d == 0):
+            yield replace(made, ep=0 if degree == pool else degree)
+
+
+def search(job: Job, place: Place, ranks: int) -> Found:
+    fits: list[Candidate] = []
+    failed: dict[str, list[Candidate]] = {}
+    tried, nearest = 0, None
+    for layout in layouts(job, ranks, place.devices):
+        try:
+            layout = fit(ranks, layout)
+        except PlanError:
+            continue
+        tried += 1
+        made = evaluate(job, layout, place)
+        if not made.problem:
+            fits.append(made)
+            continue
+        failed.setdefault(family(layout), []).append(made)
+        if made.stages and (nearest is None or made.most.total < nearest.most.total):
+            nearest = made
+    if not tried:
+        return Found([], None, {"any": (0, batch_problem(job, ranks))}, 0)
+    fits.sort(key=lambda one: -one.tokens)
+    best = sorted((evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens)
+    return Found(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
+
+
+def batch_problem(job: Job, ranks: int) -> str:
+    return f"{job.packs} packs a step, {job.rows} in a micro-batch, divide over no number of data ranks that {ranks} has"
+
+
+def family(layout: Layout) -> str:
+    """The axes of a layout without their degrees."""
+    words = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
+    words += [f"stage{layout.sharding_stage}"] if layout.fsdp > 1 else []
+    words += ["ep"] if layout.experts_over_data else []
+    return " x ".join(words) or "one device"
+
+
+def _told(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tuple[int, str]]:
+    """Of each family of which nothing fits: how many layouts, and why the nearest does not."""
+    out = {}
+    for name, members in failed.items():
+        if name in fitting:
+            continue
+        near = min(members, key=lambda one: one.most.total if one.stages else float("inf"))
+        problem = near.problem
+        if near.family != "memory":
+            problem = Counter(one.problem for one in members).most_common(1)[0][0]
+        out[name] = (len(members), f"{problem} ({near.layout.describe()})")
+    return dict(sorted(out.items(), key=lambda item: -item[1][0]))
+
+
+def smallest(job: Job, place: Place, most: int, global_batch: bool = True) -> int | None:
+    """The fewest like devices on which some layout fits, whole machines from one machine on; None: not `most`."""
+    counts = [n for n in (1, 2, 4, 8) if n <= place.devices]
+    machines, n = [], place.devices
+    while n <= max(most, 4096):
+        machines.append(n)
+        n *= 2
+    for count in dict.fromkeys([*counts, *machines]):
+        if _any_fits(job, place, count):
+            return count
+    return None
+
+
+def _any_fits(job: Job, place: Place, ranks: int) -> bool:
+    """Most spread first: what takes the least memory is found at once."""
+    if ranks > 8 * GIB:
+        return False
+    found = sorted(layouts(job, ranks, min(place.devices, ranks)), key=_room_taken)
+    for layout in found:
+        if not evaluate(job, layout, place).problem:
+            return True
+    return False
+
+
+def _room_taken(layout: Layout) -> tuple[int, ...]:
+    return (-layout.sharding_stage * (layout.fsdp > 1), -layout.fsdp, -layout.pp, -layout.tp)

@@ -1,0 +1,180 @@
+"""Bytes of weights, gradients and optimiser states that a rank holds, from the sharding table the trainer works from.
+
+`of_rank` is exact, tensor by tensor. `Blocks` does the same for a search: of like layers one is counted, and of like
+ranks the first, which has the largest share of everything. Called by search.py; tests count real ranks against it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from math import gcd, prod
+
+from erniekit.kernels.moments8 import BLOCK, fits8
+from erniekit.models.costs import MASTER_BYTES, MOMENT_BYTES
+from erniekit.parallel.mesh import Layout
+from erniekit.parallel.sharding import FRONT, Sharding
+
+SMALLEST = 16  # columns of a block of 8-bit moments
+
+
+@dataclass(frozen=True)
+class Storing:
+    """How a run stores its tensors, by the keys that decide it. Names are the sharding's."""
+
+    trained: frozenset[str]
+    fp32: frozenset[str] = frozenset()  # stay fp32 whatever the run computes in
+    bits: Mapping[str, float] = field(default_factory=dict)  # of packed weights; all others are plain
+    compute: int = 2  # bytes
+    masters: str = "fp32"
+    moments: str = "fp32"
+    optimiser_away: bool = False  # offload_optim
+    shards_away: bool = False  # sharding: offload
+    in_backward: bool = False  # updates inside backward
+    reference: bool = False  # a second copy of the weights, for DPO
+    fused: bool = True  # an update that takes gradients in 16 bit
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one rank and a set of tensors, in bytes."""
+
+    weights: float = 0.0
+    master: float = 0.0  # beside the weight
+    moments: float = 0.0
+    gradients: float = 0.0  # as kept until the update
+    formed: float = 0.0  # as backward forms them, before they are shared out
+    gathered: float = 0.0  # of all ranks' shards together, as computed with
+    largest: float = 0.0  # packed weight, unpacked
+    trained: float = 0.0  # numbers, not bytes
+    reduced: float = 0.0  # trained numbers before sharding
+
+    def __add__(self, other: Share) -> Share:
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Share(**{**sums, "largest": max(self.largest, other.largest)})
+
+    def times(self, count: float) -> Share:
+        scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
+        return Share(**{**scaled, "largest": self.largest if count else 0.0})
+
+
+def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
+    layout = sharding.layout
+    local = sharding.local_shape(name, rank)
+    count = prod(local)
+    place = layout.expert_place(rank)[0] if layout.experts_over_data and sharding.is_expert(name) else 0
+    before = prod(sharding.tp_shape(name, layout.coords(rank)["tp"], place))
+    sharded = layout.fsdp > 1 and name not in sharding.packed
+    if name in storing.bits:
+        rows = local[0] if local else 0
+        return Share(weights=count * storing.bits[name] / 8 + 4 * rows, largest=2.0 * count)
+    wide = sharded or storing.compute == 4 or name in storing.fp32
+    weights = count * (4 if wide else storing.compute) * (2 if storing.reference and name in storing.trained else 1)
+    gathered = before * (4 if name in storing.fp32 else storing.compute) if sharded else 0
+    if name not in storing.trained:
+        return Share(weights=weights, gathered=gathered)
+    master = 0.0 if wide else count * _master(storing, local)
+    return Share(
+        weights=weights,
+        master=master,
+        moments=_moments(sharding, name, local, storing) + 4,
+        gradients=count * _gradient(layout, storing, wide, micro_batches),
+        formed=before * (4 if wide and not sharded else storing.compute),
+        gathered=gathered,
+        trained=count,
+        reduced=before,
+    )
+
+
+def _master(storing: Storing, shape: tuple[int, ...]) -> float:
+    kind = "exact16" if storing.masters == "none" and len(shape) != 2 else storing.masters
+    return MASTER_BYTES[kind]
+
+
+def _moments(sharding: Sharding, name: str, local: tuple[int, ...], storing: Storing) -> float:
+    count = prod(local)
+    block = _block(sharding, name) if storing.moments == "8bit" else 0
+    if storing.moments == "8bit" and block:
+        return 2.0 * count + 3 * 4 * local[0] * -(-local[1] // block)
+    return count * (MOMENT_BYTES["fp32"] if storing.moments == "8bit" else MOMENT_BYTES[storing.moments])
+
+
+def _block(sharding: Sharding, name: str) -> int:
+    """Columns that share a scale: fewer where tensor parallelism cuts inside a block, none where few would be left."""
+    if not fits8(sharding.shape(name)):
+        return 0
+    cuts = (sharding.cut(name, tp) for tp in range(sharding.layout.tp))
+    block = gcd(BLOCK, *(cut.columns[0] for cut in cuts if cut is not None and cut.columns is not None))
+    return block if block >= SMALLEST else 0
+
+
+def _gradient(layout: Layout, storing: Storing, wide: bool, micro_batches: int) -> float:
+    """Bytes of a kept gradient: in 16 bit only where one micro-batch on one rank is all there is."""
+    several = micro_batches > 1 or layout.size > 1
+    return 4.0 if wide or several or not storing.fused else float(storing.compute)
+
+
+def of_rank(sharding: Sharding, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
+    held = (name for name in sharding.names() if sharding.holds(name, rank))
+    return total(of_tensor(sharding, name, rank, storing, micro_batches) for name in held)
+
+
+def total(shares: Iterable[Share]) -> Share:
+    found = Share()
+    for share in shares:
+        found = found + share
+    return found
+
+
+class Blocks:
+    """The tensors of a model by the block they belong to: one dense layer, one with experts, and what is around them."""
+
+    def __init__(self, sharding: Sharding, sparse: tuple[bool, ...], storing: Storing) -> None:
+        self.sharding, self.sparse, self.storing = sharding, sparse, storing
+        first = {kind: sparse.index(kind) for kind in dict.fromkeys(sparse)}
+        self.names: dict[str, list[str]] = {"embed": [], "front": [], "last": [], "dense": [], "sparse": []}
+        for name in sharding.names():
+            if name.startswith("layers."):
+                number = int(name.split(".")[1])
+                if first[sparse[number]] == number:
+                    self.names["sparse" if sparse[number] else "dense"].append(name)
+            elif name.startswith("embed."):
+                self.names["embed"].append(name)
+            else:
+                self.names["front" if name.startswith(FRONT) else "last"].append(name)
+        self._known: dict[tuple[object, ...], dict[str, Share]] = {}
+
+    def shares(self, layout: Layout, micro_batches: int) -> dict[str, Share]:
+        """Of the first rank, by block; the same for layouts that cut tensors alike."""
+        key = (
+            layout.tp, layout.fsdp * layout.cp if layout.fsdp > 1 else 1, layout.experts_over, layout.expert_ranks,
+            layout.expert_copies, layout.size > 1, micro_batches > 1,
+        )  # fmt: skip
+        if key not in self._known:
+            table = copy.copy(self.sharding)
+            table.layout = layout
+            self._known[key] = {
+                block: total(of_tensor(table, name, 0, self.storing, micro_batches) for name in names)
+                for block, names in self.names.items()
+            }
+        return self._known[key]
+
+    def stage(self, layout: Layout, numbers: Iterable[int], first: bool, last: bool, micro_batches: int) -> Share:
+        """Of a rank with these layers."""
+        each = self.shares(layout, micro_batches)
+        held = [self.sparse[n] for n in numbers]
+        found = each["dense"].times(held.count(False)) + each["sparse"].times(held.count(True))
+        if first:
+            found = found + each["embed"] + each["front"]
+        if last:
+            found = found + each["last"]
+            if self.sharding.embeds_last and not first:
+                found = found + each["embed"]
+        return found
+
+    def largest_layer(self, layout: Layout, numbers: Iterable[int], micro_batches: int) -> Share:
+        each = self.shares(layout, micro_batches)
+        kinds = {self.sparse[n] for n in numbers}
+        found = [each["sparse" if sparse else "dense"] for sparse in kinds]
+        return max(found, key=lambda share: share.formed + share.gathered + share.largest, default=Share())

@@ -1,0 +1,146 @@
+"""Seconds of a step: FLOPs by kind over rates, bytes over memory and links, the pipeline by replay. Called by search.py.
+
+Constants of element-wise traffic were fitted once to the profiles of docs/performance.md (H200); docs/planner.md has
+the error of every recorded run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.models.config import DecoderConfig
+from erniekit.models.costs import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    layer_products,
+)
+from erniekit.parallel.mesh import Layout
+from erniekit.planner.cards import Rates
+from erniekit.planner.job import Job
+from erniekit.planner.static_bytes import Share
+
+# Numbers read or written by the passes between products, both ways, per token: of width H, MLP width, heads; of a
+# choice's row: H and expert width.
+OF_HIDDEN, OF_WIDTH, OF_HEADS = 20, 8, 4
+OF_ROW_HIDDEN, OF_ROW_WIDTH = 10, 12
+FORWARD_SHARE = 0.4  # of that traffic
+LOW_RANK = 1.2  # a linear with adapters, over the same without
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a group's collectives reach, by how far its ranks are apart."""
+
+    rates: Rates
+    devices: int  # of one machine
+
+    def over(self, extent: int) -> float:
+        """extent: how many neighbouring ranks the group reaches over."""
+        return self.rates.link if extent <= self.devices else self.rates.network
+
+    def reduce(self, size: float, ranks: int, extent: int) -> float:
+        """Seconds of an all-reduce; a gather or a scatter is half of it."""
+        if ranks < 2 or not size:
+            return 0.0
+        return 2 * (ranks - 1) / ranks * size / self.over(extent) + self.rates.latency
+
+    def gather(self, size: float, ranks: int, extent: int) -> float:
+        return self.reduce(size, ranks, extent) / 2
+
+    def exchange(self, size: float, ranks: int, extent: int) -> float:
+        """Of an all-to-all in which every rank sends `size`."""
+        if ranks < 2 or not size:
+            return 0.0
+        return (ranks - 1) / ranks * size / self.over(extent) + self.rates.latency
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    forward: float
+    backward: float
+    host: float  # launches, both ways
+
+
+def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: Rates, links: Links) -> LayerTime:
+    """Of one micro-batch; tokens: of this rank, its part of a sequence that context parallelism cuts."""
+    c, tp = job.model, layout.tp
+    flops = {"dense": 0.0, "grouped": 0.0}
+    for product in layer_products(c, sparse):
+        kind = "grouped" if product.kind == "experts" else "dense"
+        # Experts too: cut inside, or dealt out so that as many rows come from other ranks as go there.
+        flops[kind] += FORWARD * product.weights_met * tokens / tp
+    low = LOW_RANK if job.rank else 1.0
+    products = flops["dense"] * low / rates.dense + flops["grouped"] / rates.grouped
+    back = (INPUT_GRADIENT + (0 if job.rank else WEIGHT_GRADIENT)) / FORWARD
+    heads = c.num_heads * c.head_dim / tp
+    attention = heads * tokens * job.documents / rates.attention_at(job.documents)
+    traffic = element_bytes(c, sparse, job.compute) * tokens / (tp if layout.sequence_parallel or tp == 1 else 1.0)
+    between = traffic / rates.elementwise
+    wait = exchanges(job, sparse, layout, tokens, links)
+    return LayerTime(
+        products + ATTENTION_FORWARD * attention + FORWARD_SHARE * between + wait,
+        products * back + ATTENTION_BACKWARD * attention + (1 - FORWARD_SHARE) * between + wait,
+        rates.expert_launch if sparse else rates.layer_launch,
+    )
+
+
+def element_bytes(c: DecoderConfig, sparse: bool, each: int) -> float:
+    """Of a token, both ways."""
+    m = c.moe
+    width = c.intermediate_size if m is None or not sparse else m.shared_width
+    values = OF_HIDDEN * c.hidden_size + OF_WIDTH * width
+    values += OF_HEADS * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    if m is not None and sparse:
+        values += m.choices * (OF_ROW_HIDDEN * c.hidden_size + OF_ROW_WIDTH * m.width)
+    return float(each * values)
+
+
+def exchanges(job: Job, sparse: bool, layout: Layout, tokens: int, links: Links) -> float:
+    """Seconds of the collectives inside one layer, one way."""
+    c = job.model
+    hidden = tokens * c.hidden_size * job.compute
+    out = 2 * links.reduce(hidden, layout.tp, layout.tp)
+    if layout.cp > 1:
+        kv = tokens * layout.cp * 2 * c.num_kv_heads * c.head_dim * job.compute / layout.tp
+        out += links.gather(kv, layout.cp, layout.cp * layout.tp)
+    if sparse and c.moe is not None and layout.experts_over_data:
+        own = hidden / (layout.tp if layout.experts_over == "world" else 1)
+        reach = layout.expert_ranks * (1 if layout.experts_over == "world" else layout.tp)
+        out += 2 * links.exchange(own * c.moe.choices, layout.expert_ranks, reach)
+    return out
+
+
+def head_time(job: Job, layout: Layout, tokens: int, rates: Rates) -> tuple[float, float]:
+    """The head and its loss: gradients are formed in the forward pass."""
+    c = job.model
+    weights = c.vocab_size * c.hidden_size / layout.tp
+    each = FORWARD + INPUT_GRADIENT + (0 if job.rank else WEIGHT_GRADIENT)
+    trained = tokens * job.trained
+    logits = trained * c.vocab_size / layout.tp * 2 * job.compute
+    return each * weights * trained / rates.dense + logits / rates.elementwise, 0.0
+
+
+def update_time(share: Share, job: Job, rates: Rates) -> float:
+    """Every state read and written, the gradient read, the weight written."""
+    states = share.master + share.moments
+    away = 2 * states / rates.host if job.offload_optimiser else 0.0
+    return max(away, (2 * states + share.gradients + share.trained * job.compute) / rates.update)
+
+
+def sharing_time(job: Job, layout: Layout, share: Share, micro_batches: int, links: Links) -> tuple[float, float]:
+    """Seconds of weights and gradients between data ranks: (beside the computation, after it)."""
+    beside = after = 0.0
+    reach = layout.tp * layout.cp
+    if layout.fsdp > 1:
+        ranks, extent = layout.fsdp * layout.cp, layout.fsdp * reach
+        times = 2 if layout.sharding_stage == 3 else 1
+        beside += micro_batches * times * links.gather(share.gathered, ranks, extent)
+        reductions = 1 if layout.sharding_stage == 1 else micro_batches
+        beside += reductions * links.gather(4 * share.reduced, ranks, extent)
+        after += links.reduce(4 * share.trained, layout.dp, layout.dp * extent)
+    else:
+        after += links.reduce(4 * share.trained, layout.dp * layout.cp, layout.dp * reach)
+    return beside, after

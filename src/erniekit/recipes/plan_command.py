@@ -1,0 +1,248 @@
+"""`erniekit plan RECIPE --cluster 8x80G`: which layouts fit, how fast each would be, and what else could be changed.
+
+In the command table. Says what it is about to do before torch is imported; needs no device and no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from erniekit.config import RunConfig, load
+from erniekit.errors import ConfigError, PlanError
+from erniekit.log import say
+from erniekit.planner.cards import rates_of
+from erniekit.planner.cluster import FIX, Cluster, parse
+
+if TYPE_CHECKING:
+    from erniekit.planner.evaluate import Candidate, Place
+    from erniekit.planner.job import Job
+    from erniekit.planner.search import Found
+
+OPTIONS = ("--cluster", "--write", "--calibration", "--packs", "--top")
+MARK = "# written by `erniekit plan`"
+
+
+def plan_command(args: list[str]) -> int:
+    began = time.perf_counter()
+    words, given, as_json = _options(args)
+    cluster = parse(given.get("--cluster") or _missing())
+    calibrated = _calibration(given.get("--calibration"))
+    packs = _number(given, "--packs")
+    cfg = load(words, "train")
+    target = _target(given.get("--write"))
+    if not as_json:
+        say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
+    told = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
+    told["seconds"] = time.perf_counter() - began
+    best = told["ranked"][0] if told["ranked"] else None
+    if target is not None:
+        if best is None:
+            raise PlanError("no layout fits: nothing is written", where=f"--write {target}", fix=told["advice"])
+        write(target, cfg, best["keys"], cluster)
+        told["written"] = str(target)
+    if as_json:
+        print(json.dumps(told, indent=1))
+    elif target is not None:
+        say(f"written  {target}: train with `erniekit train {target}`")
+    if best is None and not as_json:
+        raise PlanError(
+            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=told["advice"]
+        )
+    return 0 if best else 2
+
+
+def _planned(
+    cfg: RunConfig, cluster: Cluster, calibrated: dict[str, Any] | None, packs: int | None, quiet: bool, top: int
+) -> dict[str, Any]:
+    from erniekit.planner import report
+    from erniekit.planner.evaluate import Place, evaluate
+    from erniekit.planner.islands import across
+    from erniekit.planner.search import search
+    from erniekit.recipes.planning import job_of, own_layout, packs_of, shape_of
+
+    shape = shape_of(cfg)
+    job = job_of(cfg, shape, packs or packs_of(cfg, cluster.size))
+    places = [Place(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
+    place = places[0]
+    if not quiet:
+        _show_job(cfg, job, shape.source, place)
+    if len(cluster.islands) > 1:
+        found = across(job, cluster, places)
+        own = None
+    else:
+        found = search(job, place, cluster.size)
+        layout = own_layout(cfg, cluster.size)
+        own = evaluate(job, layout, place, exact=True) if layout is not None else None
+    prices = _prices(cfg, job, place, found) if len(cluster.islands) == 1 else []
+    fewest = _fewest(job, place, cluster.size) if len(cluster.islands) == 1 else None
+    advice = _advice(found, prices, fewest, place)
+    if not quiet:
+        _show(found, own, prices, fewest, place, top or report.SHOWN)
+    return {
+        "cluster": cluster.describe(),
+        "ranks": cluster.size,
+        "packs_per_step": job.packs,
+        "rates": dict(place.rates.source),
+        "tried": found.tried,
+        "ranked": [report.as_json(one) for one in found.ranked[: top or 20]],
+        "own": report.as_json(own) if own is not None else None,
+        "rejected": {name: {"layouts": count, "why": why} for name, (count, why) in found.failed.items()},
+        "levers": [{"keys": keys, "tokens_per_second": t, "gib": gib, "costs": loses} for keys, t, gib, loses in prices],
+        "smallest": fewest,
+        "advice": advice,
+    }
+
+
+def _show_job(cfg: RunConfig, job: Job, source: str, place: Place) -> None:
+    from erniekit.planner import report
+
+    how = f"LoRA rank {job.rank}" if job.rank else "all weights"
+    say(
+        f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
+        f"{job.packs} packs of {job.length} tokens a step, {job.rows} in a micro-batch"
+    )
+    say(f"rates    {report.sources(place.rates)}")
+
+
+def _show(
+    found: Found, own: Candidate | None, prices: list[Any], fewest: int | None, place: Place, top: int
+) -> None:
+    from erniekit.planner import report
+
+    say(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
+    if found.ranked:
+        for line in (*report.table(found.ranked, top), "", *report.bytes_table(found.ranked[0])):
+            say(f"  {line}" if line else "")
+    if own is not None:
+        fate = own.problem or f"{own.tokens:,.0f} tokens/s, {own.most.total / 2**30:.0f} GiB a rank"
+        say(f"recipe's {own.layout.describe()}: {fate}")
+    for title, lines in (("rejected", report.rejected(found)), ("levers", report.lever_lines(prices))):
+        for k, line in enumerate(lines):
+            say(f"{title if k == 0 else '':<9}{line}")
+    if fewest:
+        say(f"smallest {fewest} of these devices")
+
+
+def _prices(cfg: RunConfig, job: Job, place: Place, found: Found) -> list[tuple[dict[str, Any], float | None, float, str]]:
+    """Each change by itself, on the best layout, or on the one that is nearest to fitting."""
+    from erniekit.planner.evaluate import evaluate
+    from erniekit.recipes.planning import levers
+
+    one = found.ranked[0] if found.ranked else found.nearest
+    if one is None:
+        return []
+    out = []
+    for lever in levers(cfg, job):
+        made = evaluate(lever.job, one.layout, place, exact=True)
+        if made.stages:
+            tokens = None if made.problem else made.tokens
+            out.append((lever.keys, tokens, made.most.total / 2**30, lever.loses))
+    return out
+
+
+def _fewest(job: Job, place: Place, ranks: int) -> int | None:
+    """With a batch that any number of ranks divides: the number of cards is asked, not whether packs come out even."""
+    from dataclasses import replace
+
+    from erniekit.planner.search import smallest
+
+    return smallest(replace(job, packs=job.rows * 2**12 * 3**2 * 7), place, ranks)
+
+
+def _advice(found: Found, prices: list[Any], fewest: int | None, place: Place) -> str:
+    """One change that fits."""
+    if found.ranked:
+        return ""
+    if not found.tried:
+        return f"{found.failed['any'][1]}: give --packs"
+    fits = [(tokens, keys) for keys, tokens, _, _ in prices if tokens is not None]
+    if fits:
+        return "set " + ", ".join(f"{key}: {value}" for key, value in max(fits, key=lambda item: item[0])[1].items())
+    if fewest:
+        return f"use {fewest} of these devices ({place.card.name})"
+    return "use cards with more memory, or fine_tuning: LoRA with frozen_base: wint4/8"
+
+
+def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) -> None:
+    """A recipe of its own: the planned layout over the recipe's other keys, which it includes."""
+    import yaml
+
+    values = {name: cfg[name] for name in cfg.flat() if cfg.given(name)}
+    values |= keys
+    clean = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
+    text = f"{MARK} for {cluster.describe()}; the layout is at the end\n" + yaml.safe_dump(clean, sort_keys=False)
+    made = target.with_name(f".{target.name}.{os.getpid()}")
+    made.write_text(text, encoding="utf-8")
+    os.replace(made, target)
+
+
+def _target(word: str | None) -> Path | None:
+    """Before anything is computed: a file that is there and not ours is left alone."""
+    if word is None:
+        return None
+    target = Path(word).expanduser()
+    if not target.parent.is_dir():
+        raise ConfigError(f"no folder {target.parent}", where=f"--write {word}", fix="create it, or name another file")
+    if target.is_symlink() or (target.exists() and not (target.is_file() and _ours(target))):
+        raise ConfigError(
+            f"{target} exists and was not written by `erniekit plan`", where="--write", fix="name a new file"
+        )
+    return target
+
+
+def _ours(target: Path) -> bool:
+    with target.open(encoding="utf-8", errors="replace") as lines:
+        return lines.readline().startswith(MARK)
+
+
+def _calibration(word: str | None) -> dict[str, Any] | None:
+    from erniekit.files import read_object
+
+    if word is None:
+        return None
+    try:
+        found = read_object(Path(word).expanduser(), ConfigError)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no file {word}", where="--calibration", fix="write one with `erniekit bench --calibrate`"
+        ) from None
+    if found.get("format") != "erniekit-calibration-1":
+        raise ConfigError("not a calibration file", where=word, fix="write one with `erniekit bench --calibrate`")
+    return dict(found)
+
+
+def _number(given: dict[str, str], option: str) -> int | None:
+    word = given.get(option)
+    if word is None:
+        return None
+    if not word.isdigit() or not int(word):
+        raise ConfigError(f"{option} {word} is no number above 0", where="erniekit plan", fix=f"{option} 64")
+    return int(word)
+
+
+def _missing() -> str:
+    raise ConfigError("which cluster?", where="erniekit plan", fix=f"--cluster: {FIX}")
+
+
+def _options(args: list[str]) -> tuple[list[str], dict[str, str], bool]:
+    """(words for the config, our options, --json)."""
+    words: list[str] = []
+    given: dict[str, str] = {}
+    as_json, rest = False, iter(args)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if word == "--json":
+            as_json = True
+        elif name in OPTIONS:
+            text = value if equals else next(rest, "")
+            if not text:
+                raise ConfigError(f"{name} has no value", where="erniekit plan", fix="erniekit plan --help")
+            given[name] = text
+        else:
+            words.append(word)
+    return words, given, as_json
