@@ -194,7 +194,7 @@ def test_every_migrated_script_trains_shrunken(ranks, models, corpus, tmp_path, 
     more = [f"{word}{(',' + word.partition('=')[2]) * (len(cfg.data.train_dataset_path) - 1)}" for word in more]
     if cfg.train.stage == "PT":
         more = [f"model_name_or_path={ROOT / 'examples/pre-training/llama/llama-13b'}"]
-    check(ranks, recipe, models, tmp_path / "out", 8, SCRIPTS[name], *more)
+    check(ranks, recipe, models, tmp_path / "out", 4, SCRIPTS[name], *more)
 
 
 def free_port() -> int:
