@@ -94,8 +94,8 @@ def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
     return degrees
 
 
-def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, list[str]]:
-    """How many ranks, and what is typed after `erniekit train`."""
+def shrunken(path: Path, models: Path, output: Path, most: int, model: str = "") -> tuple[int, list[str]]:
+    """How many ranks, and what is typed after `erniekit train`. model: of TINY; else the recipe's folder says it."""
     cfg = load([str(path)])
     kind = cfg.precision.compute_type
     pp, tp, sd = "pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree"
@@ -127,7 +127,7 @@ def shrunken(path: Path, models: Path, output: Path, most: int) -> tuple[int, li
         keys |= _pre_training(cfg, models, degrees[sd] * micro * cfg.train.batch_size)
     else:
         keys["max_seq_len"] = 1024 if "/fc/" in str(path) else 256
-        keys["model_name_or_path"] = models / path.parent.parent.name.removeprefix("ERNIE-4.5-")
+        keys["model_name_or_path"] = models / (model or path.parent.parent.name.removeprefix("ERNIE-4.5-"))
     return math.prod(degrees.values()), [str(path), *(f"{name}={value}" for name, value in keys.items())]
 
 
@@ -153,9 +153,9 @@ def train(folder: str, words: list[str]) -> int:
     return main(["train", *words])
 
 
-def check(ranks: Ranks, path: Path, models: Path, output: Path, most: int) -> None:
-    count, words = shrunken(path, models, output, most)
-    assert set(ranks.run(count, train, str(ROOT), words)) == {0}
+def check(ranks: Ranks, path: Path, models: Path, output: Path, most: int, model: str = "", *more: str) -> None:
+    count, words = shrunken(path, models, output, most, model)
+    assert set(ranks.run(count, train, str(ROOT), [*words, *more])) == {0}
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == STEPS
@@ -172,6 +172,29 @@ def test_a_shrunken_recipe_trains(ranks, models, corpus, tmp_path, name):
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_every_shrunken_recipe_trains(ranks, models, corpus, tmp_path, name):
     check(ranks, ALL[name], models, tmp_path / "out", most=8)
+
+
+# Launch scripts of the seed documents -> the tiny model that stands for theirs.
+SCRIPTS = {
+    "ascend_300b_lora": "300B-A47B",
+    "ascend_300b_sft": "300B-A47B",
+    "iluvatar_21b_lora": "21B-A3B",
+    "llama_13b_four_nodes": "",
+    "nvidia_iluvatar_21b_lora": "21B-A3B",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_migrated_script_trains_shrunken(ranks, models, corpus, tmp_path, name):
+    recipe = tmp_path / "migrated.yaml"
+    assert main(["migrate", str(ROOT / f"tests/data/migrate/{name}.sh"), "--output", str(recipe)]) == 0
+    cfg = load([str(recipe)])
+    more = [f"{key}={ROOT / 'examples/data/sft-train.jsonl'}" for key in ("train_dataset_path", "eval_dataset_path")]
+    more = [f"{word}{(',' + word.partition('=')[2]) * (len(cfg.data.train_dataset_path) - 1)}" for word in more]
+    if cfg.train.stage == "PT":
+        more = [f"model_name_or_path={ROOT / 'examples/pre-training/llama/llama-13b'}"]
+    check(ranks, recipe, models, tmp_path / "out", 4, SCRIPTS[name], *more)
 
 
 def free_port() -> int:

@@ -66,9 +66,9 @@ def test_a_circle_is_refused_with_the_line_that_closes_it(tree, link, capsys):
 
 
 def test_a_base_that_is_not_there_is_the_fault_of_its_line(tree, capsys):
-    tree(run="seed: 1\nbase: runn.yaml\n")
+    tree(run="seed: 1\nbase: run2.yaml\n")
     found = error("run.yaml")
-    assert "cannot read runn.yaml" in found.what
+    assert "cannot read run2.yaml" in found.what
     assert found.where == "run.yaml:2"
     assert "did you mean run.yaml?" in found.fix
     assert main(["config", "run.yaml"]) == 2

@@ -22,7 +22,7 @@ from erniekit.config.sources import JSON, SECTIONED, YAML, words_by_key
 from erniekit.errors import ConfigError
 from erniekit.files import refuse_special
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 200_000  # a launch script is a few kilobytes
 # Commands of a script that have nothing to do with the run, and why each is left out.
 ASIDE = {
     "rm": "nothing is deleted for you: a run goes on in its output_dir or refuses a folder that is not its own",

@@ -42,6 +42,7 @@ class _Reader:
     at: int = 0
     line: int = 1
     variables: dict[str, ShellWord] = field(default_factory=dict)
+    here: list[str] = field(default_factory=list)  # ends of the here-documents that follow this line
 
     def peek(self, ahead: int = 0) -> str:
         at = self.at + ahead
@@ -177,6 +178,8 @@ def _statements(reader: _Reader) -> Iterator[Statement]:
             if not char:
                 return
             reader.take()
+            if char == "\n":
+                _skip_here_documents(reader)
             if char in "&|" and reader.peek() == char:
                 reader.take()
         else:
@@ -186,12 +189,27 @@ def _statements(reader: _Reader) -> Iterator[Statement]:
 
 
 def _redirection(reader: _Reader) -> None:
-    """Skips `> file`, `2>&1`, `<<< text`; where output goes is no part of a run."""
+    """Skips `> file`, `2>&1`, `<<< text`; where output goes is no part of a run, nor is a text that is handed in."""
+    start = reader.at
     while reader.peek() and (reader.peek().isdigit() or reader.peek() in "<>&"):
         reader.take()
-    while reader.peek() and reader.peek() in " \t":
+    sign = reader.text[start : reader.at].lstrip("0123456789")
+    while reader.peek() and reader.peek() in (" \t-" if sign == "<<" else " \t"):
         reader.take()
-    reader.word()
+    words = reader.word()
+    if sign == "<<" and words:
+        reader.here.append(words[0].text)
+
+
+def _skip_here_documents(reader: _Reader) -> None:
+    while reader.here:
+        end = reader.here.pop(0)
+        while reader.peek():
+            line, newline, _ = reader.text[reader.at :].partition("\n")
+            reader.at += len(line) + len(newline)
+            reader.line += len(newline)
+            if line.strip() == end:
+                break
 
 
 def _assignment(reader: _Reader) -> list[ShellWord]:

@@ -42,6 +42,12 @@ def test_commands_end_where_the_shell_ends_them():
     assert [s.piped for s in read_script("d 2>&1 | tee e\nf", "run.sh")] == [False, True, False]
 
 
+def test_a_text_that_is_handed_to_a_command_is_none_of_the_script():
+    text = "cat > x <<'END'\nerniekit train a.yaml\nEND\ncat <<-EOF | b\n  c\n  EOF\nd <<< e\nf"
+    assert words(text) == [["cat"], ["cat"], ["b"], ["d"], ["f"]]
+    assert read_script(text, "run.sh")[-1].line == 8
+
+
 def test_words_know_their_line_and_assignments_their_command():
     (statement,) = read_script("# one\nA=1 B=2 run \\\n  --x \\\n  3\n", "run.sh")
     assert [(w.text, w.line) for w in statement.words] == [("run", 2), ("--x", 3), ("3", 4)]
