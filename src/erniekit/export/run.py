@@ -184,8 +184,8 @@ def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequenc
             return
 
         @torch.no_grad()
-        def answer(ids: torch.Tensor, adapter: Adapter = adapter) -> torch.Tensor:
-            logits: torch.Tensor = streamed(source, adapter)(ids)
+        def answer(ids: torch.Tensor, adapter: Adapter = adapter, **more: Any) -> torch.Tensor:
+            logits: torch.Tensor = streamed(source, adapter)(ids, **more)
             return logits
 
         check_answers(folder, source.path, answer, source.dtype(), source.config.moe is not None)

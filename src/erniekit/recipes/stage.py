@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from erniekit.checkpoint.probe import Probe, probe_from
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
@@ -61,6 +62,10 @@ class TrainingStage:
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         """The first prompt as a server will send it and as training begins it; None: no conversation to compare."""
         return first_prompts(cfg, data, tokenizer)
+
+    def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
+        """What checkpoints are asked when they are saved, read and exported."""
+        return probe_from(first, cfg.checkpoint.probe_tokens)
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""

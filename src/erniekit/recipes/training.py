@@ -14,10 +14,9 @@ from itertools import count
 from pathlib import Path
 
 from erniekit.checkpoint.manager import CheckpointManager
-from erniekit.checkpoint.probe import probe_from
+from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
-from erniekit.data.types import Batch
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
@@ -99,7 +98,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         if cfg.train.doctor == "on":
             doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
-        saver = saver_for(cfg, manager, built, optimizer, first, disks, launch, scales)
+        probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
+        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales)
         state = resume.restore(cfg, saver, point, data, promise)
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels)  # nothing is refused from here on
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
@@ -166,7 +166,7 @@ def saver_for(
     manager: CheckpointManager,
     built: Built,
     optimizer: AdamW,
-    first: Batch,
+    probe: Probe | None,
     disks: resume.Disks,
     launch: str = "",
     scales: StaticScales | None = None,
@@ -178,7 +178,7 @@ def saver_for(
         optimizer,
         built.device,
         built.sharding,
-        probe_from(first, cfg.checkpoint.probe_tokens) if cfg.checkpoint.probe_tokens else None,
+        probe,
         built.pieces,
         built.write_weights,
         built.read_weights,

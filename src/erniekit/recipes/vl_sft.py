@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.data.vision.rules import VisionTokens
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
@@ -52,6 +54,12 @@ class VisionStage(TrainingStage):
     ) -> dict[str, float]:
         looked_at = batches if prepare is None else (batch for one in batches for batch in prepare([one]))
         return super().evaluate(cfg, engine, looked_at, None, go_on)
+
+    def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
+        tokens, v = VisionTokens.of(tokenizer), built.folder.config.vision
+        assert v is not None
+        shown = PictureTokens(tokens.image_start, tokens.placeholder, tokens.image_end, v.patch_size, v.merge)
+        return with_picture(super().probe(cfg, built, first, tokenizer), shown)
 
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         return vision_data.first_prompts(cfg, data, tokenizer)
