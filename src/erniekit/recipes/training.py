@@ -95,13 +95,16 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         scales = fp8_training.scales_of(cfg, built, first)
         coverage = run_summary.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
+        checks = []
         if cfg.train.doctor == "on":
-            doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
+            checks = doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
         saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales)
         state = resume.restore(cfg, saver, point, data, promise)
-        run_summary.describe(record, cfg, data, coverage, plan.device, kernels)  # nothing is refused from here on
+        notes = [prepare.told] if isinstance(prepare, KeptFeatures) else []
+        # Nothing is refused from here on.
+        run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),

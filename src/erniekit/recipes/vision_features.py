@@ -126,7 +126,7 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     collate.store = FeatureStore(folder / name, shape, room)
     for part in _seeing(built):
         part.kept = TOKENS if shape.tokens else TOWER
-    return KeptFeatures(eyes, collate.store, built.device.handle, told)
+    return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {told}")
 
 
 def _seeing(built: Built) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
@@ -10,20 +10,28 @@ from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.data.vision.collate import VisionCollate
+from erniekit.data.vision.layout import tokens_of
 from erniekit.data.vision.rules import VisionTokens
+from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
 from erniekit.recipes.built import Built
+from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, eval_batches
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.vision_checks import picture_lines, pixels_count, pixels_stay_inside
 from erniekit.recipes.vision_features import feature_cache
 from erniekit.train.evaluate import GoOn
 
 
 class VisionStage(TrainingStage):
+    def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
+        return (LOSS_PICTURES, LOSS_TEXT)
+
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         return vision_data.open_vision_data(plan, tokenizer, output)
 
@@ -56,13 +64,28 @@ class VisionStage(TrainingStage):
         return super().evaluate(cfg, engine, looked_at, None, go_on)
 
     def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
-        tokens, v = VisionTokens.of(tokenizer), built.folder.config.vision
-        assert v is not None
-        shown = PictureTokens(tokens.image_start, tokens.placeholder, tokens.image_end, v.patch_size, v.merge)
-        return with_picture(super().probe(cfg, built, first, tokenizer), shown)
+        return with_picture(super().probe(cfg, built, first, tokenizer), _shown(built, tokenizer))
+
+    def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
+        shown = _shown(built, tokenizer)
+        return [lambda: pixels_stay_inside(built, shown), lambda: pixels_count(built.engine, first)]
+
+    def picture_lines(self, built: Built, data: TrainData) -> list[str]:
+        collate, samples = data.collate, data.pack(0).samples
+        assert isinstance(collate, VisionCollate)
+        assert collate.rules is not None
+        media = samples[0].media
+        counts = [tokens_of(medium, collate.rules) for medium in media.sources] if media is not None else []
+        return list(picture_lines(samples[0], counts))
 
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         return vision_data.first_prompts(cfg, data, tokenizer)
+
+
+def _shown(built: Built, tokenizer: Tokenizer) -> PictureTokens:
+    tokens, v = VisionTokens.of(tokenizer), built.folder.config.vision
+    assert v is not None
+    return PictureTokens(tokens.image_start, tokens.placeholder, tokens.image_end, v.patch_size, v.merge)
 
 
 STAGE = VisionStage()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from erniekit.train.step import Launched, StepResult
     from erniekit.train.trainer import Trainer
 
+BANKS = ("text", "vision")  # in the order of a layer's loads
 Pieces = tuple[torch.Tensor, tuple[Box, ...]]  # this rank's memory of a bias, and where in it which experts are
 
 
@@ -84,8 +85,11 @@ class ExpertBalance(Hook):
 
     def metrics(self) -> dict[str, float]:
         """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
-        `moe_dead_experts`, how many were never chosen."""
+        `moe_dead_experts`, how many were never chosen; of a model that sees, the load of each bank as well."""
         loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
-        worst = (loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)).max()
-        worst_value, dead = torch.stack((worst, (loads == 0).sum().double())).tolist()
-        return {"moe_load": worst_value, "moe_dead_experts": dead}
+        uneven = loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)
+        banks = uneven.amax(0) if uneven.dim() == 2 else uneven.new_zeros(0)
+        worst_value, dead, *each = torch.cat((torch.stack((uneven.max(), (loads == 0).sum().double())), banks)).tolist()
+        # A bank that met no token is uneven by nothing.
+        of_banks = {f"moe_load_{name}": value for name, value in zip(BANKS, each) if value}
+        return {"moe_load": worst_value, "moe_dead_experts": dead, **of_banks}
