@@ -68,6 +68,14 @@ class TrainingStage:
         """What checkpoints are asked when they are saved, read and exported."""
         return probe_from(first, cfg.checkpoint.probe_tokens)
 
+    def beside_weights(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """Small files of each checkpoint, by name."""
+        return {}
+
+    def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
+        """What a trained folder's own files prove before it is evaluated."""
+        return []
+
     def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
         """Of the doctor, beside those of every stage."""
         return []

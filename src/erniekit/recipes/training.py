@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
@@ -100,7 +100,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             checks = doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
-        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales)
+        beside = stage.beside_weights(cfg, data, tokenizer) if world.is_main else {}
+        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
         state = resume.restore(cfg, saver, point, data, promise)
         notes = [prepare.told] if isinstance(prepare, KeptFeatures) else []
         # Nothing is refused from here on.
@@ -173,6 +174,7 @@ def saver_for(
     disks: resume.Disks,
     launch: str = "",
     scales: StaticScales | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Saver:
     words = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
@@ -195,6 +197,7 @@ def saver_for(
         launch=launch,
         scales=scales,
         clear_scales=cfg.quant.fp8_force_clear_state,
+        beside=beside,
     )
 
 

@@ -10,9 +10,11 @@ from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.data.vision import proof_file
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.layout import tokens_of
 from erniekit.data.vision.rules import VisionTokens
+from erniekit.log import warn
 from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
@@ -65,6 +67,16 @@ class VisionStage(TrainingStage):
 
     def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
         return with_picture(super().probe(cfg, built, first, tokenizer), _shown(built, tokenizer))
+
+    def beside_weights(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+        made = vision_data.stored_proof(cfg, data, tokenizer)
+        return {proof_file.FILE: made} if made is not None else {}
+
+    def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
+        proved = proof_file.check(folder, tokenizer) if folder.is_dir() else None
+        if proved is not None and proved.stage is not None:
+            warn(proved.line())
+        return [proved.line()] if proved is not None and proved.stage is None else []
 
     def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
         shown = _shown(built, tokenizer)

@@ -63,6 +63,7 @@ class Saver:
         launch: str = "",
         scales: StaticScales | None = None,
         clear_scales: bool = False,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
@@ -71,10 +72,10 @@ class Saver:
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
         frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
         launch: goes into every manifest, so that a restart of that launch knows what it saved.
-        scales: of FP8 training; clear_scales: a resume keeps the new ones.
+        scales: of FP8 training; clear_scales: a resume keeps the new ones. beside: small files that go with the weights.
         """
         self.launch, self.scales, self.clear_scales = launch, scales, clear_scales
-        self.frozen_base = frozen_base
+        self.frozen_base, self.beside = frozen_base, dict(beside or {})
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
         self.write_weights, self.read_weights = write_weights, read_weights
@@ -119,6 +120,8 @@ class Saver:
                 fp8_file.save(folder, scales)
             if probe:
                 probes.save(folder, probe)
+            for name, content in self.beside.items():
+                (folder / name).write_bytes(content)
             states.save(folder, frozen, extra)
 
         info: dict[str, Any] = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
