@@ -1,4 +1,5 @@
 """A checkpoint's fingerprint: a few tokens, their loss and logits. What loads, merges or exports it must repeat them.
+That of a model that sees begins with a small picture, so that its tower, resampler and vision experts are asked as well.
 
 Made by train when saving; checked by resume, merge and export.
 """
@@ -8,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +20,32 @@ from safetensors.torch import save_file
 
 from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.shards import readable_by_all
-from erniekit.data.types import IGNORE, Batch
+from erniekit.data.collate import one_document
+from erniekit.data.types import IGNORE, IMAGE, Batch, More, Vision
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 
 FILE = "probe.safetensors"
-Answer = Callable[[torch.Tensor], torch.Tensor]  # token ids [1, n] -> logits [1, n, V]
+Answer = Callable[..., torch.Tensor]  # token ids [1, n], and by name what Probe.more() gives -> logits [1, n, V]
 KEPT_ROWS = 4  # positions whose whole logit row is stored
 MAX_TOKENS = 1 << 16  # of a stored probe: it is run through the model whole
 
 
 PACKED_BASE = " base"  # ends the setting of one taken over packed frozen weights, which the stored ones do not repeat
+
+
+@dataclass(frozen=True)
+class ProbePicture:
+    """What a model that sees is told beside the ids."""
+
+    patches: torch.Tensor  # uint8 [P, 3 * 14 * 14]
+    grids: torch.Tensor  # int64 [pictures, 3]
+    positions: torch.Tensor  # int64 [1, n, 3]
+    modality: torch.Tensor  # uint8 [1, n]
+    places: torch.Tensor  # int64 [V]
+
+
+PICTURE = tuple(f.name for f in fields(ProbePicture))
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,31 @@ class Probe:
     rows: torch.Tensor | None = None  # fp32 [KEPT_ROWS, V]: the last logits
     digest: str = ""  # sha256 of all logits as fp32 bytes
     setting: str = ""  # device, dtype, torch: bit-equality is promised only where this is equal
+    picture: ProbePicture | None = None  # None: text alone
+
+    def more(self, device: torch.device | None = None) -> dict[str, Any]:
+        """What a model's forward takes beside the ids, by name."""
+        p = self.picture
+        if p is None:
+            return {}
+        patches, positions, modality, places = (
+            x if device is None else x.to(device) for x in (p.patches, p.positions, p.modality, p.places)
+        )
+        return {"positions": positions, "more": More(vision=Vision(patches, p.grids, places), modality=modality)}
+
+    def batch(self, length: int) -> Batch:
+        """One row, padded to `length`."""
+        made = one_document(self.ids, length)
+        p = self.picture
+        if p is None:
+            return made
+        pad = length - self.ids.shape[1]
+        return replace(
+            made,
+            positions=F.pad(p.positions, (0, 0, 0, pad)),
+            modality=F.pad(p.modality, (0, pad)),
+            vision=Vision(p.patches, p.grids, p.places),
+        )
 
 
 def probe_from(batch: Batch, tokens: int) -> Probe:
@@ -50,17 +92,54 @@ def probe_from(batch: Batch, tokens: int) -> Probe:
     return Probe(ids, labels)
 
 
+@dataclass(frozen=True)
+class PictureTokens:
+    """How the tokenizer writes a picture, and how the model cuts it."""
+
+    start: int
+    placeholder: int
+    end: int
+    patch_size: int  # values of a patch
+    merge: int
+
+
+def with_picture(probe: Probe, tokens: PictureTokens) -> Probe:
+    """The probe behind a picture of noise, which no weight can ignore: as many tokens as the model merges patches of."""
+    side = 2 * tokens.merge
+    noise = torch.Generator().manual_seed(0)
+    patches = torch.randint(0, 256, (side * side, tokens.patch_size), generator=noise, dtype=torch.uint8)
+    wide = side // tokens.merge
+    shown = [tokens.start, *[tokens.placeholder] * wide**2, tokens.end]
+    text = probe.ids[0][~torch.isin(probe.ids[0], torch.tensor(shown))]
+    labels = probe.labels[0][~torch.isin(probe.ids[0], torch.tensor(shown))]
+    ids = torch.cat([torch.tensor(shown), text])
+    spots = torch.arange(1, 1 + wide**2)
+    positions = torch.arange(len(ids))[:, None].repeat(1, 3)
+    positions[spots] = torch.stack(
+        [torch.ones(wide**2, dtype=torch.int64), 1 + (spots - 1) // wide, 1 + (spots - 1) % wide], -1
+    )
+    positions[1 + wide**2 :] -= wide**2 - wide  # text goes on behind the longer side
+    modality = (torch.arange(len(ids)) < len(shown)).to(torch.uint8) * IMAGE
+    picture = ProbePicture(patches, torch.tensor([[1, side, side]]), positions[None], modality[None], spots)
+    labels = torch.cat([torch.full((len(shown),), IGNORE), labels])
+    if not (labels != IGNORE).any():
+        labels[-2:-1] = ids[-1:]
+    return Probe(ids[None], labels[None], picture=picture)
+
+
 def measure(answer: Answer, probe: Probe, setting: str) -> Probe:
     """The probe with a model's answer. `setting`: device, dtype, torch and layout it was computed in."""
-    logits = answer(probe.ids)[0].float().cpu()
+    logits = answer(probe.ids, **probe.more())[0].float().cpu()
     loss = F.cross_entropy(logits, probe.labels[0], ignore_index=IGNORE)
     digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
-    return Probe(probe.ids, probe.labels, float(loss), logits[-KEPT_ROWS:].clone(), digest, setting)
+    return replace(probe, loss=float(loss), rows=logits[-KEPT_ROWS:].clone(), digest=digest, setting=setting)
 
 
 def save(folder: Path, probe: Probe) -> None:
     assert probe.rows is not None
     tensors = {"ids": probe.ids, "labels": probe.labels, "rows": probe.rows}
+    if probe.picture is not None:
+        tensors |= {name: getattr(probe.picture, name).contiguous() for name in PICTURE}
     # float.hex keeps every bit of the loss in text. One entry: the library writes several in random order,
     # and two equal checkpoints should be equal files.
     said = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
@@ -76,18 +155,42 @@ def load(folder: Path) -> Probe | None:
     try:
         with safe_open(str(path), framework="pt") as file:
             ids, labels, rows = (file.get_tensor(n) for n in ("ids", "labels", "rows"))
+            seen = {n: file.get_tensor(n) for n in PICTURE if n in file.keys()}  # noqa: SIM118 - no mapping
         meta = json.loads(said)
         loss, digest, setting = float.fromhex(meta["loss"]), str(meta["digest"]), str(meta["setting"])
         whole = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
         if not whole or ids.shape != labels.shape or ids.shape[1] > MAX_TOKENS or rows.ndim != 2 or int(ids.min()) < 0:
             raise ValueError("its tensors are not those of a probe")
+        picture = _picture_of(seen, ids) if seen else None
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"{FILE} is not a probe that erniekit wrote: {str(error)[:200]}",
             where=str(path),
             fix="move it away: the folder is then used without this check",
         ) from None
-    return Probe(ids, labels, loss, rows, digest, setting)
+    return Probe(ids, labels, loss, rows, digest, setting, picture)
+
+
+def _picture_of(seen: dict[str, torch.Tensor], ids: torch.Tensor) -> ProbePicture:
+    """Of a file that anybody may have written: whatever does not fit is a ValueError."""
+    picture, count = ProbePicture(**seen), ids.shape[1]  # a TypeError where some are missing
+    whole = (
+        picture.patches.dtype == torch.uint8
+        and picture.patches.ndim == 2
+        and picture.modality.dtype == torch.uint8
+        and picture.modality.shape == ids.shape
+        and picture.grids.shape == (1, 3)
+        and picture.positions.shape == (1, count, 3)
+        and all(t.dtype == torch.int64 for t in (picture.grids, picture.positions, picture.places))
+        and bool((picture.grids > 0).all())
+        and picture.patches.shape[0] == int(picture.grids.prod(1).sum()) <= MAX_TOKENS
+        and picture.places.ndim == 1
+        and bool(((picture.places >= 0) & (picture.places < count)).all())
+        and bool(((picture.positions >= 0) & (picture.positions <= MAX_TOKENS)).all())
+    )
+    if not whole:
+        raise ValueError("its picture does not fit its tokens")
+    return picture
 
 
 @dataclass(frozen=True)
@@ -123,7 +226,7 @@ def allowed(probe: Probe, *dtypes: torch.dtype) -> float:
 
 def compare(logits: torch.Tensor, expected: Probe, tolerance: float) -> Verdict:
     """`logits` [1, n, V] of the probe's tokens against the stored ones."""
-    return _verdict(measure(lambda _: logits, expected, ""), expected, tolerance)
+    return _verdict(measure(lambda _, **more: logits, expected, ""), expected, tolerance)
 
 
 def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch.dtype) -> Verdict:

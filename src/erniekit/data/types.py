@@ -136,6 +136,7 @@ class More(NamedTuple):
     shared: SharedKeys | None = None
     future: Future | None = None
     trained: int | None = None  # labels that are; without it the head must ask the device
+    beside_pictures: int | None = None  # of Batch
     vision: Vision | None = None
     modality: torch.Tensor | None = None  # of Batch
 
@@ -160,6 +161,7 @@ class Batch:
     future: Future | None = None
     vision: Vision | None = None  # None: no picture in this batch
     modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: the model knows text alone
+    beside_pictures: int | None = None  # num_label_tokens of documents with a picture; None: not counted, or cut since
 
     @property
     def weight(self) -> int:
@@ -167,14 +169,16 @@ class Batch:
         return self.num_label_tokens if self.pairs is None else self.pairs.count
 
     def more(self) -> More:
-        return More(self.real, self.shared, self.future, self.num_label_tokens, self.vision, self.modality)
+        told = (self.num_label_tokens, self.beside_pictures)
+        return More(self.real, self.shared, self.future, *told, self.vision, self.modality)
 
     def counted(self) -> Batch:
         """With the numbers of trained labels as these are now; in host memory."""
         future = self.future
         if future is not None:
             future = future._replace(trained=tuple(int((x != IGNORE).sum()) for x in future.labels.unbind(-1)))
-        return replace(self, num_label_tokens=int((self.labels != IGNORE).sum()), future=future)
+        count = int((self.labels != IGNORE).sum())
+        return replace(self, num_label_tokens=count, future=future, beside_pictures=None)
 
     def documents(self) -> torch.Tensor | None:
         """cu_seqlens for the model; None when plain causal rows say the same: padding comes last."""

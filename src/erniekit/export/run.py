@@ -14,12 +14,17 @@ import torch
 from tqdm import tqdm
 
 from erniekit.checkpoint import probe as probes
-from erniekit.checkpoint.model_folder import SIDE_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import PREPROCESSOR, SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import copy_side_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, need
-from erniekit.errors import ConfigError
+from erniekit.data.settings_files import read_settings
+from erniekit.data.tokenizer import has_tokenizer, load_tokenizer
+from erniekit.data.vision import proof_file
+from erniekit.data.vision.proof_file import Proved
+from erniekit.data.vision.rules import VisionRules
+from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.gguf.chat import create_command
 from erniekit.export.gguf.proof import GgufProof, prove_gguf
 from erniekit.export.gguf.run import gguf_plan, write_gguf
@@ -135,6 +140,7 @@ def export(
     as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
     merge = _Merge(source, updates, grid, rounded=as_gguf is None)
     proofs: list[Proof | GgufProof] = []
+    proved: list[Proved | None] = []
 
     def write_file(folder: Path) -> None:
         assert as_gguf is not None
@@ -146,7 +152,7 @@ def export(
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
-            copy_side_files(place, folder, SIDE_FILES)
+            copy_side_files(place, folder, (*SIDE_FILES, proof_file.FILE))
         if copy_tokenizer and tokenizer is not None:
             copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         # Read once to write; then both folders to compare, and both again to run them.
@@ -159,12 +165,15 @@ def export(
                 proofs.append(prove(source, whole, written, set(updates), probe))
                 if not rounded:
                     info["proof"] = vars(proofs[0])
+                proved.append(_prove_pixels(folder))
 
     with one_export(out):
         check_target(out, [base, *folders])
         made, needed = (write, size) if as_gguf is None else (write_file, as_gguf.size)
         publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
     _tell(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
+    for each in filter(None, proved):
+        (say if each.stage is None else warn)(f"checked  {each.line()}" if each.stage is None else each.line())
     return out
 
 
@@ -176,6 +185,25 @@ def no_adapter(grid: str) -> ConfigError:
     )
 
 
+def _prove_pixels(folder: Path) -> Proved | None:
+    """Rows that the checkpoint keeps, made again by what the folder brings along. A stage that the folder decides must
+    be as in training; libraries of this machine are only told of."""
+    if not has_tokenizer(folder):
+        return None
+    proved = proof_file.check(folder, load_tokenizer(folder))
+    if proved is not None and proved.of_folder:
+        raise CheckpointError(
+            f"{proved.line()}; nothing was published",
+            where=str(folder),
+            fix="export with the tokenizer the model was trained with: leave tokenizer_name out",
+        )
+    if proved is not None and (folder / PREPROCESSOR).is_file():
+        sizes = VisionRules.sizes_of(read_settings(folder / PREPROCESSOR))
+        for name, (now, trained) in proof_file.other_sizes(folder, sizes).items():
+            warn(f"{PREPROCESSOR} says {name} {now:,}, trained with {trained:,}: a server would see other sizes")
+    return proved
+
+
 def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequence[Adapter]) -> None:
     """Each adapter by itself on this base, before anything is written. A single one whose base has the right weights,
     or says nothing of them, is asked in the proof of the result."""
@@ -184,8 +212,8 @@ def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequenc
             return
 
         @torch.no_grad()
-        def answer(ids: torch.Tensor, adapter: Adapter = adapter) -> torch.Tensor:
-            logits: torch.Tensor = streamed(source, adapter)(ids)
+        def answer(ids: torch.Tensor, adapter: Adapter = adapter, **more: Any) -> torch.Tensor:
+            logits: torch.Tensor = streamed(source, adapter)(ids, **more)
             return logits
 
         check_answers(folder, source.path, answer, source.dtype(), source.config.moe is not None)

@@ -21,6 +21,7 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]  # (our name, fp32 weight) 
 Fill = Callable[[str, torch.Tensor, int], None]
 Ready = Callable[[nn.Module, str], None]  # (model, the prefix of a layer that is filled now)
 VOCABULARY = ("embed.weight", "head.weight")  # with a row for each token: never in memory as a whole
+FRONT = ("tower.", "resampler.")  # in front of the layers of a model that sees, and in memory as a whole
 _AT_ONCE = 16 << 20  # weights of the head that are multiplied in one go
 
 
@@ -70,6 +71,9 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, re
     if "head.bias" in names:
         model.get_submodule("head").bias = nn.Parameter(torch.empty(names["head.bias"].shape))
     fill_those(lambda name: not name.startswith("layers.") and name not in VOCABULARY)
+    if adapter is not None:
+        for name in FRONT:
+            load_adapter(model, adapter, under=name)
     model.embedding = _RowsEmbedding(fill)
     model.output = _RowsHead(fill, "head.weight" if "head.weight" in names else "embed.weight")
     for name, layer in model.get_submodule("layers").named_children():

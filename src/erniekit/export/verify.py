@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,17 +61,17 @@ def prove(
     same_tensors(base, written, changed)
     if adapter is None and probe is None:
         return Proof(0.0, 0.0)
-    ids = default_ids(base.config.vocab_size) if probe is None else probe.ids
+    ids, more = (default_ids(base.config.vocab_size), {}) if probe is None else (probe.ids, probe.more())
     difference = allowed = 0.0
     experts = SameExperts()
     if adapter is not None:
-        want = experts.run(streamed(base, adapter), ids)
-    got = experts.run(streamed(written), ids)
+        want = experts.run(streamed(base, adapter), ids, **more)
+    got = experts.run(streamed(written), ids, **more)
     if adapter is not None:
         difference = largest(got - want)
         allowed = FP32_RELATIVE * max(10.0, largest(want))
         if base.dtype() != torch.float32:
-            allowed += ROUNDING_MARGIN * largest(experts.run(_shaken(base, adapter, changed), ids) - want)
+            allowed += ROUNDING_MARGIN * largest(experts.run(_shaken(base, adapter, changed), ids, **more) - want)
         require(difference, allowed, "the merged weights do not answer as base + adapter", base)
     if probe is None or probe.rows is None:
         return Proof(difference, allowed)
@@ -102,11 +103,11 @@ class SameExperts:
     def __init__(self) -> None:
         self.chosen: dict[str, torch.Tensor] = {}
 
-    def run(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    def run(self, model: nn.Module, ids: torch.Tensor, **more: Any) -> torch.Tensor:
         for name, module in model.named_modules():
             if isinstance(module, Router):
                 module.register_forward_hook(partial(self._follow, name.removesuffix(".base")))
-        logits: torch.Tensor = model(ids)[0]
+        logits: torch.Tensor = model(ids, **more)[0]
         return logits
 
     def _follow(self, name: str, router: Router, _: object, mine: Routing) -> Routing:

@@ -6,6 +6,7 @@ Called by export, by api_load.py (chat, server, eval, `load`) and by recipes/bui
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,7 +80,9 @@ def check_files(adapter: Path, base: Path, override: bool) -> None:
         raise _another(adapter, base, f"{base} has other weights")
 
 
-def check_answers(adapter: Path, base: Path, answer: Answer, dtype: torch.dtype, has_experts: bool) -> None:
+def check_answers(
+    adapter: Path, base: Path, answer: Answer, dtype: torch.dtype, has_experts: bool, device: torch.device | None = None
+) -> None:
     """Refuses base + adapter (`answer`) unless it gives the logits stored with the adapter; by the base's files where
     none are stored. The same model in other files (another layout, another dtype) passes with a warning."""
     same, probe = same_base(adapter, base), stored_probe(adapter)
@@ -87,7 +90,7 @@ def check_answers(adapter: Path, base: Path, answer: Answer, dtype: torch.dtype,
         if same is False:
             raise _another(adapter, base, f"{base} has other weights")
         return
-    verdict = _ask(answer, probe, dtype)
+    verdict = _ask(answer, probe, dtype, device)
     if verdict is None or not verdict.max_difference <= verdict.tolerance:  # NaN is refused, too
         told = "its vocabulary is another" if verdict is None else verdict.failed()
         exact = dtype == torch.float32 and "float32" in probe.setting
@@ -117,19 +120,19 @@ def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
     first = next(model.parameters())
 
     @torch.no_grad()
-    def answer(ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(ids.to(first.device))
+    def answer(ids: torch.Tensor, **more: Any) -> torch.Tensor:
+        logits: torch.Tensor = model(ids.to(first.device), **more)
         return logits
 
     config = getattr(model, "config", None)
-    check_answers(adapter, base, answer, first.dtype, getattr(config, "moe", None) is not None)
+    check_answers(adapter, base, answer, first.dtype, getattr(config, "moe", None) is not None, first.device)
 
 
-def _ask(answer: Answer, probe: Probe, dtype: torch.dtype) -> Verdict | None:
+def _ask(answer: Answer, probe: Probe, dtype: torch.dtype, device: torch.device | None) -> Verdict | None:
     """None where the model cannot even be asked: it has another vocabulary."""
     assert probe.rows is not None
     try:
-        logits = answer(probe.ids)
+        logits = answer(probe.ids, **probe.more(device))
     except IndexError:
         return None
     if logits.shape[-1] != probe.rows.shape[-1]:

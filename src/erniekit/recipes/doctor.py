@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import prod
 from pathlib import Path
@@ -30,6 +30,7 @@ from erniekit.parallel.gradients import local
 from erniekit.recipes import run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
+from erniekit.recipes.check import MOVED_BY_ROUNDING, Check
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.fp8_training import scales_of
 from erniekit.recipes.kernel_table import kernel_table
@@ -40,17 +41,8 @@ from erniekit.recipes.stage import Prepare, TrainingStage
 
 LEAK_TOKENS = 24  # of each document in the leak probe
 GRADIENT_TOKENS = 512
-MOVED_BY_ROUNDING = 0.05  # of the logits' spread; a token that sees another document moves by about all of it
 MOST_REPEATED = 3  # tokens in a row that are shown one by one
 SAMPLED_ROWS = 200  # samples looked at for end tokens
-
-
-@dataclass(frozen=True)
-class Check:
-    name: str
-    ok: bool
-    text: str
-    fix: str = ""
 
 
 class DoctorError(ErnieKitError):
@@ -69,11 +61,14 @@ def before_training(
 ) -> list[Check]:
     """Runs every check, prints one line for those that passed and one for each that did not; raises on failure."""
     say(sample_lines(first, tokenizer))
+    for line in stage.picture_lines(built, data):
+        say(f"         {line}")
     checks: list[Callable[[], Check]] = [lambda: labels(data)]
     if stage.chats:
         checks += [lambda: end_is_trained(data, tokenizer), lambda: template(stage.prompts(cfg, data, tokenizer))]
     if stage.separates_documents(cfg):
         checks.append(lambda: no_leak(built))
+    checks += stage.more_checks(built, tokenizer, first)
     checks += [
         lambda: gradients(built, optimizer, first, prepare),
         lambda: disk(cfg, built, optimizer),
@@ -329,11 +324,11 @@ def doctor_command(args: list[str]) -> int:
     stage = stage_of(cfg)
     data = stage.open_data(plan, tokenizer, output)
     run_summary.show_data(data)
-    built = build(plan, stage)
-    scales_of(cfg, built, data.first_batch())
+    built, first = build(plan, stage), data.first_batch()
+    scales_of(cfg, built, first)
     run_summary.show_coverage(built)
     prepare, optimizer = stage.before_step(cfg, built, data), make_optimizer(cfg, built)
     run_summary.show_kernels(kernel_table(built, optimizer.fused is not None))
-    before_training(stage, cfg, built, optimizer, data, tokenizer, data.first_batch(), prepare)
+    before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
     say(f"next     {typed('train', *args)}")
     return 0

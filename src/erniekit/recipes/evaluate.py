@@ -4,6 +4,7 @@ stage DPO preference loss, accuracy and rewards."""
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
+    for line in stage.proof_lines(Path(source).expanduser(), tokenizer):
+        say(f"checked  {line}")
     world = World(device_type=device.type)
     with results_folder(cfg, source, trained) as output:
         reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)

@@ -6,6 +6,7 @@ Called by training.py and doctor.py.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from erniekit.log import paint, say
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.recipes import kernel_table
 from erniekit.recipes.built import Built
+from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.track.runfile import RunRecord
@@ -98,11 +100,20 @@ def show_kernels(table: list[Choice]) -> None:
 
 
 def describe(
-    record: RunRecord, cfg: RunConfig, data: TrainData, coverage: list[Any], device: Device, kernels: list[Choice]
+    record: RunRecord,
+    cfg: RunConfig,
+    data: TrainData,
+    coverage: list[Any],
+    device: Device,
+    kernels: list[Choice],
+    checks: Sequence[Check] = (),
+    notes: Sequence[str] = (),
 ) -> None:
+    """checks: what the doctor found. notes: beside the config's own."""
     record.describe(
+        checks=[{"check": check.name, "found": check.text} for check in checks],
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
-        notes=[str(note) for note in cfg.notes],
+        notes=[*(str(note) for note in cfg.notes), *notes],
         environment={
             "python": platform.python_version(),
             "torch": torch.__version__,

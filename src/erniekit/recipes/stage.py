@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from erniekit.checkpoint.probe import Probe, probe_from
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
+from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared, first_prompts
@@ -61,6 +63,26 @@ class TrainingStage:
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         """The first prompt as a server will send it and as training begins it; None: no conversation to compare."""
         return first_prompts(cfg, data, tokenizer)
+
+    def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
+        """What checkpoints are asked when they are saved, read and exported."""
+        return probe_from(first, cfg.checkpoint.probe_tokens)
+
+    def beside_weights(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """Small files of each checkpoint, by name."""
+        return {}
+
+    def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
+        """What a trained folder's own files prove before it is evaluated."""
+        return []
+
+    def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
+        """Of the doctor, beside those of every stage."""
+        return []
+
+    def picture_lines(self, built: Built, data: TrainData) -> list[str]:
+        """Of the sample that the doctor shows: its pictures, as the model sees them."""
+        return []
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
 
 from erniekit.checkpoint.manager import CheckpointManager
-from erniekit.checkpoint.probe import probe_from
+from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
-from erniekit.data.types import Batch
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
@@ -96,12 +95,17 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         scales = fp8_training.scales_of(cfg, built, first)
         coverage = run_summary.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
+        checks = []
         if cfg.train.doctor == "on":
-            doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
+            checks = doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
-        saver = saver_for(cfg, manager, built, optimizer, first, disks, launch, scales)
+        probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
+        beside = stage.beside_weights(cfg, data, tokenizer) if world.is_main else {}
+        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
         state = resume.restore(cfg, saver, point, data, promise)
-        run_summary.describe(record, cfg, data, coverage, plan.device, kernels)  # nothing is refused from here on
+        notes = [prepare.told] if isinstance(prepare, KeptFeatures) else []
+        # Nothing is refused from here on.
+        run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
@@ -166,10 +170,11 @@ def saver_for(
     manager: CheckpointManager,
     built: Built,
     optimizer: AdamW,
-    first: Batch,
+    probe: Probe | None,
     disks: resume.Disks,
     launch: str = "",
     scales: StaticScales | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Saver:
     words = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
@@ -178,7 +183,7 @@ def saver_for(
         optimizer,
         built.device,
         built.sharding,
-        probe_from(first, cfg.checkpoint.probe_tokens) if cfg.checkpoint.probe_tokens else None,
+        probe,
         built.pieces,
         built.write_weights,
         built.read_weights,
@@ -192,6 +197,7 @@ def saver_for(
         launch=launch,
         scales=scales,
         clear_scales=cfg.quant.fp8_force_clear_state,
+        beside=beside,
     )
 
 

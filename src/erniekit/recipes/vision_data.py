@@ -29,6 +29,7 @@ from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit, like_erniekit
 from erniekit.data.vision.job import VisionSource, open_vision_source
 from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
+from erniekit.data.vision.proof_file import proof_file
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules, VisionTokens
 from erniekit.data.vision.said import GivenMedium, VisionRow
@@ -202,12 +203,22 @@ def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Comp
     return None
 
 
-def _vision_rows(data: TrainData) -> Iterator[VisionRow]:
+def stored_proof(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> bytes | None:
+    """Of preprocessing, for each checkpoint."""
+    collate = data.collate
+    assert isinstance(collate, VisionCollate)
+    assert collate.rules is not None
+    thinking = cast(Thinking, cfg.data.train_thinking)
+    rows = _vision_rows(data, collate.rules.compat)
+    return proof_file(rows, tokenizer, collate.rules, thinking, cfg.data.max_seq_len, collate.pool)
+
+
+def _vision_rows(data: TrainData, compat: bool = False) -> Iterator[VisionRow]:
     for source in data.sources:
         if not isinstance(source, VisionSource):
             continue
         read = partial(
-            read_vision_row, folder=Path(source.path).absolute().parent, format=source.report.format, compat=False
+            read_vision_row, folder=Path(source.path).absolute().parent, format=source.report.format, compat=compat
         )
         for line, raw in rows_in(source.path):
             row = parsed(raw, line, source.path, read)

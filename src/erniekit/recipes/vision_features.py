@@ -90,8 +90,8 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     """Installed where the keys and the run allow it; says so either way. All ranks call it."""
     frozen = _frozen_parts(built)
     if "tower" in frozen:
-        for part in built.engine.parts:
-            part.tower.alone, part.resampler.alone = True, "resampler" in frozen  # type: ignore[union-attr]
+        for part in _seeing(built):
+            part.tower.alone, part.resampler.alone = True, "resampler" in frozen
     asked = cfg.vision.vision_feature_cache
     reason = _why_not(cfg, built, frozen) if asked != "off" else "vision_feature_cache: off"
     collate = data.collate
@@ -113,18 +113,25 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
         if "tower" in frozen and asked == "auto":
             say(f"note     pictures are looked at in every step: {reason}")
         return None
-    eyes = _eyes(built, "resampler" in frozen)
-    name = built.world.broadcast(_name(built, eyes, shape))
+    eyes = _eyes(built, "resampler" in frozen) if _seeing(built) else None  # later pipeline stages have no tower
+    name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
     room = make_room(folder, limit, needed, name) if built.world.is_main else 0
     room = built.world.broadcast(room) // built.world.size
     what = "the resampler's" if shape.tokens else "the tower's"
     told = f"{what} output of all pictures, {needed / GB:,.2g} GB at most, in {folder / name}"
     say(f"features {told}: a picture is decoded and looked at once (vision_feature_cache)")
+    if eyes is None:
+        return None
     collate.store = FeatureStore(folder / name, shape, room)
-    for part in built.engine.parts:
-        part.kept = TOKENS if shape.tokens else TOWER  # type: ignore[assignment]
-    return KeptFeatures(eyes, collate.store, built.device.handle, told)
+    for part in _seeing(built):
+        part.kept = TOKENS if shape.tokens else TOWER
+    return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {told}")
+
+
+def _seeing(built: Built) -> list[Any]:
+    """The parts of the model here that have a tower."""
+    return [part for part in built.engine.parts if hasattr(part, "tower")]
 
 
 def _frozen_parts(built: Built) -> set[str]:
@@ -139,7 +146,7 @@ def _why_not(cfg: RunConfig, built: Built, frozen: set[str]) -> str:
         return "the tower is trained"
     if cfg.model.cuda_graph:
         return "cuda_graph is on"
-    looking = [m for part in built.engine.parts for name, m in part.named_modules() if part_of(name) in frozen]
+    looking = [m for part in _seeing(built) for name, m in part.named_modules() if part_of(name) in frozen]
     if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in looking):
         return "the tower's weights are rounded in this run"
     if built.world.layout.fsdp > 1 and not cfg.model.continue_training:
@@ -157,7 +164,7 @@ def _shape(built: Built, tokens: bool) -> FeatureShape:
 
 def _eyes(built: Built, with_resampler: bool) -> Eyes:
     if built.world.layout.fsdp == 1:
-        model: Any = built.engine.parts[0]
+        model: Any = _seeing(built)[0]
     else:
         model = _copy(built, with_resampler)
     return Eyes(model.tower, model.resampler if with_resampler else None)

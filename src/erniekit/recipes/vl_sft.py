@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.data.vision import proof_file
+from erniekit.data.vision.collate import VisionCollate
+from erniekit.data.vision.layout import tokens_of
+from erniekit.data.vision.rules import VisionTokens
+from erniekit.log import warn
+from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
 from erniekit.recipes.built import Built
+from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, eval_batches
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.vision_checks import picture_lines, pixels_count, pixels_stay_inside
 from erniekit.recipes.vision_features import feature_cache
 from erniekit.train.evaluate import GoOn
 
 
 class VisionStage(TrainingStage):
+    def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
+        return (LOSS_PICTURES, LOSS_TEXT)
+
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         return vision_data.open_vision_data(plan, tokenizer, output)
 
@@ -53,8 +65,39 @@ class VisionStage(TrainingStage):
         looked_at = batches if prepare is None else (batch for one in batches for batch in prepare([one]))
         return super().evaluate(cfg, engine, looked_at, None, go_on)
 
+    def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
+        return with_picture(super().probe(cfg, built, first, tokenizer), _shown(built, tokenizer))
+
+    def beside_weights(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+        made = vision_data.stored_proof(cfg, data, tokenizer)
+        return {proof_file.FILE: made} if made is not None else {}
+
+    def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
+        proved = proof_file.check(folder, tokenizer) if folder.is_dir() else None
+        if proved is not None and proved.stage is not None:
+            warn(proved.line())
+        return [proved.line()] if proved is not None and proved.stage is None else []
+
+    def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
+        shown = _shown(built, tokenizer)
+        return [lambda: pixels_stay_inside(built, shown), lambda: pixels_count(built.engine, first)]
+
+    def picture_lines(self, built: Built, data: TrainData) -> list[str]:
+        collate, samples = data.collate, data.pack(0).samples
+        assert isinstance(collate, VisionCollate)
+        assert collate.rules is not None
+        media = samples[0].media
+        counts = [tokens_of(medium, collate.rules) for medium in media.sources] if media is not None else []
+        return list(picture_lines(samples[0], counts))
+
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         return vision_data.first_prompts(cfg, data, tokenizer)
+
+
+def _shown(built: Built, tokenizer: Tokenizer) -> PictureTokens:
+    tokens, v = VisionTokens.of(tokenizer), built.folder.config.vision
+    assert v is not None
+    return PictureTokens(tokens.image_start, tokens.placeholder, tokens.image_end, v.patch_size, v.merge)
 
 
 STAGE = VisionStage()

@@ -135,6 +135,7 @@ def _sections(story: Mapping[str, Any]) -> list[str]:
         ("Last logged", value_html(latest)),
         ("Events", events),
         ("Values derived or changed", _notes(story.get("notes") or [])),
+        ("Checks before the first step", table(story.get("checks") or [], ("check", "found"))),
         ("Data", value_html(story.get("data") or {})),
         ("Coverage", value_html(story.get("coverage") or [])),
         ("Kernels", value_html(story.get("kernels") or [])),

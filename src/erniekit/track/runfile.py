@@ -64,6 +64,7 @@ class RunRecord(Tracker):
         data: Mapping[str, Any] | None = None,
         coverage: Any = None,
         kernels: Sequence[Mapping[str, str]] | None = None,
+        checks: Sequence[Mapping[str, str]] | None = None,
         next_commands: Sequence[str] | None = None,
     ) -> None:
         """Set what is given. `config`: {key, value, origin}; `notes`: text or {key, old, new, reason}."""
@@ -74,6 +75,7 @@ class RunRecord(Tracker):
             data=data,
             coverage=coverage,
             kernels=kernels,
+            checks=checks,
             next_commands=next_commands,
         )
         self._story.update({name: plain(part) for name, part in given.items() if part is not None})

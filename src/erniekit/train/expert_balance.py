@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from erniekit.train.step import Launched, StepResult
     from erniekit.train.trainer import Trainer
 
+BANKS = ("text", "vision")  # in the order of a layer's loads
 Pieces = tuple[torch.Tensor, tuple[Box, ...]]  # this rank's memory of a bias, and where in it which experts are
 
 
@@ -84,11 +85,13 @@ class ExpertBalance(Hook):
 
     def metrics(self) -> dict[str, float]:
         """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
-        `moe_dead_experts`, how many were never chosen."""
+        `moe_dead_experts`, how many were never chosen; of a model that sees, the load of each bank as well."""
         loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
-        worst = (loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)).max()
-        dead_here = loads == 0
+        uneven = loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)
+        banks = uneven.amax(0) if uneven.dim() == 2 else uneven.new_zeros(0)
+        unchosen = loads == 0
         if loads.dim() == 3:  # a modality that no token had says nothing of its experts
-            dead_here &= loads.sum(-1, keepdim=True) > 0
-        worst_value, dead = torch.stack((worst, dead_here.sum().double())).tolist()
-        return {"moe_load": worst_value, "moe_dead_experts": dead}
+            unchosen &= loads.sum(-1, keepdim=True) > 0
+        worst, dead, *each = torch.cat((torch.stack((uneven.max(), unchosen.sum().double())), banks)).tolist()
+        of_banks = {f"moe_load_{name}": value for name, value in zip(BANKS, each) if value}
+        return {"moe_load": worst, "moe_dead_experts": dead, **of_banks}

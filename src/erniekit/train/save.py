@@ -19,13 +19,14 @@ from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import TIMED, CheckpointManager
 from erniekit.checkpoint.nodes import copier
-from erniekit.checkpoint.probe import Probe, Verdict
+from erniekit.checkpoint.probe import Answer, Probe, Verdict
 from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.state import TrainState
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, Preempted
 from erniekit.log import say
 from erniekit.optim.adamw import AdamW
+from erniekit.parallel.compiled import eager
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.sharding import Sharding
 from erniekit.track import Trackers
@@ -62,6 +63,7 @@ class Saver:
         launch: str = "",
         scales: StaticScales | None = None,
         clear_scales: bool = False,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
@@ -70,10 +72,10 @@ class Saver:
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
         frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
         launch: goes into every manifest, so that a restart of that launch knows what it saved.
-        scales: of FP8 training; clear_scales: a resume keeps the new ones.
+        scales: of FP8 training; clear_scales: a resume keeps the new ones. beside: small files that go with the weights.
         """
         self.launch, self.scales, self.clear_scales = launch, scales, clear_scales
-        self.frozen_base = frozen_base
+        self.frozen_base, self.beside = frozen_base, dict(beside or {})
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
         self.write_weights, self.read_weights = write_weights, read_weights
@@ -103,7 +105,7 @@ class Saver:
         if self.with_optimizer:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())
             pieces["master_weights"] = dict(self.optimizer.master_tensors()) if self.with_masters else {}
-        probe = probes.measure(self.engine.logits, self.probe, self.setting) if self.probe else None
+        probe = probes.measure(self._answer(self.probe), self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device), "optimizer": self.optimizer.numbers()}
         frozen = TrainState(**vars(state))
         scales = self.scales.saved() if self.scales is not None else None
@@ -118,6 +120,8 @@ class Saver:
                 fp8_file.save(folder, scales)
             if probe:
                 probes.save(folder, probe)
+            for name, content in self.beside.items():
+                (folder / name).write_bytes(content)
             states.save(folder, frozen, extra)
 
         info: dict[str, Any] = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
@@ -143,7 +147,22 @@ class Saver:
         saved = probes.load(folder)
         if saved is None or (self.scales is not None and self.clear_scales):
             return state, None  # with other scales it answers otherwise
-        return state, probes.check(self.engine.logits, saved, folder.name, self.setting, self.engine.dtype)
+        return state, probes.check(self._answer(saved), saved, folder.name, self.setting, self.engine.dtype)
+
+    def _answer(self, probe: Probe) -> Answer:
+        if probe.picture is None:
+            return self.engine.logits
+        engine, count = self.engine, probe.ids.shape[1]
+
+        def answer(_: torch.Tensor, **__: Any) -> torch.Tensor:
+            was_training = engine.model.training
+            engine.train(False)
+            with eager():
+                out = engine.answer(probe.batch(-(-count // engine.length_multiple) * engine.length_multiple))
+            engine.train(was_training)
+            return out[:, :count]
+
+        return answer
 
     def _restore_optimizer(self, folder: Path, updates: int) -> None:
         """This rank's part of the moments and the fp32 weights; says so where they are not the ones that were saved."""

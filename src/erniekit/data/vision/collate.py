@@ -60,7 +60,7 @@ class VisionCollate:
         batch = self.rows(packs, **padding)
         shape = batch.input_ids.shape
         places = batch.positions.numpy()[..., None].repeat(3, -1)
-        modality, seen = np.full(shape, TEXT, np.uint8), False
+        modality, seen, beside = np.full(shape, TEXT, np.uint8), False, 0
         for row, pack in enumerate(packs):
             at = 0
             for sample in pack.samples:
@@ -68,6 +68,7 @@ class VisionCollate:
                 if sample.media is not None:
                     places[row, at:end], modality[row, at:end] = sample.media.positions, sample.media.modality
                     seen = seen or bool(sample.media.sources)
+                    beside += int((sample.labels != IGNORE).sum()) if sample.media.sources else 0
                 at = end
             if self.zero_padding:
                 places[row, at:] = 0
@@ -76,6 +77,7 @@ class VisionCollate:
             positions=torch.from_numpy(places),
             modality=torch.from_numpy(modality) if seen else None,
             vision=self._vision(batch, media, patches),
+            beside_pictures=beside,
         )
 
     def __enter__(self) -> VisionCollate:

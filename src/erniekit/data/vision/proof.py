@@ -4,7 +4,8 @@ again. The first stage that differs is the one to look at; later ones follow fro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,21 @@ from erniekit.data.types import Sample
 STAGES = ("file", "size", "frames", "decode", "time stamp", "resize", "template", "position")
 
 
-def proof_of(sample: Sample, limits: MediaLimits) -> dict[str, str]:
-    """Of a sample with its media, which are decoded here."""
+@dataclass(frozen=True)
+class ProveMedium:
+    """For a worker process: digests of a medium's pixels after each step."""
+
+    medium: Medium
+    limits: MediaLimits
+
+    def work(self, beat: Callable[[], None]) -> dict[str, str]:
+        return {name: _digest(pixels) for name, pixels in ReadPatches(self.medium, self.limits).stages().items()}
+
+
+def proof_of(
+    sample: Sample, limits: MediaLimits, ask: Callable[[ProveMedium], dict[str, str]] | None = None
+) -> dict[str, str]:
+    """Of a sample with its media. ask: who decodes them; here, where not given."""
     assert sample.media is not None
     media: Sequence[Medium] = sample.media.sources
     found: dict[str, Any] = {
@@ -28,7 +42,8 @@ def proof_of(sample: Sample, limits: MediaLimits) -> dict[str, str]:
         "template": sample.ids,
         "position": sample.media.positions,
     }
-    steps = [ReadPatches(medium, limits).stages() for medium in media]
+    asked = ask or (lambda work: work.work(lambda: None))
+    steps = [asked(ProveMedium(medium, limits)) for medium in media]
     for name in ("decode", "time stamp", "resize"):
         found[name] = [step[name] for step in steps]
     return {name: _digest(found[name]) for name in STAGES}

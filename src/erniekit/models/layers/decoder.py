@@ -203,14 +203,24 @@ class Decoder(nn.Module):
         h_BLH, weight, bias = self.norm(x_BLH), self.head_weight(), self.head_bias_or_none()
         if labels is None:
             return self.output.logits(h_BLH, weight, bias)
-        count = None if more is None else more.trained
         if per_token:
+            count = None if more is None else more.trained
             return self.output.token_losses(h_BLH, weight, labels, bias, ignore, chunk, count)
-        loss = self.output.loss(h_BLH, weight, labels, bias, ignore, chunk, count, scale)
+        loss = self.answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
         future = None if more is None else more.future
         if future is not None and self.mtp_weight and ctx.record is not None:
             further = self.losses_ahead(x_BLH, future, ctx, ignore, chunk, scale)
             loss = loss + (further - further.detach())  # trained on, never part of the loss that is told
+        return loss
+
+    def answers_loss(
+        self, h_BLH: torch.Tensor, labels: torch.Tensor, ignore: int, chunk: int, scale: float | None, ctx: Context,
+        more: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """The SUM of the labels' losses, times scale."""
+        count = None if more is None else more.trained
+        weight, bias = self.head_weight(), self.head_bias_or_none()
+        loss: torch.Tensor = self.output.loss(h_BLH, weight, labels, bias, ignore, chunk, count, scale)
         return loss
 
     def losses_ahead(

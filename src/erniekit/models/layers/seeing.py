@@ -9,17 +9,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers.decoder import PLAN, Decoder
+from erniekit.models.layers.decoder import PLAN, Context, Decoder
 from erniekit.models.layers.resampler import PAIR, Resampler
 from erniekit.models.layers.vision import VisionTower
 from erniekit.parallel.plan import dealt
 
+LOSS_PICTURES, LOSS_TEXT = "loss_pictures", "loss_text"  # of answers in documents with pictures, and of text alone
 TOWER, TOKENS = "tower", "tokens"  # what is kept of pictures: the tower's output, or the resampler's
 # Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
 SEEING_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
+
+
+def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """bool [B, L]: whether a token's document has a picture. cu_seqlens None: rows are documents."""
+    if cu_seqlens is None:
+        return (modality != 0).any(1, keepdim=True).expand_as(modality)
+    seen = F.pad((modality != 0).flatten().cumsum(0), (1, 0))
+    bounds = cu_seqlens.long()
+    has = seen[bounds[1:]] > seen[bounds[:-1]]
+    return has.repeat_interleave(bounds.diff(), output_size=modality.numel()).view_as(modality)
 
 
 class LocalPlaces(nn.Module):
@@ -105,6 +117,34 @@ class SeeingDecoder(Decoder):
             patches = torch.zeros(0, v.width, dtype=x_BLH.dtype, device=ids.device)
         looked: torch.Tensor = self.places(x_BLH, self.see(patches, torch.zeros(0, 3)), nothing)
         return looked
+
+    def answers_loss(
+        self, h_BLH: torch.Tensor, labels: torch.Tensor, ignore: int, chunk: int, scale: float | None, ctx: Context,
+        more: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Documents with pictures and those of text alone are told apart; where a batch has both, the head takes them
+        one after the other."""
+        beside = None if more is None or more.trained is None else more.beside_pictures
+        if beside is None or ctx.record is None:
+            return super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
+        counts = {LOSS_PICTURES: beside, LOSS_TEXT: more.trained - beside}
+        present = [name for name, count in counts.items() if count]
+        if len(present) < 2:
+            loss = super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
+            losses = {name: loss for name in present}
+        else:
+            pictured = documents_with(ctx.modality, ctx.cu_seqlens)
+            losses = {
+                name: super(SeeingDecoder, self).answers_loss(
+                    h_BLH, labels.masked_fill(others, ignore), ignore, chunk, scale, ctx,
+                    more._replace(trained=counts[name]),
+                )
+                for name, others in ((LOSS_PICTURES, ~pictured), (LOSS_TEXT, pictured))
+            }  # fmt: skip
+            loss = losses[LOSS_PICTURES] + losses[LOSS_TEXT]
+        for name, part in losses.items():
+            ctx.record[name, 0] = (part.detach() if scale is None else part.detach() / scale, counts[name])
+        return loss
 
     def _trains(self) -> bool:
         if not torch.is_grad_enabled():

@@ -1,0 +1,15 @@
+"""What one of the doctor's checks found. Filled by doctor.py and, for models that see, vision_checks.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOVED_BY_ROUNDING = 0.05  # of the logits' spread; a token that sees another document moves by about all of it
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    ok: bool
+    text: str
+    fix: str = ""
