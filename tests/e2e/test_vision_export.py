@@ -80,6 +80,7 @@ def test_a_merged_adapter_answers_pictures_as_base_and_adapter_do_in_the_layout_
     assert config["moe_num_experts"] == [8, 8]
     assert "text_config" not in config
     assert {name: config.get(name) for name in IDS} == IDS
+    assert config["use_temporal_conv"] is True
     with safe_open(out / "model.safetensors", "pt") as file:
         assert any(name.startswith("vision_model.") for name in file.keys())  # noqa: SIM118
     assert (out / "preprocessor_config.json").read_text() == PREPROCESSOR
