@@ -19,6 +19,8 @@ from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.names import Entry
 
+PROCESSOR = ("*processor_config.json", "chat_template.json", "*ernie*vl*.py", "*.ttf")
+
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -54,6 +56,12 @@ def write_generation_config(folder: Path, config: DecoderConfig) -> None:
     if not (folder / "generation_config.json").exists():
         ids = {"bos_token_id": config.bos_id, "eos_token_id": config.eos_id, "pad_token_id": config.pad_id}
         write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+
+
+def processor_files(source: Path) -> tuple[str, ...]:
+    """What other programs read pictures with, beside a model that sees: settings, templates, fonts, and code, which is
+    copied and never run."""
+    return tuple(file.name for pattern in PROCESSOR for file in Listed(source).glob(pattern) if file.is_file())
 
 
 def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.model_folder import PREPROCESSOR, SIDE_FILES, ModelFolder
-from erniekit.checkpoint.model_writer import copy_side_files, write_model
+from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, need
@@ -32,6 +32,7 @@ from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
+from erniekit.export.vision_ids import with_token_ids
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import paint, say, typed, warn
 from erniekit.lora.adapter import Adapter, combined
@@ -137,6 +138,9 @@ def export(
         static = any(weight.scheme.static_inputs for weight in source.quantised.values())
         say("note     the weights are quantised: they are written dequantised" + (", and inputs unrounded" * static))
         probe = None if static and not folders else probe  # it was measured with rounded inputs
+    config = source.config
+    if config.vision is not None:
+        config = with_token_ids(config, tokenizer or tokenizer_of(base, folders))
     as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
     merge = _Merge(source, updates, grid, rounded=as_gguf is None)
     proofs: list[Proof | GgufProof] = []
@@ -152,13 +156,14 @@ def export(
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
-            copy_side_files(place, folder, (*SIDE_FILES, proof_file.FILE))
+            seen = processor_files(place) if source.config.vision is not None else ()
+            copy_side_files(place, folder, (*SIDE_FILES, *seen, proof_file.FILE))
         if copy_tokenizer and tokenizer is not None:
             copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         # Read once to write; then both folders to compare, and both again to run them.
         reads = 1 if not verify else 3 if whole is None else 5
         with _bar(reads * size, "export") as source.advance:
-            write_model(folder, source.config, merge.get, layout=layout, max_shard_size=max_shard_size)
+            write_model(folder, config, merge.get, layout=layout, max_shard_size=max_shard_size)
             if verify:
                 written = _Watched(folder)
                 written.advance = source.advance

@@ -211,6 +211,7 @@ def _flat(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
         "pixel_hidden_size": v.width,
         "spatial_conv_size": v.merge,
         "temporal_conv_size": 2,
+        "use_temporal_conv": True,
         **_ids(c, "im_patch_id"),
         "vision_config": seen,
     }

@@ -15,7 +15,7 @@ from torch import nn
 from erniekit.checkpoint.hub import lasting_name
 from erniekit.checkpoint.identity import write_base
 from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, ModelFolder
-from erniekit.checkpoint.model_writer import copy_side_files, write_model
+from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model
 from erniekit.devices.base import Device
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.lora.adapter import adapter_of
@@ -97,7 +97,9 @@ class Built:
     def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: whole ones, by our names."""
         if not self.lora:
-            copy_side_files(self.folder.path, target, SIDE_FILES)
+            sees = self.folder.config.vision is not None
+            seen = processor_files(self.folder.path) if sees else ()
+            copy_side_files(self.folder.path, target, SIDE_FILES + seen)
         tokenizer, layout = self.plan.tokenizer_folder, self.plan.config.checkpoint.save_format
         copy_side_files(tokenizer, target, TOKENIZER_FILES)
         if tokenizer != self.folder.path:  # ends of answers are ids of the tokenizer

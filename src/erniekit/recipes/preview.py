@@ -38,7 +38,8 @@ KEYS_READ = (
 
 Piece = tuple[str, int]
 # What a row becomes, or why it becomes nothing; and which of its fields no reader takes.
-Shown = tuple[list[Piece], str, tuple[str, ...]]
+# Rows with pictures have one thing more: their tokens, and what they show.
+Shown = tuple[list[Piece], str, tuple[str, ...]] | tuple[list[Piece], str, tuple[str, ...], dict[str, Any]]
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -82,11 +83,12 @@ def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
     total = start + len(wanted) + sum(1 for _ in stream) if small and wanted else 0
     out = []
     for n, line, raw in wanted:
-        shown, problem, unused = readers[n][1](line, raw)
+        shown, problem, unused, *more = readers[n][1](line, raw)
         row: dict[str, Any] = {"file": str(files[n]), "line": line, "pieces": joined(shown[:MOST_TOKENS])}
         row |= {"unused": list(unused)} if unused else {}
         if tokenizer is not None:
             row |= {"tokens": len(shown), "trained": sum(part != READ for _, part in shown)}
+        row |= more[0] if more else {}
         out.append(row | ({"problem": problem} if problem else {}))
     return {"format": ", ".join(dict.fromkeys(name for name, _ in readers)), "total": total, "rows": out}
 
@@ -95,8 +97,13 @@ def _tokenizer(cfg: RunConfig) -> Tokenizer | None:
     """None without a model: rows are then shown as what is said, not as tokens."""
     if cfg.model.tokenizer_name:
         return load_tokenizer(Path(cfg.model.tokenizer_name).expanduser())
+    folder = _model(cfg)
+    return load_tokenizer(folder) if folder else None
+
+
+def _model(cfg: RunConfig) -> Path | None:
     name = cfg.model.model_name_or_path
-    return load_tokenizer(resolve_model(name, cfg.model.download_hub)) if name else None
+    return resolve_model(name, cfg.model.download_hub) if name else None
 
 
 def _raw_rows(cfg: RunConfig, file: Path) -> Iterator[tuple[int, Raw]]:
@@ -111,6 +118,11 @@ def _reader(
     """The name of the file's format, and what a row of it becomes."""
     if cfg.train.stage == "PT":
         return "text", lambda line, raw: text_pieces(raw, tokenizer, cfg.data.max_seq_len)
+    if cfg.train.stage == "VL-SFT" and tokenizer is not None:
+        from erniekit.recipes.vision_preview import VisionPreview
+
+        seen = VisionPreview(cfg, file, format, tokenizer, _model(cfg))
+        return seen.format, seen.row
     found = detect(file) if format is None else None
     pairs = PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token) if cfg.train.stage == "DPO" else None
     name = format or (found.format if found else "")
@@ -215,6 +227,10 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
         if row.get("problem"):
             yield f"  not used: {row['problem']}"
             continue
+        for medium in row.get("media", ()):
+            wide, high = medium["size"]
+            frames = f", {medium['frames']} frames" if medium["frames"] > 1 else ""
+            yield f"  {medium['kind']} {medium['name']}: {wide} x {high}{frames}, {medium['tokens']:,} tokens"
         text, runs = "", list[Piece]()
         for piece, part in row["pieces"]:
             if runs and runs[-1][1] == part:

@@ -286,7 +286,8 @@ class PromptWork:
     async def ids(
         self, what: ChatPrompt | TextPrompts | SeenChat, tokenizer: Tokenizer, most: int, seconds: float
     ) -> Any:
-        """list[list[int]], of a SeenChat [VisionPrompt], or Failed. Raises Busy, Late or Stuck; cancelling it drops the work."""
+        """list[list[int]], of a SeenChat [VisionPrompt], or Failed. Raises Busy, Late or Stuck;
+        cancelling it drops the work."""
         limits = self.limits
         ends = time.monotonic() + min(seconds, limits.deadline_s)
         if is_short(what, limits.short_characters):

@@ -89,7 +89,7 @@ def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, set
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):
         raise media_error(f"the part names no {kind}", where, f'write "{kind}_url": {{"url": "data:..."}}')
-    if not url[:5].lower() == "data:":
+    if not url.startswith("data:"):
         shown = url if len(url) <= SHOWN else url[:SHOWN] + "..."
         fix = f"send the {kind} itself: data:{kind}/...;base64,..."
         raise media_error(f"{shown} is not opened: this server reads data: URLs only", f"{where}.{kind}_url", fix)

@@ -30,7 +30,7 @@ def list_models(url: str, key: str = "") -> list[str]:
 
 
 def stream_chat(
-    url: str, messages: Sequence[Mapping[str, str]], key: str = "", **options: Any
+    url: str, messages: Sequence[Mapping[str, Any]], key: str = "", **options: Any
 ) -> Iterator[tuple[str, str]]:
     """("thought" or "answer", next words) until it ends. Closing the iterator hangs up, and the server stops."""
     body = {"messages": list(messages), "stream": True, **options}

@@ -92,6 +92,7 @@ _PAGES: dict[str, _Page] = {
     "train.sft": _Page("train", {"stage": "SFT"}, _TRAIN_NEEDS, (*_TRAIN, "moe"), _FOR_TRAIN),
     "train.dpo": _Page("train", {"stage": "DPO"}, _TRAIN_NEEDS, (*_TRAIN, "dpo", "moe"), _FOR_TRAIN),
     "train.pt": _Page("train", {"stage": "PT"}, ("model_name_or_path",), (*_TRAIN, "moe"), _FOR_TRAIN),
+    "train.vl_sft": _Page("train", {"stage": "VL-SFT"}, _TRAIN_NEEDS, (*_TRAIN, "moe", "vision"), _FOR_TRAIN),
     "evaluate": _Page(
         "eval",
         {},
@@ -129,7 +130,7 @@ _PAGES: dict[str, _Page] = {
     ),
 }  # fmt: skip
 PAGES = tuple(_PAGES)
-STAGES = {"SFT": "train.sft", "DPO": "train.dpo", "PT": "train.pt"}
+STAGES = {"SFT": "train.sft", "DPO": "train.dpo", "PT": "train.pt", "VL-SFT": "train.vl_sft"}
 COMMANDS = tuple(dict.fromkeys([p.command for p in _PAGES.values()] + ["doctor"]))
 
 

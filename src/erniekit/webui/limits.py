@@ -20,14 +20,14 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MAX_FILE = 2**20  # bytes of an upload: recipes are all that is ever uploaded
+MAX_FILE = 8 * 2**20  # bytes of an upload: recipes, and pictures and videos for the Chat tab
 MAX_UPLOAD = MAX_FILE + 2**16  # with the form around it
 MAX_BODY = 2 * 2**20  # bytes of any other request: all fields of a form, or a conversation
 BODY_S = 30.0  # until a body must be here
 MAX_REQUESTS = 200  # at once, streams included: an open page has two
 MAX_BODIES = 32  # at once: they are in memory
 MAX_UPLOADS = 4  # at once
-KEPT_BYTES, KEPT_FILES = 32 * 2**20, 200  # of uploads; the oldest go first
+KEPT_BYTES, KEPT_FILES = 64 * 2**20, 200  # of uploads; the oldest go first
 UPLOAD = "/gradio_api/upload"
 POSTS = (UPLOAD, "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")  # all that the page sends
 CLOSED = (

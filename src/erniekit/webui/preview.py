@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,8 +24,14 @@ from erniekit.webui import forms
 from erniekit.webui.jobs import TOKEN_VARIABLE, plain
 from erniekit.webui.paths import Roots
 
+# How pictures are seen: their tokens depend on it.
+VISION_KEYS = (
+    "min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_fps", "video_min_frames",
+    "video_max_frames", "render_timestamp", "use_pic_id", "chat_template", "media_timeout",
+)  # fmt: skip
 PREVIEW_S, DOCTOR_S = 60.0, 300.0
 MAX_OUTPUT = 4 * 2**20  # bytes
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,26 @@ class PreviewPiece:
     text: str
     trained: bool
     rejected: bool = False  # trained too, as the answer that a pair rejects
+
+
+@dataclass(frozen=True)
+class PreviewMedium:
+    """A picture or video of a row, and what it costs."""
+
+    kind: str
+    name: str
+    tokens: int
+    size: tuple[int, int]
+    frames: int = 1
+    thumbnail: str = ""  # a data: URL of a JPEG
+
+    @property
+    def html(self) -> str:
+        """Escaped. Nothing but a picture in base64 is put into the page."""
+        frames = f", {self.frames} frames" if self.frames > 1 else ""
+        told = f"{self.kind} {self.name}: {self.size[0]} x {self.size[1]}{frames}, {self.tokens:,} tokens"
+        image = f'<img src="{self.thumbnail}" alt="">' if _THUMBNAIL.fullmatch(self.thumbnail) else ""
+        return f'<figure class="ek-medium">{image}<figcaption>{escape(told)}</figcaption></figure>'
 
 
 @dataclass(frozen=True)
@@ -45,13 +72,15 @@ class PreviewRow:
     trained: int = 0
     problem: str = ""
     unused: tuple[str, ...] = ()  # its fields that nothing reads
+    media: tuple[PreviewMedium, ...] = ()
 
     @property
     def html(self) -> str:
         """Escaped; trained tokens are <mark>, those of a rejected answer <mark class="rejected">."""
         if self.problem:
             return f'<span class="bad-row">{escape(self.problem)}</span>'
-        return "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
+        text = "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
+        return "".join(medium.html for medium in self.media) + text
 
     @property
     def head(self) -> str:
@@ -104,7 +133,7 @@ def preview(
     which = "eval" if evaluation else "train"
     wanted = (
         "model_name_or_path", "tokenizer_name", "download_hub", "max_seq_len", "overlong", "train_thinking", "stage",
-        "compat", "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "input_dir",
+        "compat", "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "input_dir", *VISION_KEYS,
     )  # fmt: skip
     kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
     kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
@@ -174,6 +203,12 @@ def _marked(piece: PreviewPiece) -> str:
     return f"<mark{kind}>{escape(piece.text)}</mark>"
 
 
+def _medium(told: Mapping[str, Any]) -> PreviewMedium:
+    wide, high = map(int, told["size"])
+    more = int(told.get("frames", 1)), str(told.get("thumbnail", ""))
+    return PreviewMedium(str(told["kind"]), str(told["name"]), int(told["tokens"]), (wide, high), *more)
+
+
 def _parsed(text: str) -> Preview:
     try:
         told = json.loads(text[text.index("{") :].splitlines()[0])
@@ -186,6 +221,7 @@ def _parsed(text: str) -> Preview:
                 int(row.get("trained", 0)),
                 str(row.get("problem", "")),
                 tuple(map(str, row.get("unused", ()))),
+                tuple(_medium(one) for one in row.get("media", ())),
             )
             for row in told["rows"]
         )

@@ -93,6 +93,7 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "chat.ready": ("Ready.", "已就绪。"),
     "chat.not_loaded": ("Load a model first.", "请先加载模型。"),
     "chat.message": ("Message", "消息"),
+    "chat.pictures": ("Pictures and videos, for models that see", "图片和视频（用于视觉模型）"),
     # export
     "export.merge": ("Merge", "合并"),
     "export.split": ("Split", "切分"),

@@ -83,6 +83,12 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
             where=str(foreign),
             fix="erniekit export ... save_format=hf first",
         )
+    if program.name == "vllm" and weights.config.vision is not None and weights.config.raw_layout == "nested":
+        raise ConfigError(
+            "vllm reads a model that sees in the layout of its releases, not in transformers'",
+            where=str(weights.path),
+            fix="erniekit export ... save_format=hf first",
+        )
     for path in named.values():  # the engine loads them: only the files can be looked at here
         check_files(path, weights.path, cfg.lora.override_base)
     meta = weights.meta()

@@ -8,6 +8,7 @@ from pathlib import Path
 from erniekit.extras import install_command
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
+PARSERS = {"ernie-45-vl": "ernie45"}  # FastDeploy's words, and its own
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those it has kernels for
 
 
@@ -23,9 +24,11 @@ def arguments(target: Target, folder: Path) -> list[str]:
         block_size="--block-size",
         max_num_batched_tokens="--max-num-batched-tokens",
         quantization="--quantization",
-        reasoning_parser="--reasoning-parser",
         limit_mm_per_prompt="--limit-mm-per-prompt",
     )
+    parser = target.keys["reasoning_parser"]
+    if target.given("reasoning_parser") and parser:
+        out += ["--reasoning-parser", PARSERS.get(parser, parser)]
     if target.keys["tool_call_parser"]:
         out += ["--enable-auto-tool-choice", "--tool-call-parser", target.keys["tool_call_parser"]]
     if target.dtype:

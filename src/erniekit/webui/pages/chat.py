@@ -12,6 +12,8 @@ import gradio as gr
 from erniekit.errors import ErnieKitError
 from erniekit.webui.charts import empty
 from erniekit.webui.chat_client import list_models, stream_chat
+from erniekit.webui.chat_pictures import message as user_turn
+from erniekit.webui.chat_pictures import sent, window
 from erniekit.webui.forms import form
 from erniekit.webui.jobs import WebJob
 from erniekit.webui.pages.fields import FormFields, recipe
@@ -100,6 +102,14 @@ class ChatPage:
             max_lines=6,
             elem_id="chat-message",
         )
+        with labels.make(gr.Accordion, {"label": "chat.pictures"}, open=False):
+            self.pictures = gr.File(
+                file_count="multiple",
+                file_types=["image", "video"],
+                show_label=False,
+                height=120,
+                elem_id="chat-pictures",
+            )
         with gr.Row():
             self.send = labels.make(gr.Button, {"value": "chat.send"}, variant="primary", elem_id="chat-send")
             self.halt = labels.make(gr.Button, {"value": "chat.stop"}, elem_id="chat-stop")
@@ -113,14 +123,15 @@ class ChatPage:
         self.unload.click(self._unload, [context.lang, self.job], self.state, **told)
         self.timer.tick(self._tick, [context.lang, self.job], self.state, **told)
         context.lang.change(self._tick, [context.lang, self.job], self.state, **told)
-        inputs = [context.lang, self.job, self.speaker, self.message, self.said, self.system, *self.asked.components]
-        outputs = [self.window, self.said, self.message]
+        asked = [self.message, self.pictures, self.said, self.system]
+        inputs = [context.lang, self.job, self.speaker, *asked, *self.asked.components]
+        outputs = [self.window, self.said, self.message, self.pictures]
         asking = [
             trigger(self._say, inputs, outputs, show_progress="hidden", concurrency_limit=16)
             for trigger in (self.send.click, self.message.submit)
         ]
         self.halt.click(None, None, None, cancels=asking)
-        self.clear.click(lambda: ([], [], ""), None, outputs, cancels=asking, show_progress="hidden")
+        self.clear.click(lambda: ([], [], "", None), None, outputs, cancels=asking, show_progress="hidden")
 
     def on_open(self, page: Any) -> None:
         page.load(self._again, [self.context.lang, self.context.who], self.state, show_progress="hidden")
@@ -198,23 +209,35 @@ class ChatPage:
     # ---- the conversation
 
     def _say(
-        self, lang: str, id: str, speaker: str | None, message: str, history: History, system: str, *raw: Any
-    ) -> Iterator[tuple[Any, Any, Any]]:
-        if not (message or "").strip():
-            yield gr.skip(), gr.skip(), gr.skip()
+        self,
+        lang: str,
+        id: str,
+        speaker: str | None,
+        message: str,
+        files: list[str] | None,
+        history: History,
+        system: str,
+        *raw: Any,
+    ) -> Iterator[tuple[Any, Any, Any, Any]]:
+        message = (message or "").strip()
+        if not message and not files:
+            yield gr.skip(), gr.skip(), gr.skip(), gr.skip()
             return
         url = self.context.jobs.server_url(id) if id else ""
         if not url:
             raise gr.Error(translate("chat.not_loaded", lang), print_exception=False)
         key = self.context.jobs.server_key(id)
         told = [*({"role": "system", "content": system.strip()} for _ in [0] if (system or "").strip())]
-        told += [*_plain(history), {"role": "user", "content": message}]
-        history = [*history, {"role": "user", "content": message}]
-        yield history, history, ""
+        try:
+            history = [*history, user_turn(message, files or [])]
+            told += _plain(history)
+        except ErnieKitError as error:
+            raise notice(error) from None
+        yield window(history), history, "", None
         try:
             for thought, answer in _growing(stream_chat(url, told, key, **self._options(speaker, raw))):
                 now = [*history, *_turn(thought, answer, translate("chat.thinking", lang))]
-                yield now, now, gr.skip()
+                yield window(now), now, gr.skip(), gr.skip()
         except ErnieKitError as error:
             raise notice(error) from None
 
@@ -252,8 +275,8 @@ def _turn(thought: str, answer: str, title: str) -> History:
     return out
 
 
-def _plain(history: History) -> list[dict[str, str]]:
-    """What was said, without thoughts: as plain text by role."""
+def _plain(history: History) -> list[dict[str, Any]]:
+    """What was said, without thoughts: as plain text by role, with what was shown."""
     out = []
     for turn in history:
         if (turn.get("metadata") or {}).get("title"):
@@ -261,5 +284,5 @@ def _plain(history: History) -> list[dict[str, str]]:
         content = turn["content"]
         if not isinstance(content, str):
             content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
-        out.append({"role": turn["role"], "content": content})
+        out.append(sent({**turn, "content": content}))
     return out

@@ -17,12 +17,15 @@ import pytest
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
 from erniekit.errors import ConfigError
+from erniekit.export.run import export
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.serve.engines import EXTERNAL
 from erniekit.serve.engines.external import make_target
+from erniekit.serve.loaded_models import find_models, vision_settings
+from support.seeing import seeing_folder
 from support.serving import Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -179,6 +182,45 @@ def test_fastdeploy_gets_erniekits_flags(model):
     vision = arguments("fastdeploy", str(model), "port=0", "enable_mm=1", "limit_mm_per_prompt={image: 2}")
     assert value(vision, "--reasoning-parser") == "ernie-45-vl"
     assert json.loads(value(vision, "--limit-mm-per-prompt")) == {"image": 2}
+
+
+RECIPE = """
+model_name_or_path: {model}
+tensor_parallel_degree: 4
+output_dir: None
+max_model_len: 32768
+port: 0
+quantization: wint4
+max_num_seqs: 32
+enable_mm: true
+limit_mm_per_prompt: '{{"image": 100, "video": 100}}'
+reasoning_parser: ernie-45-vl
+max_num_batched_tokens: 384
+max_new_tokens: 8192
+top_p: 0.7
+temperature: 0.95
+"""
+
+
+def test_the_chat_recipe_of_the_vision_models_reaches_every_engine(tmp_path):
+    folder = seeing_folder(tmp_path / "eyes")
+    recipe = tmp_path / "run_chat.yaml"
+    recipe.write_text(RECIPE.format(model=folder))
+    with pytest.raises(ConfigError) as error:
+        arguments("vllm", str(recipe))
+    assert "save_format=hf" in error.value.fix, "it is in transformers' layout"
+    recipe.write_text(RECIPE.format(model=export(folder, None, tmp_path / "flat")))
+    for engine, limit, parser in (
+        ("vllm", "--limit-mm-per-prompt", "ernie45"),
+        ("sglang", "--limit-mm-data-per-request", "ernie-45-vl"),
+        ("fastdeploy", "--limit-mm-per-prompt", "ernie-45-vl"),
+    ):
+        argv = arguments(engine, str(recipe))
+        assert json.loads(value(argv, limit)) == {"image": 100, "video": 100}
+        assert value(argv, "--reasoning-parser") == parser
+        assert "384" in argv
+    cfg = load([str(recipe)], "server")
+    assert vision_settings(cfg, find_models(cfg)[0]).most == {"image": 100, "video": 100}
 
 
 def test_paddles_files_are_for_fastdeploy_only(paddle, tmp_path):

@@ -1,0 +1,64 @@
+"""Pictures and videos of a conversation on the page: uploads as parts of a message, and as the window shows them.
+
+Used by pages/chat.py. A file is read when it is sent; its name comes from the browser, so nothing but uploads is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import DataError
+
+MOST = 16  # of one message
+History = list[dict[str, Any]]
+
+
+def part(file: str) -> dict[str, Any]:
+    """OpenAI's part of an uploaded picture or video."""
+    real, where = Path(os.path.realpath(file)), Path(file).name
+    if Path(os.path.realpath(os.environ.get("GRADIO_TEMP_DIR", os.devnull))) not in real.parents:
+        raise DataError("this file was not uploaded", where=where, fix="choose it again")
+    kind = mimetypes.guess_type(real.name)[0] or ""
+    word = kind.partition("/")[0]
+    if word not in ("image", "video"):
+        raise DataError("neither a picture nor a video by its name", where=where, fix="choose another file")
+    try:
+        content = real.read_bytes()
+    except OSError:
+        raise DataError(
+            "the upload is gone: newer ones took its place", where=where, fix="clear, and upload it again"
+        ) from None
+    url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    return {"type": f"{word}_url", f"{word}_url": {"url": url}}
+
+
+def message(text: str, files: Sequence[str]) -> dict[str, Any]:
+    """A user's turn as the page keeps it: `files` are uploads."""
+    if len(files) > MOST:
+        raise DataError(f"{len(files)} files are too many for one message", where="pictures", fix=f"at most {MOST}")
+    return {"role": "user", "content": text, **({"files": list(files)} if files else {})}
+
+
+def sent(turn: dict[str, Any]) -> dict[str, Any]:
+    """The turn as the server takes it."""
+    files = turn.get("files")
+    if not files:
+        return {"role": turn["role"], "content": turn["content"]}
+    text = [{"type": "text", "text": turn["content"]}] if turn["content"] else []
+    return {"role": turn["role"], "content": [*map(part, files), *text]}
+
+
+def window(history: History) -> History:
+    """What the chat window shows: each upload in a bubble before its text."""
+    out: History = []
+    for turn in history:
+        files = [file for file in turn.get("files", ()) if os.path.isfile(file)]
+        out += [{"role": turn["role"], "content": {"path": file}} for file in files]
+        if turn["content"] or not files:
+            out.append({name: value for name, value in turn.items() if name != "files"})
+    return out
