@@ -56,8 +56,7 @@ class VisionPeft(PeftAttention):
         text = model.model.language_model
         text.rotary_emb = type(text.rotary_emb)(config=config.text_config).to(self.task.device)
         tower = model.model.vision_tower
-        width = config.vision_config.hidden_size // config.vision_config.num_heads
-        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(width // 2).to(self.task.device)
+        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config.vision_config).to(self.task.device)
 
     def attention(self) -> str:
         return "flash_attention_4" if self.flash4 else "sdpa"
