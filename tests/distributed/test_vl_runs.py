@@ -1,7 +1,7 @@
 """`erniekit train` of a model that sees, on many ranks as on one: losses, checkpoints, and runs that go on elsewhere.
 
-Real runs of `stage: VL-SFT` on gloo ranks with the recorded tiny ERNIE-4.5-VL. Rows with a picture and rows of text take
-turns, so that with two data ranks the second reads text alone.
+Real runs of `stage: VL-SFT` on gloo ranks with the recorded tiny ERNIE-4.5-VL. Rows with a picture and rows of text
+take turns, so that with two data ranks the second reads text alone.
 """
 
 from __future__ import annotations
@@ -193,9 +193,7 @@ def test_a_checkpoint_comes_through_another_layout_bit_for_bit_and_the_curve_goe
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fsdp2", "pp2", "tp2"])
-def test_whole_steps_of_text_between_the_pictures_are_the_same_in_layout(
-    name: str, ranks: Ranks, place: Path
-) -> None:
+def test_whole_steps_of_text_between_the_pictures_are_the_same_in_layout(name: str, ranks: Ranks, place: Path) -> None:
     text = place / "text.jsonl"
     write_jsonl(text, [{"src": [f"say {i}"], "tgt": ["a red bar at the edge " * (1 + i % 3)]} for i in range(12)])
     keys = dict(text_dataset_path=text, modality_ratio="[1,1]", learning_rate=1e-4)

@@ -34,7 +34,11 @@ def picture(name: str) -> dict[str, Any]:
 def row(number: int) -> dict[str, Any]:
     name = SEEN[number % len(SEEN)]
     asked = {"role": "user", "content": [picture(name), {"type": "text", "text": f"how many bars are {number}?"}]}
-    return {"messages": [asked], "chosen": "the red bar at the edge", "rejected": "a blue star hides " * (1 + number % 2)}
+    return {
+        "messages": [asked],
+        "chosen": "the red bar at the edge",
+        "rejected": "a blue star hides " * (1 + number % 2),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,9 @@ def alone(pair: PairSample, rejected: bool) -> Sample:
     media = pair.media
     assert media is not None
     return Sample(
-        pair.ids[keep], labels, media=SampleMedia(media.modality[keep], media.positions[keep], media.grids, media.sources)
+        pair.ids[keep],
+        labels,
+        media=SampleMedia(media.modality[keep], media.positions[keep], media.grids, media.sources),
     )
 
 
@@ -120,8 +126,8 @@ def test_the_second_sequence_goes_on_where_the_prompt_ended(place: Path) -> None
 def test_preferences_on_pictures_train(place: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
     steps = 3
     erniekit.run(
-        "train", **words(place), **keys, output_dir=tmp_path / "out", max_steps=steps, learning_rate=1e-3, logging_steps=1,
-        gradient_accumulation_steps=1, lr_scheduler_type="constant",
+        "train", **words(place), **keys, output_dir=tmp_path / "out", max_steps=steps, learning_rate=1e-3,
+        logging_steps=1, gradient_accumulation_steps=1, lr_scheduler_type="constant",
     )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]

@@ -5,8 +5,9 @@ Called by worker.py. The same seed is the same data for all programs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from erniekit.bench.workloads import Rows
 from erniekit.data.collate import collate
 from erniekit.data.preference import PairSample
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.data.types import IGNORE, IMAGE, TEXT, Batch, Pack, Sample, Vision
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class PeerRows:
     positions: torch.Tensor | None = None  # int64 [B, L], restart at 0 in each document
     bounds: torch.Tensor | None = None  # int32 [documents + 1] of a single row
     longest: int = 0  # of the documents between them
+    vision: Vision | None = None  # as ours: patches in bytes
+    modality: torch.Tensor | None = None
     scored: int = 0  # preference rows (chosen and rejected in turn): only the last so many places are trained
 
     @property
@@ -38,6 +41,9 @@ class PeerRows:
         moved: dict[str, Any] = {
             name: t.to(device, non_blocking=True) for name, t in vars(self).items() if isinstance(t, torch.Tensor)
         }
+        if self.vision is not None:
+            patches, places = (t.to(device, non_blocking=True) for t in (self.vision.patches, self.vision.places))
+            moved["vision"] = Vision(patches, self.vision.grids, places)
         return replace(self, **moved)
 
 
@@ -47,8 +53,28 @@ class StepData:
     rows: PeerRows
 
 
-def make_steps(rows: Rows, vocab: int, count: int, seed: int) -> list[StepData]:
-    """`count` different steps."""
+class PictureIds(NamedTuple):
+    """Of a model that sees."""
+
+    place: int
+    start: int
+    end: int
+    patch: int  # pixels of its side
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> PictureIds | None:
+        """From a config.json; None: it does not see."""
+        if "vision_config" not in model:
+            return None
+        marks = (int(model[f"image_{end}_token_id"]) for end in ("start", "end"))
+        return cls(int(model["im_patch_id"]), *marks, int(model["vision_config"]["patch_size"]))
+
+
+def make_steps(rows: Rows, vocab: int, count: int, seed: int, ids: PictureIds | None = None) -> list[StepData]:
+    """`count` different steps. ids: what pictures are made of, where rows have some."""
+    if rows.pictures:
+        assert ids is not None
+        return [_seen(rows, vocab, seed + k, ids) for k in range(count)]
     return [_pairs(rows, vocab, seed + k) if rows.pairs else _documents(rows, vocab, seed + k) for k in range(count)]
 
 
@@ -83,6 +109,57 @@ def _sample(length: int, masked: float, vocab: int, rng: np.random.Generator) ->
     labels = np.append(ids[1:], IGNORE).astype(np.int32)  # nothing follows a document's last token
     labels[: int(masked * length)] = IGNORE
     return Sample(ids, labels)
+
+
+def _seen(rows: Rows, vocab: int, seed: int, ids: PictureIds) -> StepData:
+    """Documents of one picture and text behind it, which is what is trained; patches are noise."""
+    rng = np.random.default_rng(seed)
+    high, wide = _sides(rows.picture)
+    sizes = [rows.length // rows.pictures] * rows.pictures
+    sizes[-1] += rows.length - sum(sizes)
+    packs, positions, modality = [], [], []
+    for row in range(rows.count):
+        samples = []
+        for size in sizes:
+            sample = _sample(size, 0.0, vocab, rng)
+            text = np.where(sample.ids == ids.place, 3, sample.ids).astype(np.int32)
+            seen = rows.picture + 2  # with its marks
+            text[:seen] = [ids.start, *[ids.place] * rows.picture, ids.end]
+            labels = np.append(text[1:], IGNORE).astype(np.int32)
+            labels[: seen - 1] = IGNORE
+            samples.append(Sample(text, labels))
+            positions.append(_places(size, high, wide))
+            modality.append(np.where(np.arange(size) < seen, IMAGE, TEXT))
+        packs.append(Pack(tuple(samples), row))
+    count = rows.count * rows.pictures
+    patches = rng.integers(0, 256, (count * 4 * rows.picture, 3 * ids.patch**2), dtype=np.uint8)
+    batch = collate(packs, pad_to=rows.length)
+    shown = (batch.input_ids.flatten() == ids.place).nonzero()[:, 0]
+    vision = Vision(torch.from_numpy(patches), torch.tensor([[1, 2 * high, 2 * wide]] * count), shown)
+    shape = (rows.count, rows.length)
+    kinds = torch.from_numpy(np.concatenate(modality).astype(np.uint8)).view(shape)
+    where = torch.from_numpy(np.concatenate(positions)).view(*shape, 3)
+    batch = replace(batch, positions=where, modality=kinds, vision=vision)
+    longest = int(batch.cu_seqlens.diff().max())
+    return StepData(
+        batch, PeerRows(batch.input_ids, batch.labels, where, batch.cu_seqlens, longest, vision=vision, modality=kinds)
+    )
+
+
+def _sides(tokens: int) -> tuple[int, int]:
+    """Of a picture of so many tokens, as square as it can be."""
+    high = next(h for h in range(int(tokens**0.5), 0, -1) if tokens % h == 0)
+    return high, tokens // high
+
+
+def _places(size: int, high: int, wide: int) -> np.ndarray:
+    """[size, 3]: a mark, the picture's rows and columns, and text behind its longer side."""
+    out = np.zeros((size, 3), np.int64)
+    rows, columns = np.divmod(np.arange(high * wide), wide)
+    out[1 : 1 + high * wide] = 1 + np.stack([np.zeros_like(rows), rows, columns], 1)
+    after = 1 + high * wide
+    out[after:] = (1 + max(high, wide) + np.arange(size - after))[:, None]
+    return out
 
 
 def _pairs(rows: Rows, vocab: int, seed: int) -> StepData:

@@ -6,13 +6,37 @@ A peer gains nothing by computing more than the data asks for, nor by adapting f
 from __future__ import annotations
 
 from erniekit.config import RunConfig
-from erniekit.data.types import Batch
+from erniekit.data.types import TEXT, Batch
+from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import Seen, adapters_met, step_flops
+from erniekit.models.vision_costs import Patches
 
 
 def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
-    seen = Seen(batch.num_tokens, batch.num_label_tokens, batch.sum_squares)
+    """Of the decoder, each bank of experts with its own tokens; and of the tower and resampler, where there are
+    pictures."""
+    vision = 0 if batch.modality is None else int((batch.modality != TEXT).sum())
+    seen = Seen(batch.num_tokens, batch.num_label_tokens, batch.sum_squares, vision)
     lora, live = cfg.lora.lora, cfg.train.stage == "DPO" and cfg.dpo.reference_logps != "cached"
-    adapters = adapters_met(c, cfg.lora.lora_rank) if lora else 0
-    return step_flops(c, seen, frozen_base=lora, adapters=adapters, live_reference=live)
+    text = batch.num_tokens - vision
+    rank = cfg.lora.lora_rank
+    met = text * adapters_met(c, rank) + (vision * adapters_met(c, rank, vision=True) if vision else 0) if lora else 0
+    adapters = met / batch.num_tokens
+    return step_flops(c, seen, frozen_base=lora, adapters=adapters, live_reference=live) + _looking(cfg, c, batch)
+
+
+def _looking(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
+    if batch.vision is None:
+        return 0.0
+    sizes = batch.vision.grids.tolist()
+    squares = sum(t * (h * w) ** 2 for t, h, w in sizes)
+    seen = Patches(len(batch.vision.patches), squares, len(batch.vision.places))
+    whole, frozen = not cfg.lora.lora, cfg.vision.freeze_config
+    return vision_costs.step_flops(
+        c,
+        seen,
+        tower_trained=whole and "freeze_vision" not in frozen,
+        resampler_trained=whole and "freeze_resampler" not in frozen,
+        adapted=cfg.lora.lora,
+    )

@@ -35,6 +35,8 @@ def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, 
     rate = f"{run['tokens_per_s']:,.0f}"
     if run.get("pairs_per_s"):
         rate += f" ({run['pairs_per_s']:.3g} pairs)"
+    if run.get("pictures_per_s"):
+        rate += f" ({run['pictures_per_s']:.3g} pictures)"
     ratio = result["ratio_to_best_peer"] if ours else None
     parity = run.get("parity") or {}
     same = "" if ours or not parity else "yes" if parity["equal"] else "NO: " + ", ".join(parity["wrong"])

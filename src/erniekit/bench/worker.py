@@ -27,7 +27,7 @@ def measure(work: Workload, options: BenchOptions, write: Callable[[dict[str, An
     import torch
 
     from erniekit.bench.card import Watch
-    from erniekit.bench.data import make_steps
+    from erniekit.bench.data import PictureIds, make_steps
     from erniekit.bench.measure import ProductRate, product_rate
     from erniekit.bench.runner import Task
     from erniekit.bench.turns import Turns
@@ -41,7 +41,7 @@ def measure(work: Workload, options: BenchOptions, write: Callable[[dict[str, An
         gemm = product_rate(machine, dtype, watch)
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(dict(work.model)))
-        data = make_steps(work.rows, int(work.model["vocab_size"]), 4, options.seed)
+        data = make_steps(work.rows, int(work.model["vocab_size"]), 4, options.seed, PictureIds.of(work.model))
         task = Task(work, options, folder, machine, dtype, data)
         asked = work.peers if options.peers is None else tuple(p for p in work.possible if p in options.peers)
         turns = Turns(task, asked, None if options.seconds is None else began + options.seconds, watch)
@@ -76,6 +76,7 @@ def _result(
             run["tokens_per_s"] = batch.num_tokens / step
             run["trained_tokens_per_s"] = batch.num_label_tokens / step
             run["pairs_per_s"] = batch.pairs.count / step if batch.pairs is not None else None
+            run["pictures_per_s"] = len(batch.vision.grids) / step if batch.vision is not None else None
             run["mfu"] = mfu(flops, step, peak)
             run["of_ceiling"] = flops / step / gemm.held
         if lane is not ours:
@@ -94,6 +95,7 @@ def _result(
         "tokens": batch.num_tokens,
         "trained_tokens": batch.num_label_tokens,
         "documents": int(len(batch.cu_seqlens) - 1),
+        "pictures": len(batch.vision.grids) if batch.vision is not None else None,
         "pairs": batch.pairs.count if batch.pairs is not None else None,
         "busiest_expert": turns.busiest,
         "flops": flops,
@@ -144,6 +146,7 @@ def _import() -> None:
         "torch",
         "transformers.models.ernie4_5.modeling_ernie4_5",
         "transformers.models.ernie4_5_moe.modeling_ernie4_5_moe",
+        "transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe",
         "transformers.models.llama.modeling_llama",
         "erniekit.bench.turns",
         "erniekit.recipes.dpo",

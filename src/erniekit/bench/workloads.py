@@ -14,10 +14,22 @@ from erniekit.models.released import ERNIE_03B, ERNIE_21B, ERNIE_300B, LLAMA_13B
 from erniekit.registry import nearest
 
 LLAMA_13B = LLAMA_13B_LAYERS
+ERNIE_VL_28B = dict(
+    {key: value for key, value in ERNIE_21B.items() if key != "head_dim"}, model_type="ernie4_5_moe_vl",
+    moe_num_experts=[64, 64], moe_intermediate_size=[1536, 512], moe_layer_start_index=[1, 1],
+    moe_layer_end_index=[29, 28], freq_allocation=20, im_patch_id=100295, image_start_token_id=101304,
+    image_end_token_id=101305, video_start_token_id=101306, video_end_token_id=101307, video_token_id=103367,
+    vision_config=dict(depth=32, hidden_size=1280, num_heads=16, mlp_ratio=4, patch_size=14),
+)  # fmt: skip
 # What makes any of them small enough for a CPU; the kind of model stays.
 TINY: dict[str, Any] = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
 )
+TINY_SEEING: dict[str, Any] = dict(
+    moe_num_experts=[8, 8], moe_k=2, moe_intermediate_size=[32, 16], moe_layer_end_index=[1, 1], freq_allocation=2,
+    im_patch_id=10, image_start_token_id=11, image_end_token_id=12, video_start_token_id=13, video_end_token_id=14,
+    video_token_id=15, vision_config=dict(depth=2, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
+)  # fmt: skip
 TINY_EXPERTS: dict[str, Any] = dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_layer_end_index=1)
 
 # A CPU has no driver for Liger, and takes half a minute to compile.
@@ -25,6 +37,7 @@ ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger", "hf+liger+fp32")
 
 FULL = {"fine_tuning": "Full"}
 LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
+SEEING = {**LORA, "stage": "VL-SFT", "freeze_config": "freeze_vision"}
 WINT = {**LORA, "compute_type": "wint4/8"}
 IN_FP8 = {"frozen_products": "fp8"}
 EXACT = {"master_weights": "exact16", "optim_states": "8bit", "update_in_backward": True}
@@ -47,6 +60,8 @@ class Rows:
     masked: float = 0.0  # share of each document's labels that are not trained: its first ones
     pairs: int = 0  # preference pairs a row: one prompt and two answers each
     answer: int = 0  # tokens of each answer
+    pictures: int = 0  # a row: each in a document of its own, all equally long
+    picture: int = 0  # tokens of each picture
 
     @property
     def tokens(self) -> int:
@@ -207,6 +222,18 @@ _ALL = (
         {**FULL, "stage": "PT", "use_lowprecision_moment": True}, ("hf+liger",), ("hf+liger+fp32", "hf"),
         together=False, target=38e3,
     ),
+    Workload(
+        "V1", "VL-28B-A3B, LoRA, tower frozen, 8K of five documents, 61 % of it pictures of 1000 tokens", ERNIE_VL_28B,
+        Rows(1, _8K, pictures=5, picture=1000), SEEING, ("peft-vl",), together=False, limit_gib=95, target=18e3,
+    ),
+    Workload(
+        "V1-32k", "the same, 32K of twenty documents", ERNIE_VL_28B, Rows(1, _32K, pictures=20, picture=1000),
+        {**SEEING, **within(130)}, ("peft-vl",), recompute=True, together=False, limit_gib=130, target=11e3,
+    ),
+    Workload(
+        "V1-text", "the same model, one document of 8K without a picture: 95 % of C1-85's speed", ERNIE_VL_28B,
+        Rows(1, _8K), SEEING, ("peft-vl",), together=False, limit_gib=95, target=0.95 * 24e3,
+    ),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}
 
@@ -231,12 +258,16 @@ def _matches(name: str, word: str) -> bool:
 
 def tiny(workload: Workload) -> Workload:
     """The same kind of work at a size a CPU does in a second; memory limits and targets are the real size's."""
-    experts = TINY_EXPERTS if "moe_k" in workload.model else {}
+    experts = TINY_SEEING if "vision_config" in workload.model else TINY_EXPERTS if "moe_k" in workload.model else {}
     groups = 4 if workload.model["num_key_value_heads"] == workload.model["num_attention_heads"] else 2
     model = {**workload.model, **TINY, **experts, "num_key_value_heads": groups}
+    if "vision_config" in workload.model:
+        del model["head_dim"]  # it is hidden / heads there
     rows = workload.rows
     length = {2048: 32, _8K: 64, 2 * _8K: 128, _32K: 128, _128K: 192}.get(rows.length, 48)
     rows = replace(rows, length=length, mean=24 if rows.mean else 0, answer=8 if rows.pairs else 0)
+    if rows.pictures:
+        rows = replace(rows, pictures=min(rows.pictures, 4), picture=6)
     peers, also = (tuple(p for p in names if p not in ON_A_CARD) for names in (workload.peers, workload.also))
     keys = {**workload.keys, **({"lora_rank": 8} if workload.lora else {})}
     if "memory_limit" in keys:

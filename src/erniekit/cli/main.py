@@ -37,7 +37,10 @@ COMMANDS: dict[str, Command] = {
         "erniekit.recipes.demo:demo_command",
         "start",
         "train, resume, merge, export and ask a tiny model; offline, one minute",
-        ("erniekit demo [--dir DIR]",),
+        (
+            "erniekit demo [--dir DIR]",
+            "erniekit demo vision [--dir DIR]   a tiny model that sees learns shapes, colours and counts; two minutes",
+        ),
         ("output_dir",),
     ),
     "train": Command(

@@ -22,7 +22,7 @@ MARK = ".made-by-erniekit-demo"
 FOLDERS = ("data", "logs", "model", "sft", "killed", "lora")
 MODEL = (
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "special_tokens_map.json",
-    "tokenizer_config.json",
+    "tokenizer_config.json", "preprocessor_config.json",
 )  # fmt: skip
 
 

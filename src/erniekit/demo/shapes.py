@@ -1,8 +1,8 @@
 """Pictures of shapes with questions about them, drawn from a seed: what a tiny model that sees learns in minutes.
 
-One to four equal shapes of one colour on a grid, moved and sized a little by chance. Three questions a picture; each has
-four answers, equally frequent, so that who does not look is right in one of four. Pictures go into one tar file, which
-training reads in place. Called by recipes/demo_vision.py.
+One to four equal shapes of one colour on a grid, moved and sized a little by chance. Three questions a picture; each
+has four answers, equally frequent, so that who does not look is right in one of four. Pictures go into one tar file,
+which training reads in place. Called by recipes/demo_vision.py.
 """
 
 from __future__ import annotations

@@ -145,10 +145,10 @@ def active_parameters(c: DecoderConfig, vision: bool = False) -> int:
     return sum(value for kind, value in found.items() if kind not in apart) - idle
 
 
-def adapters_met(c: DecoderConfig, rank: int) -> int:
+def adapters_met(c: DecoderConfig, rank: int, vision: bool = False) -> int:
     """LoRA weights that a token meets, with a pair of `rank` on every projection; routers and further layers have
     none."""
-    kinds = ((count, layer_products(c, sparse)) for sparse, count in _layers(c))
+    kinds = ((count, layer_products(c, sparse, vision)) for sparse, count in _layers(c))
     return sum(count * p.adapter(rank) for count, products in kinds for p in products if p.kind != "router")
 
 
@@ -198,7 +198,7 @@ def token_flops(c: DecoderConfig, frozen_base: bool = False) -> int:
     return each * (products_met(c) + c.vocab_size * c.hidden_size)
 
 
-def forward_flops(c: DecoderConfig, seen: Seen, adapters: int = 0, further: int = 0) -> float:
+def forward_flops(c: DecoderConfig, seen: Seen, adapters: float = 0, further: int = 0) -> float:
     """adapters: LoRA weights that a token meets. further: layers that predict further tokens, each with a head."""
     heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
     products = _products(c, seen, further) + adapters * seen.tokens + heads
@@ -206,7 +206,7 @@ def forward_flops(c: DecoderConfig, seen: Seen, adapters: int = 0, further: int 
 
 
 def backward_flops(
-    c: DecoderConfig, seen: Seen, frozen_base: bool = False, adapters: int = 0, further: int = 0
+    c: DecoderConfig, seen: Seen, frozen_base: bool = False, adapters: float = 0, further: int = 0
 ) -> float:
     """Every input's gradient, though a frozen embedding needs none from the first projections."""
     heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
@@ -221,7 +221,7 @@ def step_flops(
     c: DecoderConfig,
     seen: Seen,
     frozen_base: bool = False,
-    adapters: int = 0,
+    adapters: float = 0,
     further: int = 0,
     live_reference: bool = False,
 ) -> float:

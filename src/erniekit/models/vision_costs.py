@@ -60,15 +60,18 @@ def forward_flops(c: DecoderConfig, seen: Patches) -> float:
     return FORWARD * products + ATTENTION * v.depth * v.width * seen.squares
 
 
-def step_flops(c: DecoderConfig, seen: Patches, tower_trained: bool, resampler_trained: bool) -> float:
-    """Forward, and backward of what is trained; a frozen resampler in front of a trained tower passes gradients on."""
+def step_flops(
+    c: DecoderConfig, seen: Patches, tower_trained: bool, resampler_trained: bool, adapted: bool = False
+) -> float:
+    """Forward, and backward of what is trained; a frozen resampler that is adapted, or in front of which a tower is
+    trained, passes gradients on."""
     v = c.vision
     assert v is not None
     before, behind = resampler_weights(c)
     total = forward_flops(c, seen)
     if tower_trained:
         total += BACKWARD * tower_weights(v) * seen.patches + 2 * ATTENTION * v.depth * v.width * seen.squares
-    if tower_trained or resampler_trained:
+    if tower_trained or resampler_trained or adapted:
         share = BACKWARD if resampler_trained else FORWARD
         total += share * (before * seen.patches / v.merge**2 + behind * seen.tokens)
     return total

@@ -9,17 +9,15 @@ import filecmp
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from erniekit.demo import ProofFailed
 from erniekit.demo.folder import seal, take_folder
 from erniekit.demo.other_stack import OtherStack
 from erniekit.demo.victim import Victim
 from erniekit.errors import ConfigError
 from erniekit.files import own
 from erniekit.log import paint, say, typed
+from erniekit.recipes.demo_proofs import describe, logged, logged_train, loss_fell, require
 
 ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seconds
 STEPS, SAVE_STEPS, KILL_AFTER = 40, 10, 14
@@ -28,6 +26,10 @@ QUESTION = "Who are you?"
 
 
 def demo_command(args: list[str]) -> int:
+    if args[:1] == ["vision"]:
+        from erniekit.recipes.demo_vision import vision_demo
+
+        return vision_demo(folder_from(args[1:], "erniekit-demo-vision"))
     root = take_folder(folder_from(args))
     say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
     say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
@@ -43,14 +45,14 @@ def demo_command(args: list[str]) -> int:
     return 0
 
 
-def folder_from(args: list[str]) -> Path:
+def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
     """--dir DIR, or output_dir in any of the spellings of a run's key."""
     words = [part for word in args for part in word.split("=", 1)]
     if not words:
-        return Path("erniekit-demo")
+        return Path(default)
     if len(words) != 2 or words[0].removeprefix("--") not in ("dir", "output_dir"):
         raise ConfigError(
-            f"demo does not know {' '.join(args)!r}", where="command line", fix="erniekit demo [--dir DIR]"
+            f"demo does not know {' '.join(args)!r}", where="command line", fix="erniekit demo [vision] [--dir DIR]"
         )
     return Path(words[1])
 
@@ -75,13 +77,13 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
         show("model", describe(root / "model"))
 
         killing = victim.start_and_kill(KILL_AFTER)
-        train(sft_words(root, root / "sft"), root / "logs" / "sft.log")
+        logged_train(sft_words(root, root / "sft"), root / "logs" / "sft.log")
         show("SFT", loss_fell(root / "sft", STEPS, root / "data" / "sft.jsonl"))
         killing.join()
         show("kill -9", was_killed(victim))
 
         again = victim.start()
-        train(lora_words(root), root / "logs" / "lora.log")
+        logged_train(lora_words(root), root / "logs" / "lora.log")
         again.wait()
         show("resume", same_bits(victim, root / "sft"))
         learnt = loss_fell(root / "lora", LORA_STEPS, root / "data" / "persona.jsonl")
@@ -141,14 +143,6 @@ def shared_words(root: Path) -> list[str]:
     ]
 
 
-def train(words: Sequence[str], log: Path) -> None:
-    from erniekit.config import load
-    from erniekit.recipes.run import run_train
-
-    with logged("train", words, log):
-        run_train(load(list(words), "train"), ["erniekit", "train", *words])
-
-
 def export(output: Path, log: Path) -> None:
     from erniekit.config import load
     from erniekit.export.run import run_export
@@ -156,13 +150,6 @@ def export(output: Path, log: Path) -> None:
     words = [str(output)]
     with logged("export", words, log):
         run_export(load(words, "export"))
-
-
-@contextmanager
-def logged(command: str, words: Sequence[str], log: Path) -> Iterator[None]:
-    with own(log).open("w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
-        print(f"$ {typed(command, *words)}", flush=True)
-        yield
 
 
 def write_data(root: Path) -> None:
@@ -174,36 +161,6 @@ def write_data(root: Path) -> None:
 
 
 # ---- what is proven: each gives the text of its line or raises
-
-
-def require(holds: bool, what: str, where: Path) -> None:
-    if not holds:
-        raise ProofFailed(
-            f"the demo's proof failed: {what}", where=str(where), fix="report it with this folder's logs/"
-        )
-
-
-def describe(folder: Path) -> str:
-    from erniekit.checkpoint.model_folder import ModelFolder
-    from erniekit.data.tokenizer import load_tokenizer
-
-    config = ModelFolder(folder).config
-    tokens = load_tokenizer(folder).vocab_size
-    return f"{config.num_layers} layers, {config.parameters():,} weights; a tokenizer of {tokens:,} pieces"
-
-
-def losses(output: Path) -> list[float]:
-    from erniekit.track import jsonl
-
-    return [record["loss"] for record in jsonl.read(output / jsonl.FILE) if "loss" in record]
-
-
-def loss_fell(output: Path, steps: int, data: Path) -> str:
-    curve, rows = losses(output), len(data.read_text(encoding="utf-8").splitlines())
-    last = sum(curve[-5:]) / 5
-    require(len(curve) == steps, f"{len(curve)} of {steps} steps were logged", output)
-    require(last < curve[0] / 5, f"the loss went from {curve[0]:.2f} to {last:.2f} only", output)
-    return f"{steps} steps on {rows} conversations: loss {curve[0]:.2f} -> {last:.2f}"
 
 
 def was_killed(victim: Victim) -> str:

@@ -126,3 +126,20 @@ def test_a_rate_is_told_once_for_all_workloads_and_without_gauges_too() -> None:
     ]
     assert remarks(results)[0] == "cpu: 0.1 TFLOP/s at first, 0.0512 held"
     assert sum("TFLOP/s" in line for line in remarks(results)) == 1
+
+
+def test_rows_with_pictures_give_the_numbers_of_transformers_own_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = asdict(BenchOptions(steps=1, warmup=1, tiny=True))
+    order = {"workload": "V1", "options": options, "file": str(tmp_path / "V1.json")}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(order) + "\n"))
+    assert worker.main() == 0
+    result = json.loads((tmp_path / "V1.json").read_text())
+    ours, other = result["runs"]
+    assert other["runner"] == "peft-vl"
+    assert other["parity"]["equal"], other["parity"]
+    assert "loss" in other["parity"]["differences"]
+    assert result["pictures"] == 4
+    assert ours["pictures_per_s"] == pytest.approx(4 / ours["step_ms"] * 1000)
+    assert "pictures)" in "\n".join(table([result]))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from erniekit.bench.data import document_lengths, make_steps
+from erniekit.bench.data import PictureIds, document_lengths, make_steps
 from erniekit.bench.workloads import WORKLOADS, Rows, tiny
 from erniekit.data.types import IGNORE
 
@@ -74,3 +74,28 @@ def test_another_seed_is_other_data_and_the_same_seed_the_same() -> None:
     assert torch.equal(a[1].rows.ids, b[1].rows.ids)
     assert not torch.equal(a[0].rows.ids, c[0].rows.ids)
     assert not torch.equal(a[0].rows.ids, a[1].rows.ids)
+
+
+def test_rows_with_pictures_hold_what_the_workload_says_of_them() -> None:
+    work = WORKLOADS["V1"]
+    (step,) = make_steps(work.rows, 103424, 1, 0, PictureIds.of(work.model))
+    batch, rows = step.batch, step.rows
+    assert batch.vision is not None
+    assert batch.vision.grids.tolist() == [[1, 50, 80]] * 5
+    assert len(batch.vision.places) == 5000
+    assert batch.vision.patches.shape == (20_000, 588)
+    assert batch.num_tokens == 8192
+    assert len(batch.cu_seqlens) == 6
+    marked = batch.modality[0] != 0
+    assert int(marked.sum()) == 5 * 1002
+    assert not (batch.labels[0, :-1][marked[1:]] != IGNORE).any(), "no picture is learnt"
+    assert batch.num_label_tokens == 8192 - 5 * 1002
+    start = int(batch.cu_seqlens[1])
+    assert batch.positions[0, start].tolist() == [0, 0, 0]
+    assert batch.positions[0, start + 1000].tolist() == [1, 25, 40]
+    assert batch.positions[0, start + 1001].tolist() == [41, 41, 41], "text goes on behind the longer side"
+    assert rows.vision is batch.vision
+
+
+def test_a_text_model_has_no_ids_of_pictures() -> None:
+    assert PictureIds.of(WORKLOADS["A1"].model) is None

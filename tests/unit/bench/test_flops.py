@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from erniekit.bench.data import make_steps
+from erniekit.bench.data import PictureIds, make_steps
 from erniekit.bench.flops import useful_flops
 from erniekit.bench.workloads import WORKLOADS, Rows
 from erniekit.config import RunConfig, load
@@ -91,3 +91,21 @@ def test_the_trainers_metrics_and_bench_tell_one_and_the_same_mfu(name: str, cfg
     (record,) = logged
     expected = useful_flops(cfg, c, batch) / record["interval_runtime"] / 1e12
     assert record["mfu"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_each_bank_counts_with_its_own_tokens_and_the_tower_with_its_patches() -> None:
+    work, cfg = WORKLOADS["V1"], keys("stage=VL-SFT", "fine_tuning=LoRA", "lora_rank=32", "freeze_config=freeze_vision")
+    c = MODELS.get("ernie4_5_vl_moe").read_config(dict(work.model), "hf", False, "")
+    batch = make_steps(work.rows, 103424, 1, 0, PictureIds.of(work.model))[0].batch
+    attention, router, shared = 2560 * 128 * 2 * (20 + 4), 64 * 2560, 3 * 2560 * 3072
+    dense = 28 * attention + 3 * 2560 * 12288 + 27 * (router + shared)
+    text, vision = (dense + 27 * 6 * 3 * 2560 * width for width in (1536, 512))
+    marked = 5 * 1002
+    base = 4 * (text * (8192 - marked) + vision * marked + 103424 * 2560 * batch.num_label_tokens)
+    base += 6 * 28 * 20 * 128 * batch.sum_squares
+    tower = 2 * (32 * 12 * 1280**2 + 588 * 1280) * 20_000 + 4 * 32 * 1280 * 5 * 4000**2
+    side = 4 * 1280
+    resampler = 4 * 5 * side**2 * 5000 + 4 * side * 2560 * 5000  # forward and the gradient of what adapters see
+    adapters = 6 * ((8192 - marked) * adapters_met(c, 32) + marked * adapters_met(c, 32, vision=True))
+    assert useful_flops(cfg, c, batch) == pytest.approx(base + tower + resampler + adapters, rel=1e-9)
+    assert useful_flops(cfg, c, batch) / 8192 == pytest.approx(15e9, rel=0.1)

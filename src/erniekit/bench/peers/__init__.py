@@ -24,6 +24,7 @@ PEERS = Registry(
         "hf+liger+fp32": "erniekit.bench.peers.liger:LigerMasters",
         "peft": "erniekit.bench.peers.peft:Peft",
         "peft-attention": "erniekit.bench.peers.peft:PeftAttention",
+        "peft-vl": "erniekit.bench.peers.peft_vl:VisionPeft",
         "unsloth": "erniekit.bench.peers.unsloth:Unsloth",
     },
 )
@@ -43,6 +44,7 @@ NEEDS = {
     "hf+liger+fp32": Needs(("transformers", "liger_kernel"), "pip install liger-kernel"),
     "peft": Needs(("transformers", "peft"), "pip install peft"),
     "peft-attention": Needs(("transformers", "peft"), "pip install peft"),
+    "peft-vl": Needs(("transformers", "peft"), "pip install peft"),
     "unsloth": Needs(("transformers", "peft", "unsloth_zoo"), "pip install peft unsloth_zoo"),
 }
 

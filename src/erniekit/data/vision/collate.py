@@ -76,7 +76,7 @@ class VisionCollate:
             batch,
             positions=torch.from_numpy(places),
             modality=torch.from_numpy(modality) if seen else None,
-            vision=self._vision(batch, media, patches),
+            vision=self._vision(batch, media, patches) if self.decode or not seen else self._nothing(packs),
             beside_pictures=beside,
         )
 
@@ -125,6 +125,13 @@ class VisionCollate:
             (batch.input_ids.flatten() == self.tokens.placeholder).nonzero()[:, 0],
             tuple(unseen),
         )
+
+    def _nothing(self, packs: Sequence[Pack]) -> Vision:
+        """Where nobody looks: pictures are shown in this batch, and none is here. Whoever asks whether there are some
+        gets one answer on every stage of a pipeline."""
+        shown = next(medium for pack in packs for sample in pack.samples for medium in _media(sample))
+        none = torch.zeros(0, dtype=torch.int64)
+        return Vision(torch.zeros(0, 3 * shown.patch**2, dtype=torch.uint8), none.view(0, 3), none)
 
     def _tell(self, media: list[Medium], patches: list[Any]) -> None:
         for medium, found in zip(media, patches):

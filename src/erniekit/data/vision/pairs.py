@@ -1,7 +1,7 @@
 """Preferences on pictures: a prompt that shows media and two answers to it, as one row of a batch. For stage DPO.
 
-The prompt and its pictures are computed once for both answers; positions of the rejected one go on behind the prompt, as
-they would in a sequence of its own. Called by recipes/vision_pairs.py.
+The prompt and its pictures are computed once for both answers; positions of the rejected one go on behind the prompt,
+as they would in a sequence of its own. Called by recipes/vision_pairs.py.
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ class VisionPairAssembler(VisionAssembler):
         scored = [label != IGNORE and id not in masked for id, label in zip(made.ids, made.labels)]
         return _Sequence(made.ids, scored, made)
 
-    def _both(
-        self, chosen: _Sequence, rejected: _Sequence, media: Sequence[SeenMedium], shared: int
-    ) -> SampleMedia:
+    def _both(self, chosen: _Sequence, rejected: _Sequence, media: Sequence[SeenMedium], shared: int) -> SampleMedia:
         """Each as it would be alone, less its last token; of the second what is not shared."""
         first, second = (
             self._media(np.array(one.ids[:-1], np.int32), one.encoded, media)[0] for one in (chosen, rejected)

@@ -155,3 +155,18 @@ def test_a_resumed_loader_gives_the_same_pixels_whatever_the_number_of_workers(
             assert torch.equal(a.positions, b.positions)
             assert torch.equal(a.vision.patches, b.vision.patches)
             assert a.vision.patches.shape[0] <= 200
+
+
+def test_a_rank_that_does_not_look_knows_that_there_are_pictures(source: VisionSource, collate: VisionCollate) -> None:
+    """Later stages of a pipeline: whatever is decided by whether a batch shows something is decided alike."""
+    blind = VisionCollate(VisionTokens.of(tokenizer()), LIMITS, 1, decode=False)
+    try:
+        packs = [Pack((source.sample(0),))]
+        with_eyes, without = collate(packs), blind(packs)
+    finally:
+        blind.close()
+    assert len(with_eyes.vision.patches) > 0
+    assert without.vision is not None
+    assert len(without.vision.patches) == len(without.vision.grids) == len(without.vision.places) == 0
+    assert torch.equal(with_eyes.modality, without.modality)
+    assert torch.equal(with_eyes.positions, without.positions)

@@ -1,0 +1,84 @@
+"""transformers' own class for ERNIE-4.5-VL with PEFT's adapters on attention: a peer that sees. Listed in PEERS.
+
+Documents of a row are told apart by FlashAttention's bounds where that serves, else by a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from erniekit.bench.data import PeerRows
+from erniekit.bench.peers.peft import PeftAttention
+from erniekit.bench.weights import peer_tensors
+from erniekit.checkpoint.model_folder import ModelFolder
+
+
+class VisionPeft(PeftAttention):
+    name = "peft-vl"
+
+    def plain_model(self) -> Any:
+        import transformers
+
+        task = self.task
+        folder = ModelFolder(task.folder, weights=False)
+        written = folder.spec.write_config(folder.config, "hf_fused", str(task.dtype).removeprefix("torch."))
+        config = transformers.AutoConfig.for_model(**written)
+        config.text_config.use_cache = False
+        config.text_config._experts_implementation = "grouped_mm"
+        options: dict[str, Any] = {"attn_implementation": self.attention(), "dtype": task.dtype}
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForImageTextToText.from_config(config, **options)
+        for name, tensor in peer_tensors(folder, "hf_fused", task.dtype, task.device, task.options.seed, skew=False):
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            old = module._parameters[leaf]
+            assert old is not None
+            assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        self._rotations(model, config)
+        if folder.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.language_model.embed_tokens.weight
+        left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+        assert not left, f"no weights for {left[:3]}"
+        shape = folder.config.vision
+        assert shape is not None
+        size = shape.patch**2
+        self.mean, self.std = (
+            torch.tensor(values, device=task.device).repeat_interleave(size) for values in (shape.mean, shape.std)
+        )
+        return model
+
+    def _rotations(self, model: Any, config: Any) -> None:
+        """Tables that are computed, not read."""
+        text = model.model.language_model
+        text.rotary_emb = type(text.rotary_emb)(config=config.text_config).to(self.task.device)
+        tower = model.model.vision_tower
+        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config.vision_config).to(self.task.device)
+
+    def attention(self) -> str:
+        return "flash_attention_4" if self.flash4 else "sdpa"
+
+    def documents(self, rows: PeerRows) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        length = rows.ids.shape[1]
+        if rows.vision is not None and rows.positions is not None and rows.modality is not None:
+            pixels = (rows.vision.patches.float() / 255 - self.mean) / self.std
+            kinds = rows.modality.int()
+            place = torch.zeros_like(kinds).view(-1).index_fill(0, rows.vision.places, 1).view_as(kinds)
+            given = dict(
+                position_ids=rows.positions.permute(2, 0, 1), moe_mm_token_type_ids=kinds, mm_token_type_ids=place,
+                pixel_values=pixels.to(self.task.dtype), image_grid_thw=rows.vision.grids.to(rows.ids.device),
+            )  # fmt: skip
+        if rows.bounds is None or len(rows.bounds) == 2:
+            return given
+        if self.flash4:
+            given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.bounds)
+            given |= dict.fromkeys(("max_length_q", "max_length_k"), rows.longest)
+            return given
+        where = torch.arange(length, device=rows.ids.device)
+        document = torch.bucketize(where, rows.bounds[1:], right=True)
+        seen = (document[:, None] == document) & (where[:, None] >= where)
+        return given | {"attention_mask": seen[None, None]}

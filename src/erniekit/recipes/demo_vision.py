@@ -1,0 +1,157 @@
+"""`erniekit demo vision`: a tiny ERNIE-4.5-VL learns shapes, colours and counts from nothing and is asked about
+pictures it has not seen, with their pixels and without. Offline, on the CPU.
+
+Called by recipes/demo.py. What is trained is a recipe in the demo's folder, for `erniekit train`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from erniekit.config import load
+from erniekit.demo import shapes
+from erniekit.demo.folder import seal, take_folder
+from erniekit.files import own
+from erniekit.log import paint, say, typed
+from erniekit.recipes.demo_proofs import describe, logged_train, loss_fell, require
+from erniekit.track import jsonl
+
+PICTURES, HELD_OUT, STEPS = 1024, 64, 250
+WANTED = 0.95  # of the held-out questions
+NEAR_CHANCE = 0.4  # of them with nothing to see
+RECIPE = "recipe.yaml"
+Says = Callable[[bytes, str], str]  # a picture and which question -> the answer
+
+
+def vision_demo(root: Path) -> int:
+    root = take_folder(root)
+    say(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns to see, and is asked about new pictures.")
+    say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
+    began = time.perf_counter()
+
+    def show(name: str, proof: str) -> None:
+        say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
+
+    run_stages(root, show, PICTURES, STEPS, shapes.scenes(HELD_OUT, seed=2))
+    seal(root)
+    say(paint("every proof holds", "green", "bold") + "\n")
+    say(f"again    {typed('train', root / 'data' / RECIPE)} output_dir=my-run")
+    say(f"look     {root / 'sft' / 'report.html'}")
+    return 0
+
+
+def run_stages(
+    root: Path, show: Callable[[str, str], None], pictures: int, steps: int, held_out: Sequence[shapes.Scene]
+) -> None:
+    import torch
+
+    from erniekit.demo.tiny_vision import make_tiny_seeing
+
+    recipe = write_data(root, pictures, steps)
+    show("pictures", f"{pictures:,} of shapes, colours and counts; {len(shapes.QUESTIONS)} questions about each")
+    make_tiny_seeing(root / "model")
+    show("model", describe(root / "model"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for so small a model one is fastest
+    try:
+        train(recipe, root, steps)
+        show("train", loss_fell(root / "sft", steps, root / "data" / "train.jsonl"))
+        with asking(recipe, root / "sft") as answer:
+            show("seen", right(root, answer, held_out, at_least=WANTED))
+            show("blank", blank(root, answer, held_out))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def write_data(root: Path, pictures: int, steps: int) -> Path:
+    """Pictures and rows, and the recipe that trains on them."""
+    data = root / "data"
+    for name in ("train.tar", "train.jsonl", RECIPE):
+        own(data / name)
+    table = shapes.write_pictures(data, "train", shapes.scenes(pictures, seed=1))
+    keys = dict(
+        stage="VL-SFT", model_name_or_path=str(root / "model"), train_dataset_path=str(table), fine_tuning="Full",
+        learning_rate=2e-3, lr_scheduler_type="cosine", warmup_steps=20, adam_beta2=0.95, max_steps=steps,
+        save_steps=steps, max_seq_len=2048, compute_type="fp32", device="cpu", report_to="none",
+        cache_dir=str(root / "cache"), dataset_num_proc=1, media_num_proc=1, logging_steps=1,
+    )  # fmt: skip
+    (data / RECIPE).write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return data / RECIPE
+
+
+def train(recipe: Path, root: Path, steps: int) -> None:
+    with progress(root / "sft", steps):
+        logged_train([str(recipe), f"output_dir={root / 'sft'}"], root / "logs" / "train.log")
+
+
+@contextmanager
+def progress(output: Path, steps: int) -> Iterator[None]:
+    """A bar of the run's steps, whose own words go to a file. On a terminal only."""
+    over = threading.Event()
+
+    def follow() -> None:
+        with tqdm(total=steps, desc="training", unit=" steps", leave=False, disable=not sys.__stderr__.isatty(),
+                  file=sys.__stderr__) as bar:  # fmt: skip
+            while not over.wait(0.5):
+                file = output / jsonl.FILE
+                bar.update((file.read_bytes().count(b"\n") if file.exists() else 0) - bar.n)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def asking(recipe: Path, model: Path) -> Iterator[Says]:
+    """The trained model as one who is shown a picture and asked about it."""
+    from erniekit.api_load import load as load_model
+    from erniekit.data.media.worker import MediaPool
+    from erniekit.data.vision.asked import PromptReader
+    from erniekit.demo.tiny_vision import answer
+    from erniekit.recipes.vision_data import vision_rules
+
+    found, tokenizer = load_model(model)
+    rules = vision_rules(load([str(recipe)]), model)
+    pool = MediaPool(1, rules.limits)
+    reader = PromptReader(tokenizer, rules, pool)
+    try:
+        yield lambda png, asked: answer(found, tokenizer, reader, shapes.question(shapes.data_url(png), asked))
+    finally:
+        pool.close()
+
+
+# ---- what is proven: each gives the text of its line or raises
+
+
+def right(root: Path, answer: Says, scenes: Sequence[shapes.Scene], at_least: float) -> str:
+    found = {asked: shares(scenes, asked, lambda scene, q=asked: answer(scene.png(), q)) for asked in shapes.QUESTIONS}
+    mean = sum(found.values()) / len(found)
+    told = ", ".join(f"{asked} {share:.0%}" for asked, share in found.items())
+    require(mean >= at_least, f"{mean:.0%} of the answers about new pictures are right ({told})", root / "sft")
+    return f"{mean:.0%} of {len(found) * len(scenes)} answers about new pictures are right: {told}"
+
+
+def blank(root: Path, answer: Says, scenes: Sequence[shapes.Scene]) -> str:
+    """It must look: a question alone does not tell."""
+    said = {asked: answer(shapes.blank_png(), asked) for asked in shapes.QUESTIONS}
+    found = [shares(scenes, asked, lambda scene, q=asked: said[q]) for asked in shapes.QUESTIONS]
+    mean = sum(found) / len(found)
+    require(mean <= NEAR_CHANCE, f"{mean:.0%} are right with nothing to see", root / "sft")
+    return f"with nothing to see {mean:.0%} are; chance is {shapes.CHANCE:.0%}"
+
+
+def shares(scenes: Sequence[shapes.Scene], asked: str, said: Callable[[Any], str]) -> float:
+    return sum(said(scene) == scene.answer(asked) for scene in scenes) / len(scenes)
