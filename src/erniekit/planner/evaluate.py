@@ -11,7 +11,7 @@ from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import share as even_share
 from erniekit.planner import timing
 from erniekit.planner.activations import Cuts, Kernels
-from erniekit.planner.cards import Card, Rates
+from erniekit.planner.cards import Card, CardRates
 from erniekit.planner.job import Job, keys_of
 from erniekit.planner.memory import FLAT, GIB, ROUNDING, USABLE, Bytes, Held, Work, layers_of, recomputing, step_bytes
 from erniekit.planner.schedule import most_in_flight, replay
@@ -19,11 +19,11 @@ from erniekit.planner.static_bytes import Share
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """The like devices that a layout is spread over."""
 
     card: Card
-    rates: Rates
+    rates: CardRates
     devices: int  # of a machine
     limit: float = 0.0  # bytes a rank may take; 0: what is usable of the card
 
@@ -61,7 +61,7 @@ def stages_of(count: int, layout: Layout) -> list[range]:
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
-def evaluate(job: Job, layout: Layout, place: Place, exact: bool = False) -> Candidate:
+def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Candidate:
     micro_batches = job.micro_batches(layout)
     if not micro_batches:
         what = f"{job.packs} packs a step do not divide over {layout.data_ranks} data ranks of {job.rows}"
@@ -211,7 +211,7 @@ def _worst_rows(job: Job, layout: Layout) -> float:
     return balanced * senders * min(1.0, here / job.model.moe.choices)
 
 
-def timed(job: Job, made: Candidate, place: Place, stages: list[range], exact: bool) -> Candidate:
+def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bool) -> Candidate:
     layout, rates, m = made.layout, place.rates, made.micro_batches
     links = timing.Links(rates, place.devices)
     tokens = job.rows * job.length // layout.cp

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout, fit
-from erniekit.planner.evaluate import Candidate, Place, evaluate
+from erniekit.planner.evaluate import Candidate, Site, evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB
 
@@ -21,7 +21,7 @@ MOST_TENSOR = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class Ranking:
     ranked: list[Candidate]  # that fit, the fastest first
     nearest: Candidate | None  # of those that do not fit, the one with the least bytes
     failed: dict[str, tuple[int, str]] = field(default_factory=dict)  # family of layouts -> how many, why the best of it
@@ -86,7 +86,7 @@ def _experts(job: Job, one: Layout) -> Iterator[Layout]:
             yield replace(made, ep=0 if degree == pool else degree)
 
 
-def search(job: Job, place: Place, ranks: int) -> Found:
+def search(job: Job, place: Site, ranks: int) -> Ranking:
     fits: list[Candidate] = []
     failed: dict[str, list[Candidate]] = {}
     tried, nearest = 0, None
@@ -104,10 +104,10 @@ def search(job: Job, place: Place, ranks: int) -> Found:
         if made.stages and (nearest is None or made.most.total < nearest.most.total):
             nearest = made
     if not tried:
-        return Found([], None, {"any": (0, batch_problem(job, ranks))}, 0)
+        return Ranking([], None, {"any": (0, batch_problem(job, ranks))}, 0)
     fits.sort(key=lambda one: -one.tokens)
     best = sorted((evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens)
-    return Found(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
+    return Ranking(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
 
 
 def batch_problem(job: Job, ranks: int) -> str:
@@ -136,7 +136,7 @@ def _told(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tu
     return dict(sorted(out.items(), key=lambda item: -item[1][0]))
 
 
-def smallest(job: Job, place: Place, most: int, global_batch: bool = True) -> int | None:
+def smallest(job: Job, place: Site, most: int, global_batch: bool = True) -> int | None:
     """The fewest like devices on which some layout fits, whole machines from one machine on; None: not `most`."""
     counts = [n for n in (1, 2, 4, 8) if n <= place.devices]
     machines, n = [], place.devices
@@ -149,7 +149,7 @@ def smallest(job: Job, place: Place, most: int, global_batch: bool = True) -> in
     return None
 
 
-def _any_fits(job: Job, place: Place, ranks: int) -> bool:
+def _any_fits(job: Job, place: Site, ranks: int) -> bool:
     """Most spread first: what takes the least memory is found at once."""
     if ranks > 8 * GIB:
         return False
