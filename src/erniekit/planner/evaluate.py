@@ -14,7 +14,7 @@ from erniekit.planner.activations import Cuts, Kernels
 from erniekit.planner.cards import Card, CardRates
 from erniekit.planner.job import Job, keys_of
 from erniekit.planner.memory import FLAT, GIB, ROUNDING, USABLE, Bytes, Held, Work, layers_of, recomputing, step_bytes
-from erniekit.planner.schedule import most_in_flight, replay
+from erniekit.planner.schedule import most_in_flight, step_seconds
 from erniekit.planner.static_bytes import Share
 
 
@@ -75,7 +75,8 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
     stages = stages_of(job.model.num_layers, layout)
     tokens = job.rows * job.length // layout.cp
     per_rank, again, worst, away = [], [], 0.0, 0.0
-    for rank in range(layout.pp):
+    looked = range(layout.pp) if exact else sorted({0, 1, layout.pp - 1} & set(range(layout.pp)))
+    for rank in looked:  # the first holds most micro-batches, the last the head
         numbers = [n for s in range(rank, len(stages), layout.pp) for n in stages[s]]
         held, share = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)
         work = work_of(job, layout, numbers, rank, micro_batches, tokens, place.card.triton)
@@ -244,7 +245,7 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
     if layout.pp == 1:
         seconds = ideal
     elif exact:
-        seconds = replay(layout.pp, layout.virtual_stages, m, forward, backward, send)
+        seconds = step_seconds(layout.pp, layout.virtual_stages, m, forward, backward, send)
     else:
         one = max(f + b for f, b in zip(forward, backward)) + 2 * send
         seconds = ideal + (layout.pp - 1) * one

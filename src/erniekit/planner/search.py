@@ -13,11 +13,11 @@ from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.planner.evaluate import Candidate, Site, evaluate
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB
 
 REPLAYED = 24  # of the fastest by estimate
 LONG = 16384  # tokens of a row below which context parallelism is not tried
 MOST_TENSOR = 8
+SPREAD = 150  # layouts that are looked at for the smallest cluster
 
 
 @dataclass(frozen=True)
@@ -136,29 +136,21 @@ def _told(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tu
     return dict(sorted(out.items(), key=lambda item: -item[1][0]))
 
 
-def smallest(job: Job, place: Site, most: int, global_batch: bool = True) -> int | None:
-    """The fewest like devices on which some layout fits, whole machines from one machine on; None: not `most`."""
-    counts = [n for n in (1, 2, 4, 8) if n <= place.devices]
-    machines, n = [], place.devices
-    while n <= max(most, 4096):
-        machines.append(n)
+def smallest(job: Job, site: Site, most: int) -> int | None:
+    """The fewest like devices on which some layout fits: powers of two, whole machines from one machine on. None: not
+    even twice `most`."""
+    counts, n = [n for n in (1, 2, 4, 8) if n < site.devices], site.devices
+    while n <= 2 * most:
+        counts.append(n)
         n *= 2
-    for count in dict.fromkeys([*counts, *machines]):
-        if _any_fits(job, place, count):
-            return count
-    return None
+    return next((count for count in counts if _any_fits(job, site, count)), None)
 
 
-def _any_fits(job: Job, place: Site, ranks: int) -> bool:
-    """Most spread first: what takes the least memory is found at once."""
-    if ranks > 8 * GIB:
-        return False
-    found = sorted(layouts(job, ranks, min(place.devices, ranks)), key=_room_taken)
-    for layout in found:
-        if not evaluate(job, layout, place).problem:
-            return True
-    return False
+def _any_fits(job: Job, site: Site, ranks: int) -> bool:
+    """Of the layouts that spread most, which take the least memory."""
+    found = sorted(layouts(job, ranks, min(site.devices, ranks)), key=_room_taken)[:SPREAD]
+    return any(not evaluate(job, layout, site).problem for layout in found)
 
 
 def _room_taken(layout: Layout) -> tuple[int, ...]:
-    return (-layout.sharding_stage * (layout.fsdp > 1), -layout.fsdp, -layout.pp, -layout.tp)
+    return (-layout.sharding_stage * (layout.fsdp > 1), -layout.fsdp * layout.pp * layout.tp, -layout.expert_ranks)

@@ -150,7 +150,7 @@ def _fewest(job: Job, place: Site, ranks: int) -> int | None:
 
     from erniekit.planner.search import smallest
 
-    return smallest(replace(job, packs=job.rows * 2**12 * 3**2 * 7), place, ranks)
+    return smallest(replace(job, packs=job.rows * 2**14), place, ranks)
 
 
 def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: Site) -> str:
