@@ -52,7 +52,7 @@ ALLOWED = {
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
-    "bench": {"planner", "recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
+    "bench": {"kernels", "recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
     "launch": {"config", "devices"},
     "cli": {"config", "recipes", "export", "serve", "data", "devices", "launch"},
     "api": {"api_load", "recipes"},

@@ -35,8 +35,10 @@ def bench_command(args: list[str]) -> int:
         for work in WORKLOADS.values():
             say(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
         return 0
-    wanted, options = chosen(_words(given.only)), _options(given)
     out = Path(given.output_dir).expanduser()
+    if given.calibrate:
+        return _calibrate(out, given.tiny)
+    wanted, options = chosen(_words(given.only)), _options(given)
     results_of = [name for work in wanted for name in (f"{work.name}.json", f"{work.name}.profile.txt")]
     OwnedFiles(out).claim("bench.json", *results_of)
     results, failed = run_all(wanted, options, out, given.seconds_limit)
@@ -45,6 +47,18 @@ def bench_command(args: list[str]) -> int:
     say(f"written to {out / 'bench.json'}")
     wrong = any(not run["parity"]["equal"] for r in results for run in r["runs"] if run.get("parity"))
     return 1 if failed or wrong else 0
+
+
+def _calibrate(out: Path, tiny: bool) -> int:
+    from erniekit.bench.calibrate import FILE, calibrated, lines
+
+    OwnedFiles(out).claim(FILE)
+    found = calibrated(tiny)
+    (out / FILE).write_text(json.dumps(found, indent=1))
+    for line in lines(found):
+        say(line)
+    say(f"written to {out / FILE}; `erniekit plan RECIPE --cluster ... --calibration {out / FILE}` reads it")
+    return 0
 
 
 def run_all(
@@ -179,4 +193,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--calibrate", action="store_true")
     return parser

@@ -10,17 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from erniekit.errors import ConfigError
-from erniekit.models.released import ERNIE_03B, ERNIE_21B, ERNIE_300B, LLAMA_13B_LAYERS
+from erniekit.models.released import ERNIE_03B, ERNIE_21B, ERNIE_300B, ERNIE_VL_28B, LLAMA_13B_LAYERS
 from erniekit.registry import nearest
 
 LLAMA_13B = LLAMA_13B_LAYERS
-ERNIE_VL_28B = dict(
-    {key: value for key, value in ERNIE_21B.items() if key != "head_dim"}, model_type="ernie4_5_moe_vl",
-    moe_num_experts=[64, 64], moe_intermediate_size=[1536, 512], moe_layer_start_index=[1, 1],
-    moe_layer_end_index=[29, 28], freq_allocation=20, im_patch_id=100295, image_start_token_id=101304,
-    image_end_token_id=101305, video_start_token_id=101306, video_end_token_id=101307, video_token_id=103367,
-    vision_config=dict(depth=32, hidden_size=1280, num_heads=16, mlp_ratio=4, patch_size=14),
-)  # fmt: skip
 # What makes any of them small enough for a CPU; the kind of model stays.
 TINY: dict[str, Any] = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16

@@ -140,6 +140,7 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit bench [--only A1,C1] [--peers hf,unsloth | --peers none] [key=value ...]",
             "  --list             the workloads",
+            "  --calibrate        rates of this device for `erniekit plan --calibration`, instead of workloads",
             "  --output_dir DIR   where bench.json and a file for each workload go (bench)",
             "  --steps N          timed steps of each (8); --warmup N steps before them (3, and a second's)",
             "  --seconds-limit S  begin no more workloads than this time allows",

@@ -281,37 +281,6 @@ def optimizer_bytes(states: str = "fp32", masters: str = "fp32") -> float:
     return MASTER_BYTES[masters] + MOMENT_BYTES[states]
 
 
-def state_bytes(
-    c: DecoderConfig,
-    trained: float = 1.0,
-    optimizer: float = OPTIMIZER_BYTES,
-    gradient: float = GRADIENT_BYTES,
-    base: str = BF16,
-) -> float:
-    """Weights, and of the share that is trained the gradients and the optimizer's states."""
-    return weight_bytes(c, base) + parameters(c) * trained * (gradient + optimizer)
-
-
-def activation_bytes(c: DecoderConfig, layer: int) -> float:
-    """What a layer keeps of a token from forward to backward, in 16 bit."""
-    D = c.head_dim
-    heads = (c.num_heads + 2 * c.num_kv_heads) * D + c.num_heads * D
-    rest = 3.0 * c.intermediate_size
-    if c.moe is not None and c.sparse(layer):
-        rest = 3 * c.moe.shared_width + 2.2 * c.moe.choices * c.moe.width
-    return 2 * (4 * c.hidden_size + heads + rest) + 4 * c.num_heads
-
-
-def recomputed_bytes(c: DecoderConfig) -> int:
-    """What a layer that is recomputed keeps of a token: its input."""
-    return 2 * c.hidden_size
-
-
-def head_bytes(c: DecoderConfig, rows: int) -> float:
-    """The loss: logits of some rows, and the head's gradient summed in fp32."""
-    return rows * c.vocab_size * 2 + 4 * c.vocab_size * c.hidden_size
-
-
 def cache_bytes(c: DecoderConfig, itemsize: int) -> int:
     """Keys and values of a token in all layers, while text is generated."""
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize

@@ -35,7 +35,8 @@ _VISION = dict(depth=32, embed_dim=1280, hidden_size=1280, num_heads=16, mlp_rat
                spatial_merge_size=2)  # fmt: skip
 _VL: dict[str, Any] = dict(
     model_type="ernie4_5_moe_vl", rope_3d=True, freq_allocation=20, spatial_conv_size=2, temporal_conv_size=2,
-    im_patch_id=100295, pixel_hidden_size=1280, vision_config=_VISION,
+    im_patch_id=100295, image_start_token_id=101304, image_end_token_id=101305, video_start_token_id=101306,
+    video_end_token_id=101307, video_token_id=103367, pixel_hidden_size=1280, vision_config=_VISION,
 )  # fmt: skip
 ERNIE_VL_28B = {
     **ERNIE_21B, **_VL, "moe_num_experts": [64, 64], "moe_intermediate_size": [1536, 512],

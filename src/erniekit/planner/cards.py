@@ -1,4 +1,4 @@
-"""CARDS: what data sheets say of devices, and Rates: what is measured, or else expected, of one of them.
+"""CARDS: what data sheets say of devices, and CardRates: what is measured, or else expected, of one of them.
 
 Every figure here is a vendor's, but those of `MEASURED`, which are from docs/performance.md (one H200). A calibration
 file (`erniekit bench --calibrate`) takes the place of both.
@@ -15,7 +15,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Card:
-    """One device as torch sees it: a board of two chips is two. Rates in units a second."""
+    """One device as torch sees it: a board of two chips is two. CardRates in units a second."""
 
     name: str
     memory: float  # bytes
@@ -59,7 +59,7 @@ BY_MEMORY = ((36, "bi150"), (50, "l40s"), (70, "ascend"), (88, "a100"), (110, "p
 
 
 @dataclass(frozen=True)
-class Rates:
+class CardRates:
     """What a device does a second. source: of each, `measured` or `data sheet`."""
 
     dense: float  # FLOPs of plain products
@@ -93,7 +93,7 @@ class Rates:
 
 
 # Of the H200 at the clocks it holds (docs/performance.md, "Where a step's time went").
-MEASURED = Rates(
+MEASURED = CardRates(
     dense=690e12, grouped=585e12,
     attention=((256, 110e12), (1024, 283e12), (4096, 411e12), (8192, 475e12), (32768, 490e12), (131072, 470e12)),
     elementwise=2.8e12, update=3.7e12, layer_launch=2.3e-3, expert_launch=10e-3, link=450e9, network=50e9,
@@ -105,7 +105,7 @@ LINK_SHARE = 0.75  # of a data sheet's link that collectives reach
 PLAIN_EXPERTS = 0.5  # grouped products without a kernel for them
 
 
-def rates_of(card: Card, calibrated: Mapping[str, Any] | None = None) -> Rates:
+def rates_of(card: Card, calibrated: Mapping[str, Any] | None = None) -> CardRates:
     """Of a card by its data sheet, with the shares of peak that the H200 reaches; or as calibrated on it."""
     top = CARDS["h200"]
     found = MEASURED
@@ -126,7 +126,7 @@ def rates_of(card: Card, calibrated: Mapping[str, Any] | None = None) -> Rates:
     return calibrated_rates(found, calibrated) if calibrated else found
 
 
-def calibrated_rates(found: Rates, file: Mapping[str, Any]) -> Rates:
+def calibrated_rates(found: CardRates, file: Mapping[str, Any]) -> CardRates:
     """The rates of a calibration file where it has them. Products by shape: the slowest of the larger half, as a step
     is made of many."""
     source = dict(found.source)

@@ -11,19 +11,19 @@ from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import share as even_share
 from erniekit.planner import timing
 from erniekit.planner.activations import Cuts, Kernels
-from erniekit.planner.cards import Card, Rates
+from erniekit.planner.cards import Card, CardRates
 from erniekit.planner.job import Job, keys_of
 from erniekit.planner.memory import FLAT, GIB, ROUNDING, USABLE, Bytes, Held, Work, layers_of, recomputing, step_bytes
-from erniekit.planner.schedule import most_in_flight, replay
+from erniekit.planner.schedule import most_in_flight, step_seconds
 from erniekit.planner.static_bytes import Share
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """The like devices that a layout is spread over."""
 
     card: Card
-    rates: Rates
+    rates: CardRates
     devices: int  # of a machine
     limit: float = 0.0  # bytes a rank may take; 0: what is usable of the card
 
@@ -61,7 +61,7 @@ def stages_of(count: int, layout: Layout) -> list[range]:
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
-def evaluate(job: Job, layout: Layout, place: Place, exact: bool = False) -> Candidate:
+def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Candidate:
     micro_batches = job.micro_batches(layout)
     if not micro_batches:
         what = f"{job.packs} packs a step do not divide over {layout.data_ranks} data ranks of {job.rows}"
@@ -75,7 +75,8 @@ def evaluate(job: Job, layout: Layout, place: Place, exact: bool = False) -> Can
     stages = stages_of(job.model.num_layers, layout)
     tokens = job.rows * job.length // layout.cp
     per_rank, again, worst, away = [], [], 0.0, 0.0
-    for rank in range(layout.pp):
+    looked = range(layout.pp) if exact else sorted({0, 1, layout.pp - 1} & set(range(layout.pp)))
+    for rank in looked:  # the first holds most micro-batches, the last the head
         numbers = [n for s in range(rank, len(stages), layout.pp) for n in stages[s]]
         held, share = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)
         work = work_of(job, layout, numbers, rank, micro_batches, tokens, place.card.triton)
@@ -211,7 +212,7 @@ def _worst_rows(job: Job, layout: Layout) -> float:
     return balanced * senders * min(1.0, here / job.model.moe.choices)
 
 
-def timed(job: Job, made: Candidate, place: Place, stages: list[range], exact: bool) -> Candidate:
+def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bool) -> Candidate:
     layout, rates, m = made.layout, place.rates, made.micro_batches
     links = timing.Links(rates, place.devices)
     tokens = job.rows * job.length // layout.cp
@@ -238,13 +239,11 @@ def timed(job: Job, made: Candidate, place: Place, stages: list[range], exact: b
     hidden = tokens * job.model.hidden_size * job.compute / (layout.tp if layout.sequence_parallel else 1)
     reach = layout.size // layout.pp + 1
     send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
-    ideal = max(
-        m * sum(forward[s] + backward[s] for s in range(r, len(stages), layout.pp)) for r in range(layout.pp)
-    )
+    ideal = max(m * sum(forward[s] + backward[s] for s in range(r, len(stages), layout.pp)) for r in range(layout.pp))
     if layout.pp == 1:
         seconds = ideal
     elif exact:
-        seconds = replay(layout.pp, layout.virtual_stages, m, forward, backward, send)
+        seconds = step_seconds(layout.pp, layout.virtual_stages, m, forward, backward, send)
     else:
         one = max(f + b for f, b in zip(forward, backward)) + 2 * send
         seconds = ideal + (layout.pp - 1) * one

@@ -13,16 +13,16 @@ from math import gcd
 from erniekit.parallel.mesh import Layout
 from erniekit.planner import timing
 from erniekit.planner.cluster import Cluster
-from erniekit.planner.evaluate import Candidate, Place, held_of, rounded, work_of, written_keys
+from erniekit.planner.evaluate import Candidate, Site, held_of, rounded, work_of, written_keys
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, step_bytes
-from erniekit.planner.schedule import replay
-from erniekit.planner.search import Found, divisors
+from erniekit.planner.schedule import step_seconds
+from erniekit.planner.search import Ranking, divisors
 
 MOST_STAGES = 64
 
 
-def across(job: Job, cluster: Cluster, places: Sequence[Place]) -> Found:
+def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
     """Every stage size that all islands divide by, with tensor and sharded parallelism inside a stage."""
     ranked: list[Candidate] = []
     failed: dict[str, tuple[int, str]] = {}
@@ -46,8 +46,8 @@ def across(job: Job, cluster: Cluster, places: Sequence[Place]) -> Found:
     ranked.sort(key=lambda one: -one.tokens)
     if not tried:
         why = f"{job.packs} packs a step divide over no stage of these islands"
-        return Found([], None, {"any": (0, why)}, 0)
-    return Found(ranked, nearest, failed, tried)
+        return Ranking([], None, {"any": (0, why)}, 0)
+    return Ranking(ranked, nearest, failed, tried)
 
 
 def _inside(group: int, stages: int, devices: int) -> Iterator[Layout]:
@@ -72,7 +72,7 @@ def split(weights: Sequence[float], layers: int) -> list[int]:
     return found
 
 
-def _evaluate(job: Job, layout: Layout, stages: Sequence[Place], between: float) -> Candidate:
+def _evaluate(job: Job, layout: Layout, stages: Sequence[Site], between: float) -> Candidate:
     """With layers in proportion to speed; where an island has too little memory for its share, the others take more."""
     speeds = [place.rates.dense for place in stages]
     weights = list(speeds)
@@ -88,7 +88,7 @@ def _evaluate(job: Job, layout: Layout, stages: Sequence[Place], between: float)
 
 
 def _with(
-    job: Job, layout: Layout, stages: Sequence[Place], counts: Sequence[int], between: float
+    job: Job, layout: Layout, stages: Sequence[Site], counts: Sequence[int], between: float
 ) -> tuple[Candidate, set[int]]:
     m = job.micro_batches(layout)
     bounds = [0, *accumulate(counts)]
@@ -129,11 +129,9 @@ def _with(
         rank = min(over)
         what = f"stage {rank}: {found[rank].total / GIB:.0f} GiB of {stages[rank].room / GIB:.0f} ({layout.describe()})"
         return replace(made, problem=what, family="memory"), over
-    seconds = replay(layout.pp, 1, m, forward, backward, sends)
+    seconds = step_seconds(layout.pp, 1, m, forward, backward, sends)
     ideal = max(m * (f + b) for f, b in zip(forward, backward))
     total = seconds + update
     return replace(
         made, seconds=total, tokens=job.packs * job.length / total, bubble=1 - ideal / seconds, exact=True
     ), over
-
-

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from erniekit.planner.cards import Rates
+from erniekit.planner.cards import CardRates
 from erniekit.planner.evaluate import Candidate
 from erniekit.planner.memory import GIB
-from erniekit.planner.search import Found
+from erniekit.planner.search import Ranking
 
 SHOWN = 8
 FAMILIES = 8
@@ -49,13 +49,13 @@ def bytes_table(one: Candidate) -> list[str]:
     return out
 
 
-def rejected(found: Found, shown: int = FAMILIES) -> list[str]:
+def rejected(found: Ranking, shown: int = FAMILIES) -> list[str]:
     out = [f"{name}: {count} layouts; {why}" for name, (count, why) in list(found.failed.items())[:shown]]
     more = len(found.failed) - shown
     return out + ([f"and {more} more kinds"] if more > 0 else [])
 
 
-def sources(rates: Rates) -> str:
+def sources(rates: CardRates) -> str:
     """Which rates were measured and which are a vendor's."""
     kinds: dict[str, list[str]] = {}
     for name, source in rates.source.items():

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+REPLAYED = 3  # micro-batches for each rank, after which a pipeline runs evenly
+
 
 class Action(NamedTuple):
     kind: str  # F | B
@@ -22,7 +24,7 @@ def actions(ranks: int, stages_each: int, micro_batches: int, rank: int) -> tupl
     ranks; several: interleaved. Stage s belongs to rank s % ranks."""
     if stages_each > 1:
         return _interleaved(ranks, stages_each, micro_batches, rank)
-    warm = micro_batches if micro_batches < ranks else min(micro_batches, ranks - rank)
+    warm = warm_up(ranks, stages_each, micro_batches, rank)
     out = [Action("F", rank, m) for m in range(warm)]
     for m in range(micro_batches):
         out.append(Action("B", rank, m))
@@ -35,7 +37,7 @@ def _interleaved(ranks: int, stages_each: int, micro_batches: int, rank: int) ->
     rounds = max(1, micro_batches // ranks)
     each = micro_batches // rounds  # micro-batches that a stage takes before the next stage of the rank does
     total = stages_each * micro_batches
-    warm = min(total, (stages_each - 1) * each + 2 * (ranks - 1 - rank) + 1)
+    warm = warm_up(ranks, stages_each, micro_batches, rank)
 
     def forward(k: int) -> Action:
         local = k // each % stages_each
@@ -53,13 +55,31 @@ def _interleaved(ranks: int, stages_each: int, micro_batches: int, rank: int) ->
     return tuple(out)
 
 
+def warm_up(ranks: int, stages_each: int, micro_batches: int, rank: int) -> int:
+    """Forward actions before the first backward. No more are ever under way: from there on they take turns."""
+    if stages_each == 1:
+        return micro_batches if micro_batches < ranks else min(micro_batches, ranks - rank)
+    each = micro_batches // max(1, micro_batches // ranks)
+    return min(stages_each * micro_batches, (stages_each - 1) * each + 2 * (ranks - 1 - rank) + 1)
+
+
 def most_in_flight(ranks: int, stages_each: int, micro_batches: int, rank: int) -> float:
     """Micro-batches whose activations a rank holds at once, in all its stages together: two halves are one."""
-    held, most = 0, 0
-    for action in actions(ranks, stages_each, micro_batches, rank):
-        held += 1 if action.kind == "F" else -1
-        most = max(most, held)
-    return most / stages_each
+    return warm_up(ranks, stages_each, micro_batches, rank) / stages_each
+
+
+def step_seconds(
+    ranks: int,
+    stages_each: int,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send: float | Sequence[float] = 0.0,
+) -> float:
+    """As `replay`; of many micro-batches a part is replayed, as further ones are as long as the slowest rank's."""
+    some = min(micro_batches, REPLAYED * ranks)
+    slowest = max(sum(forward[s] + backward[s] for s in range(r, len(forward), ranks)) for r in range(ranks))
+    return replay(ranks, stages_each, some, forward, backward, send) + (micro_batches - some) * slowest
 
 
 def replay(

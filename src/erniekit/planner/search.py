@@ -11,20 +11,22 @@ from dataclasses import dataclass, field
 
 from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout, fit
-from erniekit.planner.evaluate import Candidate, Place, evaluate
+from erniekit.planner.evaluate import Candidate, Site, evaluate
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB
 
 REPLAYED = 24  # of the fastest by estimate
 LONG = 16384  # tokens of a row below which context parallelism is not tried
 MOST_TENSOR = 8
+SPREAD = 150  # layouts that are looked at for the smallest cluster
 
 
 @dataclass(frozen=True)
-class Found:
+class Ranking:
     ranked: list[Candidate]  # that fit, the fastest first
     nearest: Candidate | None  # of those that do not fit, the one with the least bytes
-    failed: dict[str, tuple[int, str]] = field(default_factory=dict)  # family of layouts -> how many, why the best of it
+    failed: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # family of layouts -> how many, why the best of it
     tried: int = 0
 
 
@@ -86,7 +88,7 @@ def _experts(job: Job, one: Layout) -> Iterator[Layout]:
             yield replace(made, ep=0 if degree == pool else degree)
 
 
-def search(job: Job, place: Place, ranks: int) -> Found:
+def search(job: Job, place: Site, ranks: int) -> Ranking:
     fits: list[Candidate] = []
     failed: dict[str, list[Candidate]] = {}
     tried, nearest = 0, None
@@ -104,14 +106,18 @@ def search(job: Job, place: Place, ranks: int) -> Found:
         if made.stages and (nearest is None or made.most.total < nearest.most.total):
             nearest = made
     if not tried:
-        return Found([], None, {"any": (0, batch_problem(job, ranks))}, 0)
+        return Ranking([], None, {"any": (0, batch_problem(job, ranks))}, 0)
     fits.sort(key=lambda one: -one.tokens)
-    best = sorted((evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens)
-    return Found(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
+    best = sorted(
+        (evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens
+    )
+    return Ranking(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
 
 
 def batch_problem(job: Job, ranks: int) -> str:
-    return f"{job.packs} packs a step, {job.rows} in a micro-batch, divide over no number of data ranks that {ranks} has"
+    return (
+        f"{job.packs} packs a step, {job.rows} in a micro-batch, divide over no number of data ranks that {ranks} has"
+    )
 
 
 def family(layout: Layout) -> str:
@@ -136,29 +142,21 @@ def _told(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tu
     return dict(sorted(out.items(), key=lambda item: -item[1][0]))
 
 
-def smallest(job: Job, place: Place, most: int, global_batch: bool = True) -> int | None:
-    """The fewest like devices on which some layout fits, whole machines from one machine on; None: not `most`."""
-    counts = [n for n in (1, 2, 4, 8) if n <= place.devices]
-    machines, n = [], place.devices
-    while n <= max(most, 4096):
-        machines.append(n)
+def smallest(job: Job, site: Site, most: int) -> int | None:
+    """The fewest like devices on which some layout fits: powers of two, whole machines from one machine on. None: not
+    even twice `most`."""
+    counts, n = [n for n in (1, 2, 4, 8) if n < site.devices], site.devices
+    while n <= 2 * most:
+        counts.append(n)
         n *= 2
-    for count in dict.fromkeys([*counts, *machines]):
-        if _any_fits(job, place, count):
-            return count
-    return None
+    return next((count for count in counts if _any_fits(job, site, count)), None)
 
 
-def _any_fits(job: Job, place: Place, ranks: int) -> bool:
-    """Most spread first: what takes the least memory is found at once."""
-    if ranks > 8 * GIB:
-        return False
-    found = sorted(layouts(job, ranks, min(place.devices, ranks)), key=_room_taken)
-    for layout in found:
-        if not evaluate(job, layout, place).problem:
-            return True
-    return False
+def _any_fits(job: Job, site: Site, ranks: int) -> bool:
+    """Of the layouts that spread most, which take the least memory."""
+    found = sorted(layouts(job, ranks, min(site.devices, ranks)), key=_room_taken)[:SPREAD]
+    return any(not evaluate(job, layout, site).problem for layout in found)
 
 
 def _room_taken(layout: Layout) -> tuple[int, ...]:
-    return (-layout.sharding_stage * (layout.fsdp > 1), -layout.fsdp, -layout.pp, -layout.tp)
+    return (-layout.sharding_stage * (layout.fsdp > 1), -layout.fsdp * layout.pp * layout.tp, -layout.expert_ranks)

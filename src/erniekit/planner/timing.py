@@ -18,7 +18,7 @@ from erniekit.models.costs import (
     layer_products,
 )
 from erniekit.parallel.mesh import Layout
-from erniekit.planner.cards import Rates
+from erniekit.planner.cards import CardRates
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Share
 
@@ -34,7 +34,7 @@ LOW_RANK = 1.2  # a linear with adapters, over the same without
 class Links:
     """Bytes a second that a group's collectives reach, by how far its ranks are apart."""
 
-    rates: Rates
+    rates: CardRates
     devices: int  # of one machine
 
     def over(self, extent: int) -> float:
@@ -64,7 +64,7 @@ class LayerTime:
     host: float  # launches, both ways
 
 
-def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: Rates, links: Links) -> LayerTime:
+def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardRates, links: Links) -> LayerTime:
     """Of one micro-batch; tokens: of this rank, its part of a sequence that context parallelism cuts."""
     c, tp = job.model, layout.tp
     flops = {"dense": 0.0, "grouped": 0.0}
@@ -113,7 +113,7 @@ def exchanges(job: Job, sparse: bool, layout: Layout, tokens: int, links: Links)
     return out
 
 
-def head_time(job: Job, layout: Layout, tokens: int, rates: Rates) -> tuple[float, float]:
+def head_time(job: Job, layout: Layout, tokens: int, rates: CardRates) -> tuple[float, float]:
     """The head and its loss: gradients are formed in the forward pass."""
     c = job.model
     weights = c.vocab_size * c.hidden_size / layout.tp
@@ -123,7 +123,7 @@ def head_time(job: Job, layout: Layout, tokens: int, rates: Rates) -> tuple[floa
     return each * weights * trained / rates.dense + logits / rates.elementwise, 0.0
 
 
-def update_time(share: Share, job: Job, rates: Rates) -> float:
+def update_time(share: Share, job: Job, rates: CardRates) -> float:
     """Every state read and written, the gradient read, the weight written."""
     states = share.master + share.moments
     away = 2 * states / rates.host if job.offload_optimiser else 0.0

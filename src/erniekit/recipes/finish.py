@@ -12,8 +12,10 @@ from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
 from erniekit.log import paint, say, typed, warn
 from erniekit.parallel.mesh import World
+from erniekit.recipes import plan_check
 from erniekit.recipes.built import Built
 from erniekit.recipes.final_choice import choose, verify_model
+from erniekit.recipes.run_plan import RunPlan
 from erniekit.result import RunResult
 from erniekit.track import Trackers
 from erniekit.track.report import write_report
@@ -95,9 +97,10 @@ def next_commands(output: Path, built: Built) -> list[str]:
     return [typed("chat", output), typed("split", f"output_dir={output}", "max_shard_size=5")]
 
 
-def print_result(output: Path, result: RunResult, trainer: Trainer) -> None:
+def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPlan) -> None:
     if not result.next_commands:
         return  # another rank does
+    speed = next((hook.speed for hook in trainer.hooks if isinstance(hook, LogHook)), 0.0)
     report = write_report(output)
     m = result.metrics
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
@@ -107,6 +110,8 @@ def print_result(output: Path, result: RunResult, trainer: Trainer) -> None:
         f"{paint('done', 'green', 'bold')}     {result.steps} steps in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
+    if planned := plan_check.line_of(plan, speed):
+        say(f"plan     {planned}")
     if result.note:
         warn(result.note)
     say(f"result   {output}    report {report}")

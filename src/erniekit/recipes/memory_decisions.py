@@ -19,23 +19,22 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
-    activation_bytes,
+    WEIGHT_BYTES,
     adapter_weights,
-    head_bytes,
+    layer_products,
     optimizer_bytes,
     packed_bytes,
     parameters,
-    recomputed_bytes,
-    state_bytes,
     unpacking_bytes,
+    weight_bytes,
 )
 from erniekit.parallel.mesh import World
+from erniekit.planner.activations import Kernels
+from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
 from erniekit.weight_kinds import BF16
 
-USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
 HOST = 0.8  # of the host's memory that pinned states may take
-SPARE = GIB  # kernels' own workspaces
 SUMMED_BYTES = 4  # of a gradient that several micro-batches are added to
 
 # What lets a run fit that does not, the least loss first: exact masters lose nothing, moments in 8 bit little, updates
@@ -73,12 +72,36 @@ def kept_bytes(cfg: RunConfig, model: DecoderConfig) -> tuple[float, float]:
 def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     """What a run on one device takes with every layer computed again."""
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
-    layers = range(model.num_layers)
-    base = base_of(cfg)
-    states = state_bytes(model, trained_share(cfg, model), *kept_bytes(cfg, model), base) + unpacking_bytes(model, base)
-    again = model.num_layers * recomputed_bytes(model) * tokens
-    one = 2 * max(activation_bytes(model, layer) for layer in layers) * tokens
-    return states + head_bytes(model, cfg.memory.loss_subbatch_seqlen) + again + one + SPARE
+    held = held_alone(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
+    work = work_alone(model, tokens, cfg.memory.loss_subbatch_seqlen, cfg.lora.lora_rank if cfg.lora.lora else 0)
+    return step_bytes(model, held, recomputing(work, model.num_layers)).total
+
+
+def held_alone(model: DecoderConfig, trained: float, state: float, gradient: float, base: str) -> Held:
+    """What one device holds of a run, by the planner's account. trained: share of the weights; state, gradient: bytes
+    of a trained weight on the device."""
+    count, frozen = parameters(model) * trained, trained < 1
+    layers = [sum(p.weights for p in layer_products(model, sparse)) for sparse in set(layers_of(model))]
+    return Held(
+        weights=weight_bytes(model, base) + (WEIGHT_BYTES * count if frozen else 0.0),
+        optimiser=state * count,
+        gradients=gradient * count,
+        layer_gradients=WEIGHT_BYTES * max(layers) * trained,
+        head_gradient=0.0 if frozen else 4.0 * model.vocab_size * model.hidden_size,
+        from_start=gradient == SUMMED_BYTES,
+        unpacked=unpacking_bytes(model, base),
+    )
+
+
+def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int) -> Work:
+    return Work(
+        layers=layers_of(model),
+        tokens=tokens,
+        head_rows=rows,
+        head_tokens=tokens,
+        vocabulary=model.vocab_size,
+        kernels=Kernels(rank=rank),
+    )
 
 
 def host_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
@@ -190,17 +213,9 @@ def layers_to_recompute(
     state: float = OPTIMIZER_BYTES,
     gradient: float = GRADIENT_BYTES,
     base: str = BF16,
+    rank: int = 0,
 ) -> int:
     """The fewest layers that must be computed again for a step to fit in `limit` bytes. state, gradient: bytes of a
-    trained weight on the device. base: of frozen weights."""
-    fixed = state_bytes(model, trained, state, gradient, base) + unpacking_bytes(model, base) + head_bytes(model, rows)
-    kept = [activation_bytes(model, layer) * tokens for layer in range(model.num_layers)]
-    start = recomputed_bytes(model) * tokens  # what a layer that is computed again starts from
-    most = max(kept)
-    need = fixed + sum(kept) + 2 * most + SPARE  # and a layer's gradients and what they are made of
-    for count in range(model.num_layers + 1):
-        if need <= limit:
-            return count
-        if count < model.num_layers:
-            need -= kept[count] - start
-    return model.num_layers
+    trained weight on the device. base: of frozen weights. rank: of adapters."""
+    held = held_alone(model, trained, state, gradient, base)
+    return fewest_recomputed(model, held, work_alone(model, tokens, rows, rank), limit)

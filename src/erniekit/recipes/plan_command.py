@@ -18,9 +18,9 @@ from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
 
 if TYPE_CHECKING:
-    from erniekit.planner.evaluate import Candidate, Place
+    from erniekit.planner.evaluate import Candidate, Site
     from erniekit.planner.job import Job
-    from erniekit.planner.search import Found
+    from erniekit.planner.search import Ranking
 
 OPTIONS = ("--cluster", "--write", "--calibration", "--packs", "--top")
 MARK = "# written by `erniekit plan`"
@@ -59,14 +59,14 @@ def _planned(
     cfg: RunConfig, cluster: Cluster, calibrated: dict[str, Any] | None, packs: int | None, quiet: bool, top: int
 ) -> dict[str, Any]:
     from erniekit.planner import report
-    from erniekit.planner.evaluate import Place, evaluate
+    from erniekit.planner.evaluate import Site, evaluate
     from erniekit.planner.islands import across
     from erniekit.planner.search import search
     from erniekit.recipes.planning import job_of, own_layout, packs_of, shape_of
 
     shape = shape_of(cfg)
     job = job_of(cfg, shape, packs or packs_of(cfg, cluster.size))
-    places = [Place(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
+    places = [Site(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
     place = places[0]
     if not quiet:
         _show_job(cfg, job, shape.source, place)
@@ -91,13 +91,15 @@ def _planned(
         "ranked": [report.as_json(one) for one in found.ranked[: top or 20]],
         "own": report.as_json(own) if own is not None else None,
         "rejected": {name: {"layouts": count, "why": why} for name, (count, why) in found.failed.items()},
-        "levers": [{"keys": keys, "tokens_per_second": t, "gib": gib, "costs": loses} for keys, t, gib, loses in prices],
+        "levers": [
+            {"keys": keys, "tokens_per_second": t, "gib": gib, "costs": loses} for keys, t, gib, loses in prices
+        ],
         "smallest": fewest,
         "advice": advice,
     }
 
 
-def _show_job(cfg: RunConfig, job: Job, source: str, place: Place) -> None:
+def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     from erniekit.planner import report
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
@@ -108,9 +110,7 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Place) -> None:
     say(f"rates    {report.sources(place.rates)}")
 
 
-def _show(
-    found: Found, own: Candidate | None, prices: list[Any], fewest: int | None, place: Place, top: int
-) -> None:
+def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
     from erniekit.planner import report
 
     say(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
@@ -127,7 +127,9 @@ def _show(
         say(f"smallest {fewest} of these devices")
 
 
-def _prices(cfg: RunConfig, job: Job, place: Place, found: Found) -> list[tuple[dict[str, Any], float | None, float, str]]:
+def _prices(
+    cfg: RunConfig, job: Job, place: Site, found: Ranking
+) -> list[tuple[dict[str, Any], float | None, float, str]]:
     """Each change by itself, on the best layout, or on the one that is nearest to fitting."""
     from erniekit.planner.evaluate import evaluate
     from erniekit.recipes.planning import levers
@@ -144,16 +146,16 @@ def _prices(cfg: RunConfig, job: Job, place: Place, found: Found) -> list[tuple[
     return out
 
 
-def _fewest(job: Job, place: Place, ranks: int) -> int | None:
+def _fewest(job: Job, place: Site, ranks: int) -> int | None:
     """With a batch that any number of ranks divides: the number of cards is asked, not whether packs come out even."""
     from dataclasses import replace
 
     from erniekit.planner.search import smallest
 
-    return smallest(replace(job, packs=job.rows * 2**12 * 3**2 * 7), place, ranks)
+    return smallest(replace(job, packs=job.rows * 2**14), place, ranks)
 
 
-def _advice(found: Found, prices: list[Any], fewest: int | None, place: Place) -> str:
+def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: Site) -> str:
     """One change that fits."""
     if found.ranked:
         return ""

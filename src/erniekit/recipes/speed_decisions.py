@@ -134,6 +134,7 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
         cfg.memory.loss_subbatch_seqlen,
         *kept_bytes(cfg, model),
         base_of(cfg),
+        cfg.lora.lora_rank if cfg.lora.lora else 0,
     )
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"

@@ -13,15 +13,18 @@ from contextlib import ExitStack, nullcontext
 from itertools import count
 from pathlib import Path
 
+import torch
+
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
+from erniekit.devices import pick
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import leave
-from erniekit.recipes import doctor, expert_layers, finish, fp8_training, resume, run_summary, same_run
+from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_check, resume, run_summary, same_run
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
@@ -56,6 +59,8 @@ def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), lau
     """launch: the name of the launcher's run this process is a rank of, the same for all its restarts."""
     try:
         return run(stage, cfg, command, launch)
+    except torch.OutOfMemoryError as error:
+        raise plan_check.out_of_memory(cfg, pick(cfg.train.device, cfg.train.no_cuda)) from error
     finally:
         leave()
         gc.collect()  # trainer and hooks refer to each other: a notebook's next run needs the memory now
@@ -127,7 +132,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             raise
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
-    finish.print_result(output, result, trainer)
+    finish.print_result(output, result, trainer, plan)
     return result
 
 

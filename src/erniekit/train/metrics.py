@@ -52,6 +52,7 @@ class LogHook(Hook):
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
         self.trained_as = (frozen_base, adapters, further, live_reference)
         self.extras: dict[str, float] = {}  # what the latest record tells beside loss and rates
+        self.speed = 0.0  # tokens a second since the record before the latest
         self._reset(time.perf_counter())
 
     def _reset(self, since: float) -> None:
@@ -90,6 +91,7 @@ class LogHook(Hook):
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)
+        self.speed = self._tokens / seconds
         loss = sum(self._losses) / len(self._losses)
         flops = step_flops(self.config, Seen(self._tokens, self._trained, self._squares), *self.trained_as)
         self.extras = {name: sum(values) / len(values) for name, values in self._extras.items()}
@@ -100,7 +102,7 @@ class LogHook(Hook):
             "grad_norm": result.grad_norm,
             **self.extras,
             **(self.also() if self.also is not None else {}),
-            "tokens_per_second": self._tokens / seconds,
+            "tokens_per_second": self.speed,
             "trained_tokens_per_second": self._trained / seconds,
             "mfu": mfu(flops, seconds, self.device.peak_flops.get(self.dtype), self.ranks),
             **self.device.memory(),

@@ -10,7 +10,7 @@ import pytest
 from erniekit.config import load
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
-from erniekit.planner.evaluate import Place, evaluate
+from erniekit.planner.evaluate import Site, evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB
 from erniekit.recipes.planning import job_of, shape_of
@@ -58,7 +58,7 @@ def job(run: Recorded) -> Job:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_runs_peak_and_step_are_predicted(name: str) -> None:
     run, card = RUNS[name], CARDS["h200"]
-    made = evaluate(job(run), Layout(), Place(card, rates_of(card), 1), exact=True)
+    made = evaluate(job(run), Layout(), Site(card, rates_of(card), 1), exact=True)
     gib = made.most.allocated / GIB
     print(f"{name}: {gib:.1f} GiB for {run.gib}, {made.seconds * 1e3:.0f} ms for {run.seconds * 1e3:.0f}")
     assert 0.98 <= gib / run.gib <= 1.05

@@ -14,7 +14,6 @@ from erniekit.devices.base import Device
 from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.models.costs import activation_bytes
 from erniekit.parallel.mesh import Layout
 from erniekit.recipes.speed_decisions import for_device, layers_to_recompute
 
@@ -115,12 +114,11 @@ def test_graphs_are_replayed_where_no_collective_is_inside_the_layers(axes: dict
 
 def test_less_memory_never_means_fewer_layers_computed_again() -> None:
     counts = [layers_to_recompute(LARGE, 32768, limit * GIB, 0.025, 2048) for limit in (60, 80, 100, 120, 400)]
-    assert counts == [28, 21, 14, 6, 0]
-    for state, known in ((12, [18, 16, 14, 8, 0]), (8, [17, 15, 13, 8, 0])):
+    assert counts == [28, 20, 13, 5, 0]
+    for state, known in ((12, [17, 15, 13, 7, 0]), (8, [16, 15, 13, 7, 0])):
         assert [
             layers_to_recompute(SMALL, 131072, gib * GIB, 1.0, 2048, state) for gib in (24, 32, 40, 64, 100)
         ] == known
-    assert activation_bytes(LARGE, 1) > activation_bytes(SMALL, 1)
 
 
 def test_a_packed_base_leaves_room_for_more_layers() -> None:

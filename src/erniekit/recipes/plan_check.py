@@ -1,0 +1,108 @@
+"""The plan beside what happened: one line at the end of a run, and on out-of-memory what was on the card and what fits.
+
+Called by training.py and finish.py. Nothing here may end a run: where no plan can be made, less is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from erniekit.config import RunConfig
+from erniekit.devices.base import GIB, Device
+from erniekit.errors import DeviceError, ErnieKitError
+from erniekit.parallel.mesh import Layout
+from erniekit.parallel.world import ranks_started
+from erniekit.planner.cards import CARDS, Card, rates_of
+from erniekit.planner.evaluate import Candidate, Site, evaluate, largest
+from erniekit.planner.job import Job
+from erniekit.recipes import planning
+from erniekit.recipes.run_plan import RunPlan
+
+
+def card_of(device: Device) -> Card | None:
+    """The data sheet of the device at hand; None: its memory alone is known."""
+    words = device.name.lower().replace("-", " ").split()
+    return next((card for name, card in CARDS.items() if name in words), None)
+
+
+def site_of(device: Device, devices: int) -> Site:
+    card = card_of(device) or replace(CARDS["a100"], triton=device.triton)
+    card = replace(card, memory=float(device.total_memory or card.memory))
+    return Site(card, rates_of(card), devices)
+
+
+def job_at_hand(cfg: RunConfig, plan: RunPlan | None, layout: Layout) -> Job:
+    """Of a run that was decided: its own model and its own recompute."""
+    if plan is None:
+        shape = planning.shape_of(cfg)
+    else:
+        config, spec = plan.folder.config, plan.folder.spec
+        model = planning.built(cfg, config, spec, plan.lora)
+        shape = planning.ModelShape(config, model, spec, str(plan.folder.path))
+    t = cfg.train
+    packs = t.per_device_train_batch_size * max(1, t.gradient_accumulation_steps) * layout.data_ranks
+    job = planning.job_of(cfg, shape, packs)
+    kept = cfg.memory.no_recompute_layers
+    if cfg.memory.recompute and kept and layout.pp == 1:
+        job = replace(job, recomputed=max(0, shape.config.num_layers - len(kept)))
+    elif not cfg.memory.recompute:
+        job = replace(job, recomputed=0)
+    return job
+
+
+def predicted(plan: RunPlan) -> Candidate:
+    layout = plan.world.layout
+    site = site_of(plan.device, max(1, plan.world.size // max(1, len(plan.world.leaders))))
+    return evaluate(job_at_hand(plan.config, plan, layout), layout, replace(site, limit=float("inf")), exact=True)
+
+
+def told(made: Candidate, peak: float, tokens: float, known: bool) -> str:
+    """One line: the plan against what was measured. known: the card's rates are."""
+    gib, own = peak / GIB, made.most.allocated / GIB
+    line = f"memory {own:.1f} GiB planned, {gib:.1f} at the most ({own / gib - 1:+.0%})"
+    if known and tokens:
+        line += f"; {made.tokens:,.0f} tokens/s planned, {tokens:,.0f} measured ({made.tokens / tokens - 1:+.0%})"
+    return line
+
+
+def line_of(plan: RunPlan, tokens: float) -> str | None:
+    """At the end of a run on a device that counts its memory; None elsewhere."""
+    peak = plan.device.peak_allocated() if plan.device.counts_memory else 0
+    if not peak:
+        return None
+    try:
+        return told(predicted(plan), peak, tokens, card_of(plan.device) is not None)
+    except (ErnieKitError, ArithmeticError, LookupError, TypeError, ValueError):
+        return None  # the run is done: a plan that cannot be made is no fault of it
+
+
+def out_of_memory(cfg: RunConfig, device: Device) -> DeviceError:
+    """What a user reads instead of the allocator's report."""
+    has = f"{device.total_memory / GIB:.0f} GiB" if device.total_memory else "its memory"
+    what = f"{device.name} has {has}, and this run needs more"
+    if device.counts_memory:
+        what += f": {device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out"
+    try:
+        ranks = ranks_started()
+        layout = planning.own_layout(cfg, ranks) or Layout(dp=ranks)
+        site = site_of(device, ranks)
+        job = job_at_hand(cfg, None, layout)
+        made = evaluate(job, layout, replace(site, limit=float("inf")))
+        where = f"planned {made.most.total / GIB:.0f} GiB: {largest(made.most)} ({layout.describe()})"
+        return DeviceError(what, where=where, fix=change_that_fits(cfg, job, layout, site))
+    except (ErnieKitError, ArithmeticError, LookupError, TypeError, ValueError):
+        return DeviceError(what, where="memory", fix="recompute: True, a smaller max_seq_len or batch_size")
+
+
+def change_that_fits(cfg: RunConfig, job: Job, layout: Layout, site: Site) -> str:
+    """The single change that costs least, else the two that free most."""
+    found = []
+    for lever in planning.levers(cfg, job):
+        tried = lever.job if "recompute" not in lever.keys else replace(lever.job, recomputed=None)
+        made = evaluate(tried, layout, site)
+        keys = ", ".join(f"{key}: {value}" for key, value in lever.keys.items())
+        if made.stages and not made.problem:
+            return f"set {keys} ({made.most.total / GIB:.0f} GiB)"
+        found += [(made.most.total, keys)] if made.stages else []
+    best = " and ".join(keys for _, keys in sorted(found)[:2])
+    return f"`erniekit plan` shows what fits; no single key does, most is freed by {best or 'sharding: stage3'}"
