@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -113,10 +114,10 @@ def test_a_run_counts_its_steps_knows_its_media_and_evaluates_on_pictures(tmp_pa
         "max_patches=500", f"cache_dir={tmp_path / 'cache'}", "max_bad_fraction=1", "dataset_num_proc=1",
         "media_num_proc=1", "gradient_accumulation_steps=2", "num_train_epochs=2",
     )  # fmt: skip
-    plan = RunPlan(cfg, cpu.make(), World(), cast(ModelFolder, None), lora=None, mtp_tokens=0)
+    plan = RunPlan(cfg, cpu.make(), World(), cast(ModelFolder, SimpleNamespace(path=tmp_path)), lora=None, mtp_tokens=0)
 
     def opened() -> TrainData:
-        return open_vision_data(plan, tokenizer(), tmp_path, None)
+        return open_vision_data(plan, tokenizer(), tmp_path)
 
     data = opened()
     try:
