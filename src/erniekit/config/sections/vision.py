@@ -110,7 +110,7 @@ class VisionSection:
     )
     vision_proof: bool = key(
         True,
-        "Keep one or two small rows of the data, pictures and all, in each checkpoint and export: they prove later that "
+        "Keep one or two small rows of the data, with pictures, in each checkpoint and export: they prove later that "
         "pixels, ids and positions are made as in training.",
     )
     spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)

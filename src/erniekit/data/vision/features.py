@@ -1,8 +1,8 @@
 """Features of pictures on disk, for towers that are not trained: one file a picture, written once, checked when read.
 
 recipes/vision_features.py says whose features they are and fills the store; VisionCollate reads it. A file appears
-whole (written beside, then renamed), so that ranks, runs and a kill leave nothing half; one that does not hold what it was
-written with is removed and counts as absent.
+whole (written beside, then renamed), so that ranks, runs and a kill leave nothing half; one that does not hold what it
+was written with is removed and counts as absent.
 """
 
 from __future__ import annotations
