@@ -1,5 +1,5 @@
 """A checkpoint's fingerprint: a few tokens, their loss and logits. What loads, merges or exports it must repeat them.
-That of a model that sees begins with a small picture, so that its tower, resampler and vision experts are asked as well.
+That of a model that sees begins with a small picture, so that tower, resampler and vision experts are asked, too.
 
 Made by train when saving; checked by resume, merge and export.
 """
@@ -104,7 +104,7 @@ class PictureTokens:
 
 
 def with_picture(probe: Probe, tokens: PictureTokens) -> Probe:
-    """The probe behind a picture of noise, which no weight can ignore: as many tokens as the model merges patches of."""
+    """The probe behind a picture of noise, 2 x 2 tokens of it."""
     side = 2 * tokens.merge
     noise = torch.Generator().manual_seed(0)
     patches = torch.randint(0, 256, (side * side, tokens.patch_size), generator=noise, dtype=torch.uint8)

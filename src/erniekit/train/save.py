@@ -72,7 +72,8 @@ class Saver:
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
         frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
         launch: goes into every manifest, so that a restart of that launch knows what it saved.
-        scales: of FP8 training; clear_scales: a resume keeps the new ones. beside: small files that go with the weights.
+        scales: of FP8 training; clear_scales: a resume keeps the new ones.
+        beside: small files that go with the weights.
         """
         self.launch, self.scales, self.clear_scales = launch, scales, clear_scales
         self.frozen_base, self.beside = frozen_base, dict(beside or {})

@@ -108,6 +108,11 @@ class VisionSection:
     vision_feature_cache_gb: float = key(
         100.0, "Most GB of kept features, of all models and runs together, in the data cache folder.", low=0
     )
+    vision_proof: bool = key(
+        True,
+        "Keep one or two small rows of the data, with pictures, in each checkpoint and export: they prove later that "
+        "pixels, ids and positions are made as in training.",
+    )
     spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)
     token_balance_loss: bool = key(False, "Weigh modalities by tokens.", fixed=True, later=_VL)
     packing_size: int = key(1, "Rows per pack of the OCR stage.", low=1, fixed=True, later=_VL)

@@ -1,8 +1,8 @@
 """Features of pictures on disk, for towers that are not trained: one file a picture, written once, checked when read.
 
-recipes/vision_features.py says whose features they are and fills the store; VisionCollate reads it. A file appears whole
-(written beside, then renamed), so that ranks, runs and a kill leave nothing half; one that does not hold what it was
-written with is removed and counts as absent.
+recipes/vision_features.py says whose features they are and fills the store; VisionCollate reads it. A file appears
+whole (written beside, then renamed), so that ranks, runs and a kill leave nothing half; one that does not hold what it
+was written with is removed and counts as absent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -76,10 +77,12 @@ class FeatureStore:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError, RuntimeError):
-            return self._remove(path)
+            self._remove(path)
+            return None
         expected = (self.shape.rows(medium.grid), self.shape.width)
         if tuple(found.shape) != expected or found.dtype != self.shape.dtype or told != _digest(found):
-            return self._remove(path)
+            self._remove(path)
+            return None
         with self._lock:
             self.hits += 1
         return found
@@ -175,5 +178,5 @@ def _alive(name: str) -> bool:
 
 
 def _digest(features: torch.Tensor) -> str:
-    raw = features.contiguous().view(torch.uint8).numpy()
+    raw: Any = features.contiguous().view(torch.uint8).numpy()
     return hashlib.blake2b(raw, digest_size=16).hexdigest()

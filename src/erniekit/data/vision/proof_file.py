@@ -28,9 +28,10 @@ from erniekit.data.vision.proof import first_difference, proof_of
 from erniekit.data.vision.rules import VisionRules, VisionTemplate
 from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
-from erniekit.errors import CheckpointError
+from erniekit.errors import CheckpointError, DataError
 from erniekit.files.json_file import read_object
 from erniekit.files.listed import has_file
+from erniekit.log import warn
 
 FILE = "vision_proof.json"
 ROWS, LOOKED_AT = 2, 64  # rows kept; rows of the data among which they are chosen
@@ -106,6 +107,9 @@ def check(folder: Path, tokenizer: Tokenizer, rules: VisionRules | None = None) 
                 found = _proof(row, tokenizer, rules or trained, thinking, length, pool)
             except (MediaError, BadRow) as error:
                 return Proved(len(rows), "decode" if isinstance(error, MediaError) else "template")
+            except DataError as error:  # a package that decodes is missing
+                warn(f"preprocessing is not compared with training: {error.what}")
+                return None
             if (stage := first_difference(proof, found)) is not None:
                 return Proved(len(rows), stage)
     return Proved(len(rows))

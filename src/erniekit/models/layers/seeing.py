@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers.decoder import PLAN, Context, Decoder
+from erniekit.models.layers.attention import Context
+from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.layers.resampler import PAIR, Resampler
 from erniekit.models.layers.vision import VisionTower
 from erniekit.parallel.plan import dealt
@@ -133,6 +134,7 @@ class SeeingDecoder(Decoder):
             loss = super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
             losses = {name: loss for name in present}
         else:
+            assert ctx.modality is not None
             pictured = documents_with(ctx.modality, ctx.cu_seqlens)
             losses = {
                 name: super(SeeingDecoder, self).answers_loss(
