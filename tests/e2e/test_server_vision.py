@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("server")
 
 WORDS = ("max_model_len=512", "temperature=0", "max_new_tokens=6", "block_size=16", "max_pixels=9408",
          "video_min_frames=4", "video_max_frames=8", "media_num_proc=1")  # fmt: skip
-LIMITS = ("limit_mm_per_prompt={image: 3, video: 1}", "media_max_pixels=100000", "media_max_seconds=60",
+LIMITS = ("limit_mm_per_prompt={image: 3, video: 1}", "media_max_pixels=100000", "media_max_seconds=5",
           "media_timeout=3")  # fmt: skip
 
 
@@ -91,6 +91,7 @@ def test_what_is_too_much_or_damaged_is_refused_with_its_reason(client):
     assert "limit_mm_per_prompt" in many[2]
     assert "damaged" in refused(client, user(picture(inline("broken.png")), "?"))[0]
     assert "media_max_pixels" in refused(client, user(picture(inline("big.jpg", "image/jpeg")), "?"))[0]
+    assert "media_max_seconds" in refused(client, user(video(inline("long.mp4", "video/mp4")), "?"))[0]
     assert "no picture" in refused(client, user(picture("data:image/png;base64,aGVsbG8="), "?"))[0]
     assert "names no image" in refused(client, user({"type": "image_url", "image_url": {}}, "?"))[0]
     assert "tools are not supported" in refused(
@@ -113,6 +114,23 @@ def test_a_decoder_that_hangs_is_cut_off_and_others_are_answered_meanwhile(clien
     assert "nothing was read for 3 s (media_timeout)" in told[0]
     assert ask(client, user(picture(inline("alpha.png")), "again?")).usage.completion_tokens == 6
     assert worker not in workers(server)
+
+
+def test_a_picture_that_is_sent_again_is_not_computed_again(client, server):
+    def looks() -> int:
+        page = httpx.get(server.ready() + "/metrics").text
+        return next(
+            int(line.split()[1]) for line in page.splitlines() if line.startswith("erniekit_vision_looks_total")
+        )
+
+    asked = user(picture(inline("f1.png")), "what?")
+    before = looks()
+    first = ask(client, asked)
+    assert looks() == before + 1
+    again = ask(client, asked, {"role": "assistant", "content": "a bar."}, user("where?"), n=3)
+    assert looks() == before + 1
+    assert len(again.choices) == 3
+    assert ask(client, asked).choices[0].message.content == first.choices[0].message.content
 
 
 def test_the_terminal_shows_a_picture_with_a_question(server, tmp_path):

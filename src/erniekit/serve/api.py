@@ -34,7 +34,7 @@ from erniekit.serve.middleware import (
     error_response,
     read_json,
 )
-from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptWork, Stuck
+from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptLoad, PromptWork, Stuck
 from erniekit.serve.prompt_worker import Failed, TextPrompts
 from erniekit.serve.request_error import RequestError, as_json
 from erniekit.serve.request_parsing import (
@@ -108,7 +108,7 @@ class Api:
     async def health(self) -> Response:
         """200 while requests can be answered."""
         self.monitor.start()
-        load, prompts = self.engine.load(), self.prompts.load()
+        load, prompts = self.engine.load(), self._prompt_load()
         reason = self.monitor.reason(load)
         state = {
             "status": "ok" if reason is None else "failing",
@@ -123,7 +123,11 @@ class Api:
         """What is counted, for Prometheus."""
         load = self.engine.load()
         healthy = self.monitor.reason(load) is None
-        return Response(self.metrics.text(load, self.prompts.load(), healthy, self.monitor.lag), media_type=TYPE)
+        return Response(self.metrics.text(load, self._prompt_load(), healthy, self.monitor.lag), media_type=TYPE)
+
+    def _prompt_load(self) -> PromptLoad:
+        load = self.prompts.load()
+        return load if self.media is None else load.plus(self.media.load())
 
     # --- one request
 

@@ -270,6 +270,15 @@ class PromptLoad:
     stuck: bool = False  # as many of them as there should be threads
     abandoned: int = 0  # prompts that were not ready at their deadline, so far
 
+    def plus(self, other: PromptLoad) -> PromptLoad:
+        return PromptLoad(
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.lost + other.lost,
+            self.stuck or other.stuck,
+            self.abandoned + other.abandoned,
+        )
+
 
 @dataclass
 class PromptWork:

@@ -113,6 +113,8 @@ class Load:
     steps: int = 0
     evicted: int = 0  # sequences put back for want of blocks
     preempted: int = 0  # sequences put back in favour of other clients or requests
+    features: int = 0  # bytes of features of pictures that are kept
+    looks: int = 0  # pictures and pairs of frames that were computed
     healthy: bool = True
     reason: str = ""
 

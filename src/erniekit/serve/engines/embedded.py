@@ -108,6 +108,8 @@ class EmbeddedEngine:
                 steps=self._steps,
                 evicted=self._evicted,
                 preempted=self._preempted,
+                features=self.features.size,
+                looks=self.features.misses,
                 healthy=self._thread.is_alive() and self._faults < FAULTS and self._stopping is None,
                 reason=self._stopping or self._fault,
             )

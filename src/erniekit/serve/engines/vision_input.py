@@ -92,16 +92,17 @@ class FeatureCache:
 
     def __init__(self, most: int) -> None:
         """most: bytes."""
-        self.most, self.size, self.hits, self.misses = most, 0, 0, 0
+        self.most, self.size, self.misses = most, 0, 0
         self._kept: OrderedDict[tuple[str, str, int], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, model: str, medium: str, unit: int) -> torch.Tensor | None:
         with self._lock:
             found = self._kept.get((model, medium, unit))
-            if found is not None:
+            if found is None:
+                self.misses += 1
+            else:
                 self._kept.move_to_end((model, medium, unit))
-            self.hits, self.misses = self.hits + (found is not None), self.misses + (found is None)
             return found
 
     def all(self, model: str, medium: str, units: int) -> tuple[torch.Tensor, ...]:
