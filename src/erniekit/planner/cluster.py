@@ -76,6 +76,8 @@ def card_of(words: str, where: str = "--cluster") -> Card:
     memory = _gib(size)
     if memory is None:
         name, memory = words.strip(), None
+    if not name and (memory is None or "-" in words):
+        raise ConfigError(f"{words!r} is no card", where=where, fix=FIX)
     if not name:
         assert memory is not None
         known = next(card for most, card in BY_MEMORY if memory <= most)
