@@ -155,5 +155,3 @@ def test_one_layer_of_each_kind_stands_for_all_on_the_fullest_rank(config: Decod
         assert found.weights == pytest.approx(exact.weights)
         assert found.moments == pytest.approx(exact.moments)
         assert found.gradients == pytest.approx(exact.gradients)
-
-

@@ -142,4 +142,4 @@ def _island(entry: Any, where: str) -> Island:
         raise ConfigError(f"unknown {strange[0]!r}", where=where, fix=f"known: {known}")
     card = card_of(entry["card"], where)
     card = replace(card, **{_UNITS[k][0]: v * _UNITS[k][1] for k, v in numbers.items() if k in _UNITS and v})
-    return Island(card, numbers["machines"], numbers["devices"])
+    return Island(card, int(entry.get("machines", 1)), int(entry.get("devices", PER_MACHINE)))

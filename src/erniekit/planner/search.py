@@ -1,6 +1,6 @@
 """Which layouts of a cluster fit and which is fastest: products of degrees, pruned before they are counted.
 
-Layouts are first timed with an estimate of the pipeline's wait; the best are then replayed. Called by recipes/planning.py.
+Layouts are first timed with an estimate of the pipeline's wait; the best are then replayed. For plan_command.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SPREAD = 150  # layouts that are looked at for the smallest cluster
 class Ranking:
     ranked: list[Candidate]  # that fit, the fastest first
     nearest: Candidate | None  # of those that do not fit, the one with the least bytes
-    failed: dict[str, tuple[int, str]] = field(default_factory=dict)  # family of layouts -> how many, why the best of it
+    failed: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # family of layouts -> how many, why the best of it
     tried: int = 0
 
 
@@ -106,12 +108,16 @@ def search(job: Job, place: Site, ranks: int) -> Ranking:
     if not tried:
         return Ranking([], None, {"any": (0, batch_problem(job, ranks))}, 0)
     fits.sort(key=lambda one: -one.tokens)
-    best = sorted((evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens)
+    best = sorted(
+        (evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens
+    )
     return Ranking(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
 
 
 def batch_problem(job: Job, ranks: int) -> str:
-    return f"{job.packs} packs a step, {job.rows} in a micro-batch, divide over no number of data ranks that {ranks} has"
+    return (
+        f"{job.packs} packs a step, {job.rows} in a micro-batch, divide over no number of data ranks that {ranks} has"
+    )
 
 
 def family(layout: Layout) -> str:

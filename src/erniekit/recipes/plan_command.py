@@ -91,7 +91,9 @@ def _planned(
         "ranked": [report.as_json(one) for one in found.ranked[: top or 20]],
         "own": report.as_json(own) if own is not None else None,
         "rejected": {name: {"layouts": count, "why": why} for name, (count, why) in found.failed.items()},
-        "levers": [{"keys": keys, "tokens_per_second": t, "gib": gib, "costs": loses} for keys, t, gib, loses in prices],
+        "levers": [
+            {"keys": keys, "tokens_per_second": t, "gib": gib, "costs": loses} for keys, t, gib, loses in prices
+        ],
         "smallest": fewest,
         "advice": advice,
     }
@@ -108,9 +110,7 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     say(f"rates    {report.sources(place.rates)}")
 
 
-def _show(
-    found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int
-) -> None:
+def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
     from erniekit.planner import report
 
     say(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
@@ -127,7 +127,9 @@ def _show(
         say(f"smallest {fewest} of these devices")
 
 
-def _prices(cfg: RunConfig, job: Job, place: Site, found: Ranking) -> list[tuple[dict[str, Any], float | None, float, str]]:
+def _prices(
+    cfg: RunConfig, job: Job, place: Site, found: Ranking
+) -> list[tuple[dict[str, Any], float | None, float, str]]:
     """Each change by itself, on the best layout, or on the one that is nearest to fitting."""
     from erniekit.planner.evaluate import evaluate
     from erniekit.recipes.planning import levers

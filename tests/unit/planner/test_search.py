@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,6 @@ def test_unlike_islands_share_a_pipeline_and_the_faster_has_more_layers() -> Non
     assert found.ranked
     best = found.ranked[0].layout
     bounds = [0, *best.stage_cuts, 28]
-    layers = [b - a for a, b in zip(bounds, bounds[1:])]
+    layers = [b - a for a, b in itertools.pairwise(bounds)]
     assert layers[0] > layers[-1]
     assert found.ranked[0].keys["pp_seg_method"][-1] == 31
