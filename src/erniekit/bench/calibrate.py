@@ -1,7 +1,7 @@
 """`erniekit bench --calibrate`: what this device does a second, in the parts that `erniekit plan` adds up.
 
-Products by shape, grouped products, attention by length, element-wise passes, the optimiser's, launches, and copies from
-the host; links where several ranks are started. Each is repeated until the clock that the device holds has settled.
+Products by shape, grouped products, attention by length, element-wise passes, the optimiser's, launches, copies from
+the host, and links where several ranks are started. Each is repeated until the clock that the device holds has settled.
 """
 
 from __future__ import annotations

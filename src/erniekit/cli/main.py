@@ -86,6 +86,7 @@ COMMANDS: dict[str, Command] = {
             "  --top N         layouts shown (8)",
             "  --json          for programs",
         ),
+        ("model_name_or_path", "fine_tuning", "max_seq_len", "batch_size", "global_batch_size", "recompute"),
     ),
     "config": Command(
         "erniekit.cli.config_command:config_command",

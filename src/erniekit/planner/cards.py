@@ -6,6 +6,7 @@ file (`erniekit bench --calibrate`) takes the place of both.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,7 +83,7 @@ class CardRates:
         points = self.attention
         if length <= points[0][0]:
             return points[0][1]
-        for (a, low), (b, high) in zip(points, points[1:]):
+        for (a, low), (b, high) in itertools.pairwise(points):
             if length <= b:
                 return low + (high - low) * log(length / a) / log(b / a)
         return points[-1][1]

@@ -76,6 +76,8 @@ def card_of(words: str, where: str = "--cluster") -> Card:
     memory = _gib(size)
     if memory is None:
         name, memory = words.strip(), None
+    if not name and (memory is None or "-" in words):
+        raise ConfigError(f"{words!r} is no card", where=where, fix=FIX)
     if not name:
         assert memory is not None
         known = next(card for most, card in BY_MEMORY if memory <= most)
@@ -140,4 +142,4 @@ def _island(entry: Any, where: str) -> Island:
         raise ConfigError(f"unknown {strange[0]!r}", where=where, fix=f"known: {known}")
     card = card_of(entry["card"], where)
     card = replace(card, **{_UNITS[k][0]: v * _UNITS[k][1] for k, v in numbers.items() if k in _UNITS and v})
-    return Island(card, numbers["machines"], numbers["devices"])
+    return Island(card, int(entry.get("machines", 1)), int(entry.get("devices", PER_MACHINE)))

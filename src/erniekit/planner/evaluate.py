@@ -1,4 +1,4 @@
-"""One layout on one kind of device: bytes of each stage, seconds of a step, or why it cannot be. Called by search.py."""
+"""One layout on one kind of device: bytes of each stage, seconds of a step, or why it cannot be. For search.py."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
     looked = range(layout.pp) if exact else sorted({0, 1, layout.pp - 1} & set(range(layout.pp)))
     for rank in looked:  # the first holds most micro-batches, the last the head
         numbers = [n for s in range(rank, len(stages), layout.pp) for n in stages[s]]
-        held, share = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)
+        held, _share = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)
         work = work_of(job, layout, numbers, rank, micro_batches, tokens, place.card.triton)
         count = _recomputed(job, held, work, place.room)
         how = "full" if job.recompute in ("", "auto", "full") else job.recompute

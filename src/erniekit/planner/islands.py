@@ -1,4 +1,4 @@
-"""A cluster of unlike islands: a pipeline across them, everything else inside one, more layers where devices are faster.
+"""Unlike islands: a pipeline across them, everything else inside one, more layers where devices are faster.
 
 Called by recipes/plan_command.py. Stages have as many ranks each, so islands are cut in groups of a common size.
 """
@@ -119,7 +119,7 @@ def _with(
         same = rank + 1 < len(stages) and stages[rank + 1] is place
         hidden = tokens * job.model.hidden_size * job.compute
         sends.append(hidden / (place.rates.network if same else between) + place.rates.latency)
-        beside, after = timing.sharing_time(job, layout, share, m, links)
+        _beside, after = timing.sharing_time(job, layout, share, m, links)
         update = max(update, after + timing.update_time(share, job, place.rates))
     made = Candidate(layout, m, stages=tuple(found), again=tuple(again), worst=max(b.total for b in found))
     keys = written_keys(job, made)

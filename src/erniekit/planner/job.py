@@ -1,4 +1,4 @@
-"""Job: a run in numbers, whatever cluster it will be on. Made by recipes/planning.py. Keys: what a layout is written as."""
+"""Job: a run in numbers, whatever cluster it will be on. Made by recipes/planning.py."""
 
 from __future__ import annotations
 

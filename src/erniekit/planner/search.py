@@ -1,6 +1,6 @@
 """Which layouts of a cluster fit and which is fastest: products of degrees, pruned before they are counted.
 
-Layouts are first timed with an estimate of the pipeline's wait; the best are then replayed. Called by recipes/planning.py.
+Layouts are first timed with an estimate of the pipeline's wait; the best are then replayed. For plan_command.py.
 """
 
 from __future__ import annotations

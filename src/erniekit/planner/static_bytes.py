@@ -128,7 +128,7 @@ def total(shares: Iterable[Share]) -> Share:
 
 
 class Blocks:
-    """The tensors of a model by the block they belong to: one dense layer, one with experts, and what is around them."""
+    """The tensors of a model by block: one dense layer, one with experts, and what is around them."""
 
     def __init__(self, sharding: Sharding, sparse: tuple[bool, ...], storing: Storing) -> None:
         self.sharding, self.sparse, self.storing = sharding, sparse, storing

@@ -1,4 +1,4 @@
-"""Seconds of a step: FLOPs by kind over rates, bytes over memory and links, the pipeline by replay. Called by search.py.
+"""Seconds of a step: FLOPs by kind over rates, bytes over memory and links, the pipeline by replay.
 
 Constants of element-wise traffic were fitted once to the profiles of docs/performance.md (H200); docs/planner.md has
 the error of every recorded run.

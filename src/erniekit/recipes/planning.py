@@ -1,4 +1,4 @@
-"""A run's config and model as the planner's numbers. Called by plan_command.py and, at a run's end, by plan_check.py."""
+"""A run's config and model as the planner's numbers. For plan_command.py and plan_check.py."""
 
 from __future__ import annotations
 

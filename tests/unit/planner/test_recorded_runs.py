@@ -27,6 +27,7 @@ class Recorded(NamedTuple):
 
 _03B = "model_name_or_path=ERNIE-4.5-0.3B fine_tuning=Full"
 _21B = "model_name_or_path=ERNIE-4.5-21B-A3B fine_tuning=LoRA lora_rank=32"
+_DPO = "stage=DPO max_prompt_len=4096"
 _13B = "model_name_or_path=llama-13b fine_tuning=Full stage=PT batch_size=4 max_seq_len=4096"
 RUNS = {
     "A1": Recorded(f"{_03B} max_seq_len=8192", 11.0, 8192 / 123.4e3),
@@ -37,8 +38,8 @@ RUNS = {
     "C1-85": Recorded(f"{_21B} max_seq_len=8192", 71.9, 8192 / 26.0e3),
     "C1-60": Recorded(f"{_21B} max_seq_len=8192", 58.7, 8192 / 20.9e3, again=21),
     "C3": Recorded(f"{_21B} max_seq_len=32768", 104.7, 32768 / 16.0e3, again=11),
-    "E1": Recorded(f"{_03B} stage=DPO max_seq_len=16384 max_prompt_len=4096", 16.4, 4 / 34.8, document=3600, trained=0.25),
-    "E2-live": Recorded(f"{_21B} stage=DPO max_seq_len=8192 max_prompt_len=4096", 70.5, 8192 / 20.7e3, document=3600, trained=0.25),
+    "E1": Recorded(f"{_03B} {_DPO} max_seq_len=16384", 16.4, 4 / 34.8, document=3600, trained=0.25),
+    "E2-live": Recorded(f"{_21B} {_DPO} max_seq_len=8192", 70.5, 8192 / 20.7e3, document=3600, trained=0.25),
     "F1": Recorded(_13B, 59.7, 16384 / 35.2e3),
     "F1b": Recorded(f"{_13B} use_lowprecision_moment=True", 49.1, 16384 / 35.5e3),
 }  # fmt: skip

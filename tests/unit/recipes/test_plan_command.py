@@ -1,0 +1,167 @@
+"""`erniekit plan` as it is typed: lines, JSON, the written recipe, refusals. And plan against measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from erniekit.cli.main import main
+from erniekit.config import load
+from erniekit.devices.cuda import CudaDevice
+from erniekit.parallel.mesh import Layout
+from erniekit.planner.cards import CARDS, rates_of
+from erniekit.planner.evaluate import Site, evaluate
+from erniekit.planner.memory import GIB
+from erniekit.recipes import plan_check
+from erniekit.recipes.plan_command import MARK, plan_command
+from erniekit.recipes.planning import job_of, packs_of, shape_of
+
+RECIPE = """model_name_or_path: baidu/ERNIE-4.5-0.3B-Paddle
+train_dataset_path: data.jsonl
+fine_tuning: Full
+compute_type: bf16
+max_seq_len: 8192
+batch_size: 1
+gradient_accumulation_steps: 4
+output_dir: out
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "--cluster", "4x24G"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"plan     {recipe} on 4 24G of 24 GiB"
+    text = "\n".join(lines)
+    for word in ("0.36 billion weights", "data sheet", "tokens/s", "GiB of a rank", "levers", "smallest", "recipe's"):
+        assert word in text
+
+
+def test_json_has_the_same_for_programs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "--cluster=2xA100", "--json", "--top", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packs_per_step"] == 8
+    best = found["ranked"][0]
+    assert len(found["ranked"]) == 3
+    assert best["tokens_per_second"] > 0
+    assert best["gib_by_stage"][0]["total"] == pytest.approx(
+        sum(v for k, v in best["gib_by_stage"][0].items() if k != "total")
+    )
+
+
+def test_the_written_recipe_is_the_run_with_the_best_layout(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = recipe.parent / "planned.yaml"
+    for _ in range(2):  # ours may be written again
+        assert main(["plan", str(recipe), "--cluster", "2xA100", "--write", str(target)]) == 0
+    assert target.read_text().startswith(MARK)
+    cfg = load([str(target)], "train")
+    assert cfg.data.max_seq_len == 8192
+    p = cfg.parallel
+    axes = (p.tensor_parallel_degree, p.pipeline_parallel_degree, p.data_parallel_degree, p.sharding_parallel_degree)
+    assert axes[0] * axes[1] * axes[2] * axes[3] == 2
+    assert [f.name for f in recipe.parent.iterdir() if f.name.startswith(".")] == []
+
+
+def test_a_file_of_somebody_else_is_left_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = recipe.parent / "theirs.yaml"
+    target.write_text("a: 1\n")
+    for word in (target, recipe):
+        before = word.read_text()
+        assert main(["plan", str(recipe), "--cluster", "2xA100", "--write", str(word)]) == 2
+        assert word.read_text() == before
+    (recipe.parent / "link.yaml").symlink_to(target)
+    assert main(["plan", str(recipe), "--cluster", "2xA100", "--write", str(recipe.parent / "link.yaml")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([], "which cluster"),
+        (["--cluster", "8 cards"], "is no cluster"),
+        (["--cluster", "2xA100", "--packs", "none"], "--packs"),
+        (["--cluster", "2xA100", "--calibration", "nowhere.json"], "no file"),
+        (["--cluster", "2xA100", "--write", "no/such/folder/x.yaml"], "no folder"),
+        (["--cluster", "2xA100", "model_name_or_path=somebody/else"], "shape of somebody/else"),
+        (["--cluster", "2x2G", "max_seq_len=131072"], "no layout of this run fits"),
+        (["--cluster", "4xA100", "--packs", "3", "batch_size=2"], "no layout of this run fits"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_three_lines(
+    words: list[str], what: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(recipe), *words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()[-3:]
+    assert what in lines[0]
+    assert [line.split(":")[0] for line in lines] == ["error", "where", "fix"]
+    assert lines[2].removeprefix("fix:").strip()
+
+
+def test_a_calibration_file_is_taken_and_another_is_not(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe.parent / "calibration.json"
+    rows = [{"flops": 1e12, "rate": 1e13}]
+    file.write_text(json.dumps({"format": "erniekit-calibration-1", "dense": rows}))
+    words = [str(recipe), "--cluster", "1xA100", "--json", "--calibration", str(file)]
+    assert plan_command(words) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["rates"]["dense"] == "measured"
+    plan_command(words[:4])
+    assert slow["ranked"][0]["step_seconds"] > json.loads(capsys.readouterr().out)["ranked"][0]["step_seconds"]
+    file.write_text("{}")
+    assert main(["plan", *words]) == 2
+
+
+def test_a_step_has_the_packs_that_the_recipe_makes_on_these_ranks(recipe: Path) -> None:
+    assert packs_of(load([str(recipe)], "train"), 8) == 32
+    assert packs_of(load([str(recipe), "tensor_parallel_degree=4"], "train"), 8) == 8
+    given = ["model_name_or_path=x", "train_dataset_path=y", "batch_size=1", "global_batch_size=24"]
+    assert packs_of(load(given, "train"), 8) == 24
+
+
+# --- after a run
+
+
+def card(gib: float = 139.8) -> Any:
+    class Full(CudaDevice):
+        def peak_allocated(self) -> int:
+            return int(0.97 * gib * GIB)
+
+    return Full("NVIDIA H200", "cuda", int(gib * GIB))
+
+
+def test_the_line_at_the_end_compares_memory_and_speed(recipe: Path) -> None:
+    cfg = load([str(recipe), "gradient_accumulation_steps=1"], "train")
+    here = Site(CARDS["h200"], rates_of(CARDS["h200"]), 1)
+    made = evaluate(job_of(cfg, shape_of(cfg), 1), Layout(), here)
+    line = plan_check.told(made, 11.0 * GIB, 120e3, known=True)
+    assert line.startswith("memory 11.0 GiB planned, 11.0 at the most")
+    assert "tokens/s planned, 120,000 measured (" in line
+    assert "tokens/s" not in plan_check.told(made, 11.0 * GIB, 120e3, known=False)
+
+
+def test_out_of_memory_names_what_was_there_and_one_change_that_fits(recipe: Path) -> None:
+    long = load([str(recipe), "gradient_accumulation_steps=1", "max_seq_len=131072"], "train")
+    error = plan_check.out_of_memory(long, card(60))
+    what, where, fix = error.lines()
+    assert "NVIDIA H200 has 60 GiB" in what
+    assert "58 GiB were allocated" in what
+    assert "activations" in where
+    assert fix.startswith("fix:   set recompute: True")
+    whole = load([str(recipe), "model_name_or_path=ERNIE-4.5-21B-A3B"], "train")
+    assert "no single key does" in plan_check.out_of_memory(whole, card()).fix
+    strange = load([str(recipe), "model_name_or_path=unknown"], "train")
+    assert "recompute: True" in plan_check.out_of_memory(strange, card()).fix
+
+
+def test_nothing_is_compared_where_the_device_does_not_count() -> None:
+    plan: Any = SimpleNamespace(device=SimpleNamespace(counts_memory=False))
+    assert plan_check.line_of(plan, 1.0) is None
