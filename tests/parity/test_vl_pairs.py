@@ -14,9 +14,11 @@ import torch
 import erniekit
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
+from erniekit.data.formats.fields import BadRow
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.types import IGNORE, Pack, Sample, SampleMedia
+from erniekit.data.vision.pairs import read_vision_pair
 from erniekit.losses.dpo import pair_log_probs
 from erniekit.recipes.vision_data import vision_collate, vision_rules
 from erniekit.recipes.vision_pairs import pair_sources
@@ -133,3 +135,18 @@ def test_preferences_on_pictures_train(place: Path, tmp_path: Path, keys: dict[s
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-4), "the policy is the reference"
     assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rejected": None}, "rejected"),
+        ({"messages": [{"role": "user", "content": "<image><image>look"}], "images": ["a.png"]}, "more <image>"),
+        ({"chosen": [{"role": "assistant", "content": [picture("a.png")]}]}, "belong into the prompt"),
+        ({"tools": [{"type": "function"}]}, "tool calls"),
+    ],
+)
+def test_a_pair_that_cannot_be_used_is_a_bad_row_that_says_why(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRow) as error:
+        read_vision_pair(row(0) | changed, Path(), "messages")
+    assert said in error.value.reason

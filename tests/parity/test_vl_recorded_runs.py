@@ -1,8 +1,8 @@
 """The recorded vision runs once more, by the trainer: keys -> build -> optimiser -> Trainer -> metrics.
 
 The recorded curves cannot come from rows: their five batches (two rounds joined on purpose, a row of text that is in no
-file, a pack cut by hand) were written down by the recorder, and no order of ERNIEKit's reader gives them in turn. So the
-trainer is handed those batches; and single recorded rows go the whole way, from the file to the first loss, without
+file, a pack cut by hand) were written down by the recorder, and no order of ERNIEKit's reader gives them in turn. So
+the trainer is handed those batches; and single recorded rows go the whole way, from the file to the first loss, without
 compat: there the last token of a row alone has position 0, which the recorded losses do not have. The curve with router
 losses has weights of its own for each modality, which the keys do not have: test_vl_models.py draws it.
 """

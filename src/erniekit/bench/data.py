@@ -66,8 +66,8 @@ class PictureIds(NamedTuple):
         """From a config.json; None: it does not see."""
         if "vision_config" not in model:
             return None
-        marks = (int(model[f"image_{end}_token_id"]) for end in ("start", "end"))
-        return cls(int(model["im_patch_id"]), *marks, int(model["vision_config"]["patch_size"]))
+        start, end = (int(model[f"image_{which}_token_id"]) for which in ("start", "end"))
+        return cls(int(model["im_patch_id"]), start, end, int(model["vision_config"]["patch_size"]))
 
 
 def make_steps(rows: Rows, vocab: int, count: int, seed: int, ids: PictureIds | None = None) -> list[StepData]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 from tqdm import tqdm
@@ -96,11 +95,11 @@ def train(recipe: Path, root: Path, steps: int) -> None:
 @contextmanager
 def progress(output: Path, steps: int) -> Iterator[None]:
     """A bar of the run's steps, whose own words go to a file. On a terminal only."""
-    over = threading.Event()
+    over, terminal = threading.Event(), sys.stderr  # the run's own words go elsewhere, by another sys.stderr
 
     def follow() -> None:
-        with tqdm(total=steps, desc="training", unit=" steps", leave=False, disable=not sys.__stderr__.isatty(),
-                  file=sys.__stderr__) as bar:  # fmt: skip
+        with tqdm(total=steps, desc="training", unit=" steps", leave=False, disable=not terminal.isatty(),
+                  file=terminal) as bar:  # fmt: skip
             while not over.wait(0.5):
                 file = output / jsonl.FILE
                 bar.update((file.read_bytes().count(b"\n") if file.exists() else 0) - bar.n)
@@ -124,6 +123,7 @@ def asking(recipe: Path, model: Path) -> Iterator[Says]:
     from erniekit.recipes.vision_data import vision_rules
 
     found, tokenizer = load_model(model)
+    assert tokenizer is not None
     rules = vision_rules(load([str(recipe)]), model)
     pool = MediaPool(1, rules.limits)
     reader = PromptReader(tokenizer, rules, pool)
@@ -137,21 +137,22 @@ def asking(recipe: Path, model: Path) -> Iterator[Says]:
 
 
 def right(root: Path, answer: Says, scenes: Sequence[shapes.Scene], at_least: float) -> str:
-    found = {asked: shares(scenes, asked, lambda scene, q=asked: answer(scene.png(), q)) for asked in shapes.QUESTIONS}
+    found = {asked: share(scenes, asked, [answer(s.png(), asked) for s in scenes]) for asked in shapes.QUESTIONS}
     mean = sum(found.values()) / len(found)
-    told = ", ".join(f"{asked} {share:.0%}" for asked, share in found.items())
+    told = ", ".join(f"{asked} {part:.0%}" for asked, part in found.items())
     require(mean >= at_least, f"{mean:.0%} of the answers about new pictures are right ({told})", root / "sft")
     return f"{mean:.0%} of {len(found) * len(scenes)} answers about new pictures are right: {told}"
 
 
 def blank(root: Path, answer: Says, scenes: Sequence[shapes.Scene]) -> str:
     """It must look: a question alone does not tell."""
-    said = {asked: answer(shapes.blank_png(), asked) for asked in shapes.QUESTIONS}
-    found = [shares(scenes, asked, lambda scene, q=asked: said[q]) for asked in shapes.QUESTIONS]
+    png = shapes.blank_png()
+    found = [share(scenes, asked, [answer(png, asked)] * len(scenes)) for asked in shapes.QUESTIONS]
     mean = sum(found) / len(found)
     require(mean <= NEAR_CHANCE, f"{mean:.0%} are right with nothing to see", root / "sft")
     return f"with nothing to see {mean:.0%} are; chance is {shapes.CHANCE:.0%}"
 
 
-def shares(scenes: Sequence[shapes.Scene], asked: str, said: Callable[[Any], str]) -> float:
-    return sum(said(scene) == scene.answer(asked) for scene in scenes) / len(scenes)
+def share(scenes: Sequence[shapes.Scene], asked: str, said: Sequence[str]) -> float:
+    """Of the answers that are right."""
+    return sum(word == scene.answer(asked) for word, scene in zip(said, scenes)) / len(scenes)

@@ -24,6 +24,7 @@ from erniekit.config import load
 from erniekit.config.flat import is_known
 from erniekit.data.formats import detect, parse, parse_pair
 from erniekit.data.types import RowProblem
+from erniekit.data.vision.pairs import read_vision_pair
 from erniekit.data.vision.read import read_vision_row
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,6 +162,9 @@ def test_every_data_and_recipe_example_is_read(page, tmp_path):
             row = tmp_path / "row.jsonl"
             row.write_text(line + "\n", encoding="utf-8")
             found = detect(row, vision=True)
+            if found.vision and found.preference:
+                read_vision_pair(json.loads(line), tmp_path, found.format)
+                continue
             if found.vision:
                 read_vision_row(json.loads(line), tmp_path, found.format, False)
                 continue

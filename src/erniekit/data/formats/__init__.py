@@ -212,7 +212,9 @@ def _guess_seen(row: Any) -> Detected | None:
     kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
     beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
     if contents and (beside or kinds & {"image", "image_url", "video", "video_url"}):
-        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
+        pairs = isinstance(row, dict) and is_preference(row)
+        why = "rows have `messages` with pictures or videos" + (", and two answers: for `stage: DPO`" if pairs else "")
+        return Detected("messages", why, preference=pairs, vision=True)
     return None
 
 

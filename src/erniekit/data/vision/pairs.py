@@ -16,7 +16,7 @@ import numpy as np
 from erniekit.data.assemble import Assembled, Dropped
 from erniekit.data.formats import PREFERENCE_FORMATS, detect
 from erniekit.data.formats.fields import BadRow, is_preference, require
-from erniekit.data.preference import PairRules, Preference
+from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.preference_assemble import Answer, lay_out
 from erniekit.data.thinking import Thinking, kept
 from erniekit.data.token_cache import PairSource, tokenised
@@ -173,10 +173,15 @@ class VisionPairJob(VisionJob):
 class VisionPairSource(VisionSource, PairSource):
     """Preference pairs of one file with their media."""
 
+    def sample(self, index: int) -> PairSample:
+        pair = super().sample(index)  # VisionSource's, which adds media to what PairSource has read
+        assert isinstance(pair, PairSample)
+        return pair
+
 
 def open_vision_pairs(path: str | Path, format: str | None, job: dict[str, Any], **cache: Any) -> VisionPairSource:
     """job: fields of VisionPairJob beside path and format. cache: as tokenised()'s."""
-    found = detect(path)
+    found = detect(path, vision=True)
     if not found.preference:
         raise DataError(
             f"these rows hold no preference pairs: {found.why}",
