@@ -44,20 +44,20 @@ def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = ALONE, kernels: Kernels = 
     wide = H / tp if cuts.sequence_parallel else H  # what lies between the matrices
     heads, kv = c.num_heads / tp, max(1.0, c.num_kv_heads / tp)
     attention = (2 * heads + 2 * kv) * D + 4 * r  # q, k, v and the answer; low ranks of q, k, v, o
-    between = 4 * wide if kernels.fused else 8 * wide  # two residuals and two normed inputs
+    between = 4 * wide if kernels.fused else 8 * wide  # residuals and normed inputs; plain: both in fp32 as well
     if not kernels.fused:
-        attention += 2 * (heads + kv) * D  # before positions are turned, and the fused projection
+        attention += (heads + kv) * D  # q and k before positions are turned
     values = between + attention
     m = c.moe
-    plain = 0 if kernels.fused else 2  # silu of the gate and its product with up
+    plain = 0 if kernels.fused else 1  # silu of the gate
     if m is None or not sparse:
         values += (3 + plain) * c.intermediate_size / tp + 3 * r
         return kernels.bytes * values + LSE * heads
     rows = m.choices * cuts.rows
     values += (3 + plain) * m.shared_width / tp + (3 * r if m.shared_width else 0)
-    values += rows * ((2 + plain) * m.width / cuts.experts_cut + 3 * r)
+    values += rows * (2 * m.width / cuts.experts_cut + 3 * r)
     if not kernels.fused:
-        values += rows * 2 * H  # rows by expert, and their answers
+        values += 2 * H  # the router's input in fp32
     return kernels.bytes * values + LSE * heads + ROUTED * rows + 8 * m.experts
 
 
