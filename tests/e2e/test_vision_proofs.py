@@ -185,7 +185,8 @@ def test_an_export_proves_vision_weights_and_preprocessing(
     words = ["export", f"model_name_or_path={seeing / 'model'}", "lora=True"]
     assert main([*words, f"output_dir={live}"]) == 0
     assert "pixels, ids and positions are made as in training" in capsys.readouterr().out
-    assert (live / "export" / proof_file.FILE).is_file()
+    assert (live / "export" / "config.json").is_file()
+    assert not (live / "export" / proof_file.FILE).exists(), "rows of the training data are not published"
 
     def broken(name: str, change: Callable[[dict], None]) -> Path:
         folder = tmp_path / name

@@ -171,6 +171,8 @@ def export(
                 if not rounded:
                     info["proof"] = vars(proofs[0])
                 proved.append(_prove_pixels(folder))
+        # Its rows are training data: an export is what people publish.
+        (folder / proof_file.FILE).unlink(missing_ok=True)
 
     with one_export(out):
         check_target(out, [base, *folders])
