@@ -32,7 +32,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded model that sees, its tokenizer, and rows with pictures."""
     folder = tmp_path_factory.mktemp("seeing")
-    shutil.copytree(DATA / "paddle_vl" / "vl_hf", folder / "model")
+    shutil.copytree(DATA / "paddle-vl" / "vl_hf", folder / "model")
     shutil.copytree(DATA / "paddle-vl" / "tokenizer", folder / "model", dirs_exist_ok=True)
     shutil.copytree(DATA / "paddle-vl" / "media", folder / "media")
     shutil.copy(DATA / "paddle-vl" / "rows.jsonl", folder)

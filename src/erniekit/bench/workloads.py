@@ -30,7 +30,7 @@ ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger", "hf+liger+fp32")
 
 FULL = {"fine_tuning": "Full"}
 LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
-SEEING = {**LORA, "stage": "VL-SFT", "freeze_config": "freeze_vision"}
+SEEING = {**LORA, "stage": "VL-SFT", "freeze_config": "freeze_vision", "vision_feature_cache": "off"}
 WINT = {**LORA, "compute_type": "wint4/8"}
 IN_FP8 = {"frozen_products": "fp8"}
 EXACT = {"master_weights": "exact16", "optim_states": "8bit", "update_in_backward": True}

@@ -111,7 +111,6 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit migrate FILE [--output NEW.yaml]   .sh, or .yaml and .json of ERNIEKit 1.x and PaddleFormers 1.2",
             "erniekit migrate FILE --print               the recipe on the screen; nothing is written",
-            "  nothing of a script is run, and no file is ever overwritten",
         ),
     ),
     "data": Command(
@@ -261,9 +260,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
-    "rehearse": Command(
-        "", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it on one device",)
-    ),
+    "rehearse": Command("", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it",)),
 }
 
 

@@ -93,7 +93,9 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
         for part in _seeing(built):
             part.tower.alone, part.resampler.alone = True, "resampler" in frozen
     asked = cfg.vision.vision_feature_cache
-    reason = _why_not(cfg, built, frozen) if asked != "off" else "vision_feature_cache: off"
+    if asked == "off":
+        return None
+    reason = _why_not(cfg, built, frozen)
     collate = data.collate
     assert isinstance(collate, VisionCollate)
     shape = _shape(built, "resampler" in frozen)

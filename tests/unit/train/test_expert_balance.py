@@ -92,4 +92,4 @@ def test_each_modality_is_evened_out_by_itself_and_one_without_tokens_says_nothi
     balance = ExpertBalance(engine(_1=[text, vision]), [1], (2, 4), None, 0.5, {1: (bias, whole)})
     take(balance, APPLIED)
     assert bias.tolist() == [[-0.5, 0.0, 0.5, 0.5], [0.0] * 4]
-    assert balance.metrics() == {"moe_load": 2.5, "moe_dead_experts": 1.0}
+    assert balance.metrics() == {"moe_load": 2.5, "moe_dead_experts": 1.0, "moe_load_text": 2.5}
