@@ -3,8 +3,8 @@
     python benchmarks/tune_experts.py [TAKE ACTIVATE ...]
 
 Builds every candidate in worker processes (Triton keeps what it has built on disk), times them here one after another,
-compares their answers with those of the constants as they are, and prints what these could be. A minute and a half at
-most.
+compares their answers with those of the constants as they are, and prints what these could be. Two and a half minutes
+at most.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ import torch
 from experts import RANK, E, H, K, W, random, routing
 from timing import milliseconds
 
+from erniekit.kernels import quantised_rows
 from erniekit.kernels.triton import expert_products as products
 from erniekit.kernels.triton import expert_rows as rows_
-from erniekit.kernels.triton.expert_rows import Tile
+from erniekit.kernels.triton import four_bit, fp8_rows
 
-TOKENS, SECONDS, RUNS = 8192, 88.0, 20
+TOKENS, SECONDS, RUNS = 8192, 150.0, 20
 
-# (rows, columns, warps, stages, most registers); of ADD also how many tiles a program walks
+# (rows, columns, warps, stages, most registers), if not said otherwise; of ADD also how many tiles a program walks
 CANDIDATES: dict[str, list[tuple[Any, ...]]] = {
     "TAKE": [  # one stage, see there
         (128, 128, 8, 1), (64, 128, 4, 1), (64, 128, 8, 1), (64, 256, 4, 1), (64, 256, 8, 1), (128, 64, 8, 1),
         (128, 256, 8, 1), (64, 64, 4, 1),
+    ],
+    "LOW": [
+        (128, 128, 8, 2), (128, 128, 8, 3), (64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4),
+        (128, 64, 8, 3), (64, 256, 8, 2), (128, 128, 8, 1),
     ],
     "ACTIVATE": [
         (64, 32, 4, 3, 128), (64, 32, 4, 2, 128), (64, 32, 4, 3, 96), (64, 32, 4, 4, 128), (64, 64, 4, 2, 128),
         (64, 64, 4, 2, 168), (64, 64, 4, 3), (128, 32, 8, 3, 128), (128, 32, 8, 2, 80), (128, 64, 8, 2, 128),
     ],
     "BACKWARD": [
-        (64, 32, 4, 3, 128), (64, 32, 4, 2, 128), (64, 32, 4, 3, 168), (64, 32, 4, 4, 128), (64, 32, 4, 2, 96),
+        (64, 32, 4, 3, 128), (64, 32, 4, 2, 128), (64, 32, 4, 3, 168), (64, 32, 4, 4, 168), (64, 32, 4, 2, 168),
         (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2, 128), (128, 32, 8, 3, 128), (128, 64, 8, 2),
     ],
     "OUTER": [
@@ -54,6 +59,23 @@ CANDIDATES: dict[str, list[tuple[Any, ...]]] = {
         (64, 64, 4, 3, None, 10), (64, 64, 4, 3, None, 40), (64, 64, 4, 3, 96, 20), (64, 64, 4, 4, None, 20),
         (64, 128, 4, 2, None, 5), (64, 128, 4, 3, None, 10), (64, 128, 4, 3, 128, 20), (128, 64, 8, 3, None, 10),
         (128, 128, 8, 2, 96, 10), (64, 128, 4, 1, None, 1),
+    ],
+    # (rows, rows at a time, numbers a thread, stages)
+    "PLAIN": [
+        (2, 2, 96, 1), (2, 1, 24, 1), (1, 1, 24, 1), (4, 1, 24, 2), (8, 1, 24, 3), (8, 2, 48, 2), (8, 2, 48, 3),
+        (4, 2, 48, 2), (8, 2, 24, 2), (2, 2, 48, 1),
+    ],
+    "BY_EXPERT": [
+        (16, 1, 24, 3), (16, 2, 48, 3), (16, 2, 48, 2), (32, 2, 48, 3), (16, 2, 24, 3), (16, 1, 12, 3), (16, 1, 24, 1),
+        (8, 2, 48, 2), (16, 4, 48, 2), (16, 4, 96, 2), (4, 2, 48, 1), (16, 1, 24, 4),
+    ],
+    "UNPACK": [
+        (32, 512, 8, 1), (32, 512, 4, 1), (16, 512, 4, 1), (32, 256, 4, 1), (16, 1024, 4, 1), (32, 1024, 8, 1),
+        (64, 512, 8, 1), (8, 1024, 4, 1),
+    ],
+    "UNPACK_TURNED": [
+        (32, 512, 4, 1), (32, 512, 8, 1), (16, 512, 4, 1), (64, 256, 4, 1), (64, 256, 8, 1), (64, 512, 8, 1),
+        (128, 128, 4, 1), (128, 256, 8, 1), (32, 1024, 8, 1), (16, 1024, 4, 1),
     ],
 }  # fmt: skip
 
@@ -79,6 +101,14 @@ def uses(tokens: int) -> list[Use]:
     pair = [(z[:, :RANK], 1.0), (z[:, RANK:], 1.0)]
     two, one = [(z[:, :RANK], gate_a), (z[:, RANK:], up_a)], [(z_down, down_b)]
     known = (flat, row_of, ends)
+    small, factor, wide = (
+        quantised_rows.quantised(x),
+        torch.rand(E, H, device="cuda"),
+        torch.rand(E, 2 * W, device="cuda"),
+    )
+    codes = torch.randint(0, 256, (E, 2 * W, H // 2), dtype=torch.uint8, device="cuda")
+    fp8 = torch.float8_e4m3fn
+    images = E * 2 * W * H * 3 // 4  # a code and its image in fp8 are 1.5 bytes
 
     def use(kernel: str, name: str, numbers: int, call: Callable[[], Any], *answer: Callable[[], Any]) -> Use:
         return Use(kernel, name, call, numbers * giga, *(answer or (call,)))
@@ -86,6 +116,15 @@ def uses(tokens: int) -> list[Use]:
     return [
         use("TAKE", "A of gate, up", 2 * R * H, lambda: rows_.take(x, row_of, K, ends, [(gate_a, 1.0), (up_a, 1.0)])),
         use("TAKE", "B of down", 2 * R * H, lambda: rows_.take(x, row_of, K, ends, [(down_b, 2.0)])),
+        use("LOW", "A of gate, up, in fp8", R * H,
+            lambda: rows_.take_fp8(x, small, row_of, K, ends, [(gate_a, 1.0), (up_a, 1.0)])),
+        use("LOW", "B of down, not kept", R * H, lambda: rows_.take(x, row_of, K, ends, [(down_b, 2.0)], False)),
+        use("PLAIN", "tokens", 3 * tokens * H // 2, lambda: fp8_rows.quantise(x)),
+        use("PLAIN", "activations", 3 * R * W // 2, lambda: fp8_rows.quantise(act)),
+        use("BY_EXPERT", "taken", R * H, lambda: fp8_rows.quantise_by_expert(x, factor, ends, row_of, K)),
+        use("BY_EXPERT", "of gate, up", 3 * R * W, lambda: fp8_rows.quantise_by_expert(middle, wide, ends)),
+        use("UNPACK", "to fp8", images, lambda: four_bit.unpacked(codes, "int4", None, fp8)),
+        use("UNPACK_TURNED", "to fp8", images, lambda: four_bit.unpacked(codes, "int4", None, fp8, turned=True)),
         use("ACTIVATE", "forward", 3 * R * W, lambda: rows_.activate(middle, z, *three, *known)),
         use("BACKWARD", "backward", 6 * R * W, lambda: rows_.activate_backward(act, z_down, middle, z, *three, *known)),
         use("OUTER_OF_TOKENS", "dA of gate, up", R * H, lambda: products.outer(x, pair, ends, row_of, K)),
@@ -107,13 +146,14 @@ def now(kernel: str) -> tuple[Any, ...]:
 
 
 def put(kernel: str, candidate: tuple[Any, ...]) -> None:
-    setattr(_module(kernel), kernel, Tile(*candidate[:5]))
+    module = _module(kernel)
+    setattr(module, kernel, type(getattr(module, kernel))(*candidate[:5]))
     if len(candidate) > 5:
         products.WALK = candidate[5]
 
 
 def _module(kernel: str) -> Any:
-    return products if hasattr(products, kernel) else rows_
+    return next(module for module in (products, rows_, fp8_rows, four_bit) if hasattr(module, kernel))
 
 
 def _told(error: Exception) -> str:
@@ -155,7 +195,9 @@ def build_all(wanted: list[tuple[str, tuple[Any, ...]]]) -> set[tuple[str, tuple
 
 
 def tensors(answer: Any) -> list[torch.Tensor]:
-    return [answer] if isinstance(answer, torch.Tensor) else [t for t in answer if t.numel()]
+    if isinstance(answer, torch.Tensor):
+        return [answer] if answer.numel() else []
+    return [t for part in answer for t in tensors(part)]
 
 
 def off(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
@@ -200,6 +242,11 @@ def tune_one(kernel: str, mine: list[Use], candidates: list[tuple[Any, ...]], de
     return best
 
 
+def _whole(kernel: str, candidate: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With None for what it does not say."""
+    return (*candidate, *now(kernel)[len(candidate) :]) if len(candidate) < len(now(kernel)) else candidate
+
+
 def _short(candidate: tuple[Any, ...]) -> str:
     return "x".join("-" if part is None else str(part) for part in candidate)
 
@@ -214,7 +261,7 @@ def constants(chosen: dict[str, tuple[Any, ...]]) -> str:
     parts = []
     for kernel, candidate in chosen.items():
         tile = [part for part in candidate[:5] if part is not None]
-        parts.append(f"{kernel} = Tile({', '.join(map(str, tile))})")
+        parts.append(f"{kernel} = {type(getattr(_module(kernel), kernel)).__name__}({', '.join(map(str, tile))})")
         if len(candidate) > 5:
             parts.append(f"WALK = {candidate[5]}")
     return "; ".join(parts)
@@ -222,7 +269,7 @@ def constants(chosen: dict[str, tuple[Any, ...]]) -> str:
 
 def tune(kernels: list[str]) -> None:
     began = time.monotonic()
-    candidates = {kernel: [(*c, None)[:5] if len(c) < 5 else c for c in CANDIDATES[kernel]] for kernel in kernels}
+    candidates = {kernel: [_whole(kernel, c) for c in CANDIDATES[kernel]] for kernel in kernels}
     wanted = [(kernel, c) for kernel in kernels for c in dict.fromkeys((now(kernel), *candidates[kernel]))]
     print(f"== {len(wanted)} candidates on {torch.cuda.get_device_name()}, {TOKENS} tokens", flush=True)
     good = build_all(wanted)

@@ -22,13 +22,13 @@ from erniekit.kernels.triton.expert_tiles import (
     narrow_tile,
     padded,
     rows_of_block,
-    sigmoid,
     sizes,
     store_narrow,
     store_wide,
     strides,
     wide_tile,
 )
+from erniekit.kernels.triton.fast_math import sigmoid
 
 Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any strides, and what its product is scaled by
 
@@ -36,8 +36,9 @@ Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any stri
 # are asked for ahead, and the next tile overwrites what the tensor cores still read. 1 row in 40,000 had wrong low
 # ranks, another one each time (tests/device/test_cuda_experts.py).
 TAKE = Tile(128, 128, 8, 1)
+LOW = Tile(64, 64, 4, 3)  # where the operand is not what is stored: rows kept in fp8, or not at all
 ACTIVATE = Tile(64, 64, 4, 3)
-BACKWARD = Tile(64, 64, 4, 2)
+BACKWARD = Tile(64, 64, 4, 3)
 SUM = Tile(1, 512, 2, 1)
 
 
@@ -123,7 +124,7 @@ def _taken(
     out_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The low ranks; rows are written to `out`."""
-    R, W, E, t = row_of.shape[0], x.shape[1], ends.shape[0], TAKE
+    R, W, E, t = row_of.shape[0], x.shape[1], ends.shape[0], TAKE if keep and copy is None else LOW
     low = x.new_empty(R, sum(factor.shape[1] for factor, _ in lows))
     (L0, s0), (L1, s1) = [*lows, (None, 0.0), (None, 0.0)][:2]
     n0, n1 = (0 if L is None else L.shape[1] for L in (L0, L1))

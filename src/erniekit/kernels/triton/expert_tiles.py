@@ -100,10 +100,3 @@ def store_wide(at, i, cols, live, tile, by_row, W: tl.constexpr, EVEN: tl.conste
 def store_narrow(at, i, n, live, tile, by_row, N: tl.constexpr):
     mask = live[:, None] & (n[None, :] < N)
     tl.store(at + i[:, None] * by_row + n[None, :], tile.to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sigmoid(x):
-    """By the root of the reciprocal, squared: one instruction of the card, where a division takes eight."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return root * root

@@ -13,8 +13,44 @@ import triton
 import triton.language as tl
 
 from erniekit.kernels import nf4
+from erniekit.kernels.triton.expert_tiles import Tile
 
-ROWS, COLUMNS = 32, 512  # of a tile: lines of 256 bytes in, 512 out
+# Of 512 columns: lines of 256 bytes in, 512 out.
+UNPACK = Tile(32, 512, 8, 1)
+UNPACK_TURNED = Tile(64, 256, 8, 1)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Four integers of 4 bits at a time to fp8, by the instruction that permutes bytes: 16 bits of codes are four places in
+# a table of eight bytes, where a place with its highest bit set gives zero, as no byte of the tables is negative.
+# 0x44403800 and 0x4e4c4a48 are 0 to 7 in e4m3; 0x4a4c4e50 and 0x38404448 are 8 down to 1, for the codes 8 to 15 with
+# that bit inverted. Only the latter pass 0x80 when 0x48 is added: that is their sign.
+_FOUR_TO_FP8 = tl.constexpr(
+    """
+    {
+    .reg .b32 over, high, high_over, first, second;
+    xor.b32 over, $2, 0x88888888;
+    shr.b32 high, $2, 16;
+    shr.b32 high_over, over, 16;
+    prmt.b32 first, 0x44403800, 0x4e4c4a48, $2;
+    prmt.b32 second, 0x4a4c4e50, 0x38404448, over;
+    or.b32 first, first, second;
+    add.u32 second, second, 0x48484848;
+    lop3.b32 $0, first, second, 0x80808080, 0xf8;
+    prmt.b32 first, 0x44403800, 0x4e4c4a48, high;
+    prmt.b32 second, 0x4a4c4e50, 0x38404448, high_over;
+    or.b32 first, first, second;
+    add.u32 second, second, 0x48484848;
+    lop3.b32 $1, first, second, 0x80808080, 0xf8;
+    }
+    """
+)
+
+
+@triton.jit
+def _int4_as_fp8(packed, BR: tl.constexpr, BC: tl.constexpr):
+    """Bytes of fp8 [BR, BC] of bytes of codes [BR, BC / 2]: of four of those, the first four numbers and the rest."""
+    first, rest = tl.inline_asm_elementwise(_FOUR_TO_FP8, "=r,=r,r", [packed], (tl.uint8, tl.uint8), True, 4)
+    both = tl.join(tl.reshape(first, (BR, BC // 8, 4)), tl.reshape(rest, (BR, BC // 8, 4)))
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), (BR, BC)).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -50,38 +86,41 @@ def _unpack(
     half = width // 2
     mask = (r < rows)[:, None] & (b < half)[None, :]
     packed = tl.load(codes + row[:, None] * half + b[None, :], mask=mask, other=0)
-    if FORMAT == "nf4":
-        code = tl.interleave(packed >> 4, packed & 15)
+    if FORMAT == "int4" and not SCALED and out.dtype.element_ty == tl.float8e4nv and not _INTERPRETED:
+        answer = _int4_as_fp8(packed, BR, BC)
     else:
-        code = tl.interleave(packed & 15, packed >> 4)
-    number = _numbers(code, table, FORMAT)
-    inside = (r < rows)[:, None] & (c < width)[None, :]
-    if SCALED:
-        if GROUP > 0:
-            groups = width // GROUP
-            g = left // GROUP + tl.arange(0, BC // GROUP)
-            known = (r < rows)[:, None] & (g < groups)[None, :]
-            scale = tl.load(scales + row[:, None] * groups + g[None, :], mask=known, other=0)
+        if FORMAT == "nf4":
+            code = tl.interleave(packed >> 4, packed & 15)
         else:
-            scale = tl.load(scales + row, mask=r < rows, other=0)[:, None]
-        if POWERS:
-            power = scale.to(tl.int32)
-            if OVER_MOST:
-                power += 127 + TOP - tl.load(most + row, mask=r < rows, other=0).to(tl.int32)[:, None]
-                power = tl.maximum(power, 0)
-            # 0 stands for 2 ** -127, which fp32 has as a subnormal.
-            by = tl.where(power > 0, power << 23, 1 << 22).to(tl.float32, bitcast=True)
-        else:
-            by = scale.to(tl.float32)
-        if GROUP > 0:
-            number = tl.reshape(tl.reshape(number, (BR, BC // GROUP, GROUP)) * by[:, :, None], (BR, BC))
-        else:
-            number = number * by
-    answer = number.to(out.dtype.element_ty)
+            code = tl.interleave(packed & 15, packed >> 4)
+        number = _numbers(code, table, FORMAT)
+        if SCALED:
+            if GROUP > 0:
+                groups = width // GROUP
+                g = left // GROUP + tl.arange(0, BC // GROUP)
+                known = (r < rows)[:, None] & (g < groups)[None, :]
+                scale = tl.load(scales + row[:, None] * groups + g[None, :], mask=known, other=0)
+            else:
+                scale = tl.load(scales + row, mask=r < rows, other=0)[:, None]
+            if POWERS:
+                power = scale.to(tl.int32)
+                if OVER_MOST:
+                    power += 127 + TOP - tl.load(most + row, mask=r < rows, other=0).to(tl.int32)[:, None]
+                    power = tl.maximum(power, 0)
+                # 0 stands for 2 ** -127, which fp32 has as a subnormal.
+                by = tl.where(power > 0, power << 23, 1 << 22).to(tl.float32, bitcast=True)
+            else:
+                by = scale.to(tl.float32)
+            if GROUP > 0:
+                number = tl.reshape(tl.reshape(number, (BR, BC // GROUP, GROUP)) * by[:, :, None], (BR, BC))
+            else:
+                number = number * by
+        answer = number.to(out.dtype.element_ty)
     if TURNED:
         at = (matrix * width + c)[:, None] * rows + r[None, :]
         tl.store(out + at, tl.trans(answer), mask=(c < width)[:, None] & (r < rows)[None, :])
     else:
+        inside = (r < rows)[:, None] & (c < width)[None, :]
         tl.store(out + row[:, None] * width + c[None, :], answer, mask=inside)
 
 
@@ -105,11 +144,12 @@ def unpacked(
         return out
     groups = scales.shape[-1] if scales is not None else 1
     table = nf4.table(codes.device) if format == "nf4" else codes
-    grid = (triton.cdiv(width, COLUMNS), triton.cdiv(rows, ROWS), matrices)
+    t = UNPACK_TURNED if turned else UNPACK
+    grid = (triton.cdiv(width, t.cols), triton.cdiv(rows, t.rows), matrices)
     _unpack[grid](
         codes, codes if scales is None else scales, codes if most is None else most, table, out, rows, width,
         GROUP=width // groups if groups > 1 else 0, FORMAT=format, SCALED=scales is not None,
         POWERS=scales is not None and scales.dtype == torch.uint8, OVER_MOST=most is not None, TOP=6, TURNED=turned,
-        BR=ROWS, BC=COLUMNS, num_warps=4 if turned else 8,
+        BR=t.rows, BC=t.cols, num_warps=t.warps,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import triton.language as tl
 from erniekit.kernels import exact_master, moments8, position_noise
 from erniekit.kernels.rounding_noise import SALTS, SPREADS
 from erniekit.kernels.triton.adamw import _kept, _updated
+from erniekit.kernels.triton.fast_math import log2, reciprocal
 
 # Columns of `tensors`: master, weight, remainder, average, square, three scales, step, numbers of rows, rows, columns,
 # first column, salt.
@@ -30,7 +31,6 @@ _CODES, _HALF = tl.constexpr(moments8.CODES), tl.constexpr(moments8.HALF)
 # Integers by additions: conversions are as slow as roots. The bits of _MAGIC + n end with those of n, and the bits of
 # _COUNTS with a 16-bit n in their last places are those of _COUNTS + n.
 _MAGIC, _COUNTS, _COUNTS_BITS = tl.constexpr(3.0 * 2**22), tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -63,23 +63,6 @@ def _bits(p):
 @triton.jit
 def _bf16(bits):
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _log2(x):
-    """One instruction. Codes are rounded by chance: the last bits of a logarithm do not matter."""
-    if _INTERPRETED:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def _reciprocal(x):
-    if _INTERPRETED:
-        return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
@@ -119,7 +102,7 @@ def _updated_fast(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps):
     p -= lr_decay * p
     m += rest1 * (g - m)
     v = beta2 * v + rest2 * g * g
-    p -= size * m * _reciprocal(tl.sqrt(v) * (1.0 / root) + eps)
+    p -= size * m * reciprocal(tl.sqrt(v) * (1.0 / root) + eps)
     return p, m, v
 
 
@@ -132,15 +115,15 @@ def _encoded(m, v, chance):
     largest = tl.max(tl.where(present, v, 0.0), 1)
     smallest = tl.min(tl.where(present, v, _HUGE), 1)
     # Of a block without any moment these are infinite or no numbers, and nothing of it is read.
-    top = _log2(largest)
-    span = tl.minimum(tl.maximum(top - _log2(smallest), _LEAST_SPAN), _SPAN)
+    top = log2(largest)
+    span = tl.minimum(tl.maximum(top - log2(smallest), _LEAST_SPAN), _SPAN)
     step = span * (1.0 / _CODES)
-    a_code = _reciprocal(step)
+    a_code = reciprocal(step)
     # A value between two codes lies at 2 ** -(step * fraction) of the upper one, the lower one at `least`.
     least = tl.exp2(-step)
-    share = 65536.0 * _reciprocal(1.0 - least)
+    share = 65536.0 * reciprocal(1.0 - least)
     ahead = _COUNTS - least * share
-    place = (top[:, None] - _log2(v)) * a_code[:, None]
+    place = (top[:, None] - log2(v)) * a_code[:, None]
     place = tl.maximum(place, 0.0)
     below = _floor_bits(place) - _MAGIC
     rises = _exp2_of_little((below - place) * step[:, None]) * share[:, None] + ahead[:, None]
@@ -150,7 +133,7 @@ def _encoded(m, v, chance):
     a_root = tl.rsqrt(largest)
     u = tl.where(present, m * (a_root[:, None] * tl.exp2((0.5 * step)[:, None] * below)), 0.0)
     most = tl.max(tl.abs(u), 1)
-    a_step = _HALF * _reciprocal(tl.maximum(most, _TINY))
+    a_step = _HALF * reciprocal(tl.maximum(most, _TINY))
     # _COUNTS / 65536 is the 128 that a code of the update is more than its steps.
     low = ((chance & 0xFFFF) | _COUNTS_BITS).to(tl.float32, bitcast=True)
     code_u = _floor_bits(tl.minimum(u * a_step[:, None] + low * (1.0 / 65536), 255.5))
