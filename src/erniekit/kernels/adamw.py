@@ -159,6 +159,20 @@ def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return result
 
 
+class Judged(NamedTuple):
+    """What decides one tensor's update, fp32 [] each."""
+
+    norm: torch.Tensor  # of its gradient
+    scale: torch.Tensor  # what the gradient is multiplied by: limit / max(limit, the norm it is clipped by)
+    good: torch.Tensor  # 1: the update is made; 0: the loss or the gradient is not a number
+
+
+def judged_reference(norm: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float) -> Judged:
+    """last: the norm to clip by, this one's own where it is not finite or not there."""
+    by = norm if last is None else torch.where(last.isfinite(), last, norm)
+    return Judged(norm, limit / by.clamp(min=limit), sound * norm.isfinite())
+
+
 def fits(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether FusedAdamW can work on these: all on NVIDIA cards, and Triton is there."""
     places = {t.device.type for t in tensors}
@@ -217,6 +231,32 @@ class FusedAdamW:
         """As `norm_reference`: squares are added in fp32 within a chunk and in fp64 over all, in one order always."""
         if not grads:
             return torch.zeros(())
+        parts = self._squares(key, grads)
+        total = torch.cat(parts).sum(dtype=torch.float64) if parts else torch.zeros((), device=grads[0].device)
+        return total.sqrt().float()
+
+    @torch.no_grad()
+    def judged(
+        self, key: str, grad: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float
+    ) -> Judged:
+        """As `judged_reference`, with the norm of `grad`."""
+        parts = self._squares(key, [grad])
+        if not parts:
+            return judged_reference(torch.zeros((), device=grad.device), last, sound, limit)
+        from erniekit.kernels.triton.adamw import judge
+
+        out = torch.empty(3, dtype=torch.float32, device=grad.device)
+        before = sound if last is None else last
+        count = len(parts[0])
+        block = min(8192, max(32, 1 << (count - 1).bit_length()))  # at once: the program waits for each block
+        judge[(1,)](
+            parts[0], before, sound, float(limit), out, count, last is None, BLOCK=block,
+            num_warps=min(16, max(1, block // 256)),
+        )  # fmt: skip
+        return Judged(*out.unbind())
+
+    def _squares(self, key: str, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of gradients of each kind: the sums of squares, fp32, a chunk each."""
         from erniekit.kernels.triton.adamw import squares
 
         device, parts = grads[0].device, []
@@ -235,8 +275,7 @@ class FusedAdamW:
                     chunks, parts[-1], triton_type(kind[0]), kind[1],
                     BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
                 )  # fmt: skip
-        total = torch.cat(parts).sum(dtype=torch.float64) if parts else torch.zeros((), device=device)
-        return total.sqrt().float()
+        return parts
 
 
 # Of the gradients, of the moments, of the weights to be written; whether all lie on ALIGN bytes.

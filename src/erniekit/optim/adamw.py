@@ -15,7 +15,17 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from erniekit.kernels import exact_master, moments8
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fits, norm_reference, pack, unpacked
+from erniekit.kernels.adamw import (
+    FusedAdamW,
+    Judged,
+    Rates,
+    Slot,
+    fits,
+    judged_reference,
+    norm_reference,
+    pack,
+    unpacked,
+)
 from erniekit.kernels.position_noise import TensorPart
 from erniekit.optim.groups import Group
 from erniekit.optim.loading import load_moments
@@ -183,6 +193,14 @@ class AdamW:
 
     def norm_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         return norm_reference([grad]) if self.fused is None else self.fused.norm(name, [grad])
+
+    def judged(
+        self, name: str, grad: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float
+    ) -> Judged:
+        """What decides a parameter's update from its gradient, where it is clipped by the norm `last`, or its own."""
+        if self.fused is not None:
+            return self.fused.judged(name, grad, last, sound, limit)
+        return judged_reference(norm_reference([grad]), last, sound, limit)
 
     @torch.no_grad()
     def _update(

@@ -72,12 +72,13 @@ class BackwardUpdates:
         grad = self.optimizer.gradient_of(name)
         if grad is None:
             return
-        norm = self.optimizer.norm_of(name, grad)
-        self._norms.append(norm)
-        sound = self._sound.to(norm.device)
-        good = sound * norm.isfinite()
+        sound = self._sound.to(grad.device)
+        last = None if self.per_tensor else self.optimizer.last_norm
+        judged = self.optimizer.judged(name, grad, last, sound, self.limit)
+        self._norms.append(judged.norm)
         self._order.append(name)
-        self.optimizer.update_one(name, self._lr, self._scale(norm), good, sound, self._next())
+        scale = judged.scale if self.limit > 0 else None
+        self.optimizer.update_one(name, self._lr, scale, judged.good, sound, self._next())
 
     def _next(self) -> list[str]:
         """Parameters whose gradients will be complete next, as far as the step before tells."""
@@ -85,14 +86,6 @@ class BackwardUpdates:
         if self._before[at - 1 : at] != self._order[-1:]:
             return []
         return self._before[at : at + self.optimizer.home.ahead]
-
-    def _scale(self, own: torch.Tensor) -> torch.Tensor | None:
-        if self.limit <= 0:
-            return None
-        norm, last = own, self.optimizer.last_norm
-        if last is not None and not self.per_tensor:
-            norm = torch.where(last.isfinite(), last, own)
-        return self.limit / norm.clamp(min=self.limit)
 
 
 def after_gradients(optimizer: AdamW, ready: Callable[[str], None]) -> list[RemovableHandle]:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fair16, norm_reference, reference
+from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, fair16, judged_reference, norm_reference, reference
 from support.interpreted import run_interpreted
 
 RATES = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -181,9 +181,27 @@ def norms_equal_the_definition() -> None:
     assert not bool(fused.norm("all", grads).isfinite())
 
 
+def judged_as_defined() -> None:
+    torch.manual_seed(0)
+    nan, inf = float("nan"), float("inf")
+    for length in (1, 700, 5000):
+        grad, fused = torch.randn(length).bfloat16(), FusedAdamW(block=64, blocks=2)
+        for broken in (None, nan, inf):
+            grad = grad if broken is None else grad.index_fill(0, torch.tensor([0]), broken)
+            for last in (None, torch.tensor(3.5), torch.tensor(0.25), torch.tensor(nan)):
+                for sound in (torch.ones(()), torch.zeros(())):
+                    got = fused.judged("one", grad, last, sound, 1.5)
+                    want = judged_reference(grad.double().norm().float(), last, sound, 1.5)
+                    assert float(got.good) == float(want.good)
+                    if got.good:
+                        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    assert float(FusedAdamW().judged("none", torch.zeros(0), None, torch.ones(()), 1.5).norm) == 0.0
+
+
 if __name__ == "interpreted":
     updates_equal_the_definition()
     plain_calls_scale_nothing_and_always_write()
     a_bad_step_changes_no_bit()
     tensors_in_pieces_are_updated_where_they_are()
     norms_equal_the_definition()
+    judged_as_defined()

@@ -27,7 +27,7 @@ Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor 
 OUTER = Tile(64, 128, 4, 4)
 OUTER_OF_TOKENS = Tile(32, 128, 4, 5)  # two stages until a tile is there: first where its rows are
 ADD = Tile(64, 128, 4, 3)
-WALK = 10# tiles of columns that a program of add_low walks: it looks up its rows and their low ranks once for all
+WALK = 10  # tiles of columns that a program of add_low walks: it looks up its rows and their low ranks once for all
 
 
 @triton.jit
