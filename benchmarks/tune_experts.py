@@ -22,10 +22,10 @@ import torch
 from experts import RANK, E, H, K, W, random, routing
 from timing import milliseconds
 
-from erniekit.kernels import quantised_rows
+from erniekit.kernels import fp8_product, quantised_rows
 from erniekit.kernels.triton import expert_products as products
 from erniekit.kernels.triton import expert_rows as rows_
-from erniekit.kernels.triton import four_bit, fp8_rows
+from erniekit.kernels.triton import four_bit, fp8_grouped, fp8_rows
 
 TOKENS, SECONDS, RUNS = 8192, 150.0, 20
 
@@ -69,6 +69,11 @@ CANDIDATES: dict[str, list[tuple[Any, ...]]] = {
         (16, 1, 24, 3), (16, 2, 48, 3), (16, 2, 48, 2), (32, 2, 48, 3), (16, 2, 24, 3), (16, 1, 12, 3), (16, 1, 24, 1),
         (8, 2, 48, 2), (16, 4, 48, 2), (16, 4, 96, 2), (4, 2, 48, 1), (16, 1, 24, 4),
     ],
+    # (rows, columns, depth, warps, stages); torch's own product of each is printed beside
+    "PRODUCT": [
+        (128, 256, 128, 8, 4), (128, 256, 128, 8, 3), (128, 128, 128, 4, 3), (128, 128, 128, 8, 3),
+        (256, 128, 128, 8, 4), (128, 256, 64, 8, 6), (64, 256, 128, 4, 4), (128, 128, 128, 8, 6),
+    ],
     "UNPACK": [
         (32, 512, 8, 1), (32, 512, 4, 1), (16, 512, 4, 1), (32, 256, 4, 1), (16, 1024, 4, 1), (32, 1024, 8, 1),
         (64, 512, 8, 1), (8, 1024, 4, 1),
@@ -86,6 +91,14 @@ class Use(NamedTuple):
     call: Callable[[], Any]
     gigabytes: float
     answer: Callable[[], Any]  # the same where calling it twice changes nothing
+    other: Callable[[], Any] | None = None  # what it is instead of
+
+
+def by_torch(*given: Any) -> torch.Tensor:
+    *sides, tails, scale = given
+    ends = sides[-1]
+    fp8_product.ALL_IN_TRITON = False
+    return products.add_low(fp8_product.grouped(*sides), tails, scale, ends)
 
 
 def uses(tokens: int) -> list[Use]:
@@ -108,6 +121,13 @@ def uses(tokens: int) -> list[Use]:
     )
     codes = torch.randint(0, 256, (E, 2 * W, H // 2), dtype=torch.uint8, device="cuda")
     fp8 = torch.float8_e4m3fn
+
+    def image(out: int, width: int) -> torch.Tensor:
+        return random(E, out, width).to(fp8)
+
+    def scales(out: int) -> torch.Tensor:
+        return torch.rand(E, out, 1, device="cuda")
+
     images = E * 2 * W * H * 3 // 4  # a code and its image in fp8 are 1.5 bytes
 
     def use(kernel: str, name: str, numbers: int, call: Callable[[], Any], *answer: Callable[[], Any]) -> Use:
@@ -123,6 +143,17 @@ def uses(tokens: int) -> list[Use]:
         use("PLAIN", "activations", 3 * R * W // 2, lambda: fp8_rows.quantise(act)),
         use("BY_EXPERT", "taken", R * H, lambda: fp8_rows.quantise_by_expert(x, factor, ends, row_of, K)),
         use("BY_EXPERT", "of gate, up", 3 * R * W, lambda: fp8_rows.quantise_by_expert(middle, wide, ends)),
+        *(
+            use("PRODUCT", name, R * n // 2, lambda g=g: fp8_grouped.grouped(*g),
+                lambda g=g: fp8_grouped.grouped(*g), lambda g=g: by_torch(*g))
+            for name, n, g in (
+                ("gate, up", H + 4 * W, (*fp8_rows.quantise(rows), image(2 * W, H), scales(2 * W), ends, [], 1.0)),
+                ("down", W + 2 * H, (*fp8_rows.quantise(act), image(H, W), scales(H), ends, one, 2.0)),
+                ("down turned", H + 2 * W, (*fp8_rows.quantise(rows), image(W, H), None, ends, [], 1.0)),
+                ("gate, up turned", 2 * W + 2 * H,
+                 (*fp8_rows.quantise(middle), image(H, 2 * W), None, ends, two, 1.0)),
+            )
+        ),
         use("UNPACK", "to fp8", images, lambda: four_bit.unpacked(codes, "int4", None, fp8)),
         use("UNPACK_TURNED", "to fp8", images, lambda: four_bit.unpacked(codes, "int4", None, fp8, turned=True)),
         use("ACTIVATE", "forward", 3 * R * W, lambda: rows_.activate(middle, z, *three, *known)),
@@ -153,7 +184,7 @@ def put(kernel: str, candidate: tuple[Any, ...]) -> None:
 
 
 def _module(kernel: str) -> Any:
-    return next(module for module in (products, rows_, fp8_rows, four_bit) if hasattr(module, kernel))
+    return next(module for module in (products, rows_, fp8_rows, four_bit, fp8_grouped) if hasattr(module, kernel))
 
 
 def _told(error: Exception) -> str:
@@ -237,6 +268,10 @@ def tune_one(kernel: str, mine: list[Use], candidates: list[tuple[Any, ...]], de
         for i, use in enumerate(mine):
             its = min(found, key=lambda c: found[c][i])
             _tell(f"  {use.name}", its, found[its][i], found[usual][i], use.gigabytes)
+    for use in mine:
+        if use.other is not None:
+            gap = off(tensors(use.answer()), tensors(use.other()))
+            print(f"  {use.name}: instead of {milliseconds(use.other, RUNS + 5, graph=True):.3f} ms, off {gap:.4f}")
     ranked = sorted(found, key=lambda c: sum(found[c]))
     print("  all: " + ", ".join(f"{_short(c)} {sum(found[c]):.3f}" for c in ranked), flush=True)
     return best

@@ -12,6 +12,7 @@ import pytest
 import torch
 from device_cases.fp8 import RANK, H, K, W, block, expert_mlp, normal, packed, routed
 
+from erniekit.kernels import expert_reference
 from erniekit.kernels import fp8_product as fp8
 from erniekit.kernels.lora_linear import RowUpdate, lora_linear
 from erniekit.kernels.quantised_rows import (
@@ -171,6 +172,34 @@ def linear_errors() -> dict[str, float]:
     exact = [error for name, error in errors.items() if name not in ("y", "x")]
     assert max(exact) < 1e-3, errors  # adapters' gradients are of the given x and dy: nothing of them is rounded to fp8
     return errors
+
+
+@pytest.mark.parametrize("ranks", [(), (RANK,), (RANK, 8)])
+@pytest.mark.parametrize("rows", [0, 5, 4096])
+def test_products_in_triton_with_updates_in_them_are_torchs(
+    rows: int, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    order, _ = routed(rows)
+    x8, xs = quantised(normal(rows * K, H))
+    image, scale = (each.unflatten(0, (64, W)) for each in quantised(normal(64 * W, H, std=0.02)))
+    tails = [(normal(rows * K, n), normal(64, n, W, std=0.02)) for n in ranks]
+    monkeypatch.setattr(fp8, "ALL_IN_TRITON", False)
+    want = fp8.grouped(x8, xs, image, scale, order.ends).float()
+    want = expert_reference.add_low(want, [(z.float(), by.float()) for z, by in tails], 2.0, order.ends)
+    for by in (scale, None):
+        monkeypatch.setattr(fp8, "ALL_IN_TRITON", True)
+        got = without_waiting(lambda by=by: fp8.grouped_plus(x8, xs, image, by, order.ends, tails, 2.0))
+        if not rows:
+            assert got is None
+        elif by is not None:
+            assert apart(got, want) < 0.005
+        else:
+            plain = fp8.grouped(x8, xs, image, None, order.ends)
+            ones = fp8.product(
+                x8[:1], xs[:1], image[int((order.ends > 0).nonzero()[0])], torch.ones(W, 1, device="cuda")
+            )
+            assert apart(plain[:1], ones) < 0.005
 
 
 def test_the_expert_block_and_its_adapters_gradients_stay_near_bf16s() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from erniekit.kernels import expert_reference
 from erniekit.kernels.available import shapes_of
-from erniekit.kernels.expert_reference import Low
+from erniekit.kernels.expert_reference import Low, Tail
 from erniekit.kernels.moe_permute import Order
 from erniekit.kernels.op_arguments import WEIGHT, OpArguments
 from erniekit.kernels.quantised_rows import Rows, quantised, quantised_by_expert
@@ -151,8 +151,11 @@ class _Op:
         rows, low = self.steps.take(grad, self.row_of, self.k, self.ends, lows, keep)
         return (rows if factor is None else quantised_by_expert(grad, factor, self.ends, self.row_of, self.k)), low
 
-    def product(self, rows: Rows, weight: Stored) -> torch.Tensor:
-        return kind_of(weight).grouped(rows, weight, self.ends, self.x.dtype)
+    def product(self, rows: Rows, weight: Stored, tails: list[Tail] | None = None, scale: float = 1.0) -> torch.Tensor:
+        """tails: low-rank updates, which are added and multiplied by `scale`."""
+        kind, given = kind_of(weight), (weight, self.ends, self.x.dtype)
+        out = kind.grouped_plus(rows, *given, tails, scale) if tails else None
+        return self._added(kind.grouped(rows, *given), tails, scale) if out is None else out
 
     def seen(self, rows: Rows, weight: Stored) -> torch.Tensor:
         """Empty of rows in fp8: a kind that takes those has their scales."""
@@ -163,8 +166,16 @@ class _Op:
     def weight_gradient(self, grad: torch.Tensor, rows: torch.Tensor, weight: Stored) -> torch.Tensor:
         return kind_of(weight).weight_gradient(grad, rows, weight, self.ends)
 
-    def turned_product(self, rows: Rows, weight: Stored) -> torch.Tensor:
-        return kind_of(weight).turned_grouped(rows, weight, self.ends, self.x.dtype)
+    def turned_product(
+        self, rows: Rows, weight: Stored, tails: list[Tail] | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
+        kind, given = kind_of(weight), (weight, self.ends, self.x.dtype)
+        out = kind.turned_grouped_plus(rows, *given, tails, scale) if tails else None
+        return self._added(kind.turned_grouped(rows, *given), tails, scale) if out is None else out
+
+    def _added(self, out: torch.Tensor, tails: list[Tail] | None, scale: float) -> torch.Tensor:
+        added: torch.Tensor = self.steps.add_low(out, tails, scale, self.ends) if tails else out
+        return added
 
 
 def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
@@ -180,11 +191,10 @@ def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
     middle, seen = op.product(rows, op.first), [op.seen(rows, op.first)]
     del rows
     act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends)
-    answers = op.product(act, op.last)
+    tails = [] if a["down_b"] is None else [(z_down, a["down_b"].transpose(1, 2))]
+    answers = op.product(act, op.last, tails, op.scales[2])
     seen.append(op.seen(act, op.last))
     del act
-    if a["down_b"] is not None:
-        answers = steps.add_low(answers, [(z_down, a["down_b"].transpose(1, 2))], op.scales[2], ends)
     return steps.sum_choices(answers, op.place_of, op.k, ends), middle, z, z_down, torch.cat(seen)
 
 
@@ -241,9 +251,8 @@ def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
     if want["gate_up"]:
         out["gate_up"] = op.weight_gradient(d_middle, steps.take(x, op.row_of, op.k, ends, [])[0], op.first)
     if want["x"]:
-        d_rows = op.turned_product(d_middle, op.first)
         tails = [(d_z[:, mine], a[f"{name}_a"]) for name, mine in halves if a[f"{name}_a"] is not None]
-        out["x"] = steps.sum_choices(steps.add_low(d_rows, tails, 1.0, ends), op.place_of, op.k, ends)
+        out["x"] = steps.sum_choices(op.turned_product(d_middle, op.first, tails), op.place_of, op.k, ends)
     return [out[name] for name in GRADED if want[name]]
 
 

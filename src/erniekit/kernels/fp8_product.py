@@ -11,7 +11,12 @@ import torch
 from erniekit.kernels.available import has_triton
 from erniekit.kernels.grouped_gemm import spans
 from erniekit.kernels.quantised_rows import dequantised
+from erniekit.kernels.selection import Fp8Facts, chosen
 
+Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor [E, n, N]
+
+HIGHEST_RANK = 64  # of low-rank updates whose factors fit beside the tiles of a product
+ALL_IN_TRITON = True  # products without low-rank updates too
 _HAS_TRITON = has_triton()
 
 
@@ -43,20 +48,56 @@ def grouped(
     rows8: torch.Tensor,
     rs: torch.Tensor,
     w8: torch.Tensor,
-    ws: torch.Tensor,
+    ws: torch.Tensor | None,
     ends: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """rows8 [R, K] sorted by expert, rs [R, 1], w8 [E, N, K], ws [E, N, 1], ends int32 [E] (one past each expert's last
-    row) -> [R, N]. Past the last end: undefined on a card, zeros elsewhere."""
+    """rows8 [R, K] sorted by expert, rs [R, 1], w8 [E, N, K], ws [E, N, 1] (None: ones), ends int32 [E] (one past each
+    expert's last row) -> [R, N]. Past the last end: undefined on a card, zeros elsewhere."""
     if not rows8.is_cuda:
+        scales = _scales(w8, ws)
         out = rows8.new_zeros(rows8.shape[0], w8.shape[1], dtype=dtype)
         for e, span in spans(ends):
-            out[span] = product(rows8[span], rs[span], w8[e], ws[e], dtype)
+            out[span] = product(rows8[span], rs[span], w8[e], scales[e], dtype)
         return out
     if not rows8.shape[0]:
         return torch.empty(0, w8.shape[1], dtype=dtype, device=rows8.device)
+    if ALL_IN_TRITON and _in_triton(rows8, w8):
+        from erniekit.kernels.triton import fp8_grouped
+
+        return fp8_grouped.grouped(rows8, rs, w8, ws, ends, [], 1.0).to(dtype)
     answers = torch._scaled_grouped_mm(
-        rows8, w8.transpose(1, 2), rs.view(-1), ws.squeeze(-1), offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+        rows8, w8.transpose(1, 2), rs.view(-1), _scales(w8, ws).squeeze(-1), offs=ends, out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )  # fmt: skip
     return answers.to(dtype)
+
+
+def grouped_plus(
+    rows8: torch.Tensor,
+    rs: torch.Tensor,
+    w8: torch.Tensor,
+    ws: torch.Tensor | None,
+    ends: torch.Tensor,
+    tails: list[Tail],
+    scale: float,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor | None:
+    """`grouped` + scale * the sum of z factor over tails (z [R, n], factor [E, n, N]) in one pass, rounded once; None:
+    nothing here does that, and the caller adds them."""
+    if not rows8.is_cuda or not rows8.shape[0] or dtype != torch.bfloat16 or not _in_triton(rows8, w8):
+        return None
+    if len(tails) > 2 or scale == 0 or any(z.dtype != dtype or z.shape[1] > HIGHEST_RANK for z, _ in tails):
+        return None
+    from erniekit.kernels.triton import fp8_grouped
+
+    return fp8_grouped.grouped(rows8, rs, w8, ws, ends, tails, scale)
+
+
+def _in_triton(rows8: torch.Tensor, w8: torch.Tensor) -> bool:
+    facts = Fp8Facts(rows8.device, rows8.shape[1], w8.shape[1], experts=True)
+    return chosen("experts' fp8 products", facts) == "triton"
+
+
+def _scales(w8: torch.Tensor, ws: torch.Tensor | None) -> torch.Tensor:
+    return torch.ones(*w8.shape[:-1], 1, dtype=torch.float32, device=w8.device) if ws is None else ws

@@ -138,6 +138,12 @@ def _no_fp8(f: Fp8Facts) -> str | None:
     return None
 
 
+def _no_fp8_tiles(f: Fp8Facts) -> str | None:
+    if problem := _no_fp8(f) or _no_triton(f.device):
+        return problem
+    return None if torch.cuda.get_device_capability(f.device) == fp8_cards.GROUPED else "for Hopper cards"
+
+
 def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
     def why_not(f: ProductFacts) -> str | None:
         return _no_grouped(f) or quack_gemm.why_not(what, f.device)
@@ -178,6 +184,7 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     # Emulated: fp8 values multiplied in fp32, rounded once.
     "fp8 products": (Implementation("tensor cores", _no_fp8), Implementation("emulated", _none)),
+    "experts' fp8 products": (Implementation("triton", _no_fp8_tiles), Implementation("torch", _none)),
     "head": (Implementation("quack", _no_quack("head")), Implementation("torch", _none)),
 }
 

@@ -13,6 +13,7 @@ import torch
 from erniekit.errors import ConfigError
 from erniekit.kernels import quack_gemm
 from erniekit.kernels.selection import AttentionFacts, Choice, ExpertFacts, Fp8Facts, ProductFacts, select
+from erniekit.kernels.stored import kind_named
 from erniekit.model_contract import bare
 from erniekit.models.layers.attention import InnerAttention
 from erniekit.models.layers.experts import Experts
@@ -44,7 +45,12 @@ def _layers(built: Built) -> Iterator[Choice]:
     experts = next((m for m in modules if isinstance(m, Experts)), None)
     if experts is not None:
         yield select("experts", _expert_facts(experts, device, dtype))
-        yield select("grouped products", ProductFacts(device, dtype))
+        gate_up = bare(experts.gate_up)
+        if kind_named(gate_up.kind).rows_in_fp8:
+            facts = Fp8Facts(device, gate_up.in_features, gate_up.out_features, experts=True)
+            yield select("experts' fp8 products", facts)
+        else:
+            yield select("grouped products", ProductFacts(device, dtype))
     rounded = [m for m in modules if isinstance(m, Linear) and m.rounding is not None]
     if rounded and built.plan.config.precision.compute_type == "fp8":
         yield select("fp8 products", Fp8Facts(device, rounded[0].in_features, rounded[0].out_features))

@@ -48,6 +48,7 @@ def everything(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dic
         "attention": attention, "packed attention": attention, "feed-forward": GateUpFacts(device, 1024, 6144, True),
         "experts": ExpertFacts(device, dtype, 2560, 1536, (32,)), "grouped products": product, "head": product,
         "fp8 products": Fp8Facts(device, 2560, 1536),
+        "experts' fp8 products": Fp8Facts(device, 2560, 1536, experts=True),
     }  # fmt: skip
     return {operation: chosen(operation, facts[operation]) for operation in OPERATIONS}
 

@@ -18,6 +18,8 @@ from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product
 from erniekit.kernels.quantised_rows import Rows
 from erniekit.weight_kinds import PLAIN
 
+Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor [E, n, width]
+
 SLOTS = ("data", "scale", "extra")  # the tensors a kind may have
 
 Agree = Callable[[torch.Tensor], torch.Tensor]  # the element-wise maximum over the ranks that hold the same rows
@@ -103,10 +105,22 @@ class WeightKind:
         assert isinstance(rows, torch.Tensor)
         return grouped_product(rows, self.unpack(weight, dtype).transpose(1, 2), ends)
 
+    def grouped_plus(
+        self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
+    ) -> torch.Tensor | None:
+        """`grouped` + scale * the sum of z factor over tails (z [R, n], factor [E, n, out]); None: not in one pass."""
+        return None
+
     def turned_grouped(self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """rows [R, out] -> [R, in]."""
         assert isinstance(rows, torch.Tensor)
         return grouped_product(rows, self.unpack(weight, dtype), ends)
+
+    def turned_grouped_plus(
+        self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
+    ) -> torch.Tensor | None:
+        """The same of `turned_grouped`, factor [E, n, in]."""
+        return None
 
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: Stored, ends: torch.Tensor | None = None

@@ -21,7 +21,7 @@ from erniekit.kernels.quantised_rows import (
     quantised_with,
     rounded,
 )
-from erniekit.kernels.stored.base import Agree, Stored, WeightKind
+from erniekit.kernels.stored.base import Agree, Stored, Tail, WeightKind
 
 CHUNK = 4096  # rows that are rounded at a time where their scales are agreed upon
 
@@ -62,18 +62,31 @@ class MultipliedInFp8(WeightKind):
         return self.row_scale(weight).squeeze(-1)
 
     def grouped(self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        small: Scaled = quantised(rows) if isinstance(rows, torch.Tensor) else rows
-        return fp8_product.grouped(*small, self.image(weight), self.row_scale(weight), ends, dtype)
+        return fp8_product.grouped(*_small(rows), self.image(weight), self.row_scale(weight), ends, dtype)
+
+    def grouped_plus(
+        self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
+    ) -> torch.Tensor | None:
+        image, by = self.image(weight), self.row_scale(weight)
+        return fp8_product.grouped_plus(*_small(rows), image, by, ends, tails, scale, dtype)
 
     def turned_grouped(self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """rows in fp8 already: with `turned_factor` in them."""
-        small: Scaled
-        if isinstance(rows, torch.Tensor):
-            small = quantised_by_expert(rows, self.turned_factor(weight), ends)
-        else:
-            small = rows
-        image = self.turned_image(weight)
-        return fp8_product.grouped(*small, image, _ones(image), ends, dtype)
+        small = self._turned_small(rows, weight, ends)
+        return fp8_product.grouped(*small, self.turned_image(weight), None, ends, dtype)
+
+    def turned_grouped_plus(
+        self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
+    ) -> torch.Tensor | None:
+        small = self._turned_small(rows, weight, ends)
+        return fp8_product.grouped_plus(*small, self.turned_image(weight), None, ends, tails, scale, dtype)
+
+    def _turned_small(self, rows: Rows, weight: Stored, ends: torch.Tensor) -> Scaled:
+        return quantised_by_expert(rows, self.turned_factor(weight), ends) if isinstance(rows, torch.Tensor) else rows
+
+
+def _small(rows: Rows) -> Scaled:
+    return quantised(rows) if isinstance(rows, torch.Tensor) else rows
 
 
 def _ones(image: torch.Tensor) -> torch.Tensor:
