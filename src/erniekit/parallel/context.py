@@ -1,7 +1,7 @@
 """Context parallelism: each rank has a part of every sequence; keys and values are gathered, documents stay apart.
 
 A row is cut in 2 x ranks chunks and rank r has chunks r and 2n-1-r, so that causal work is even. `split` cuts a batch
-and says which keys each piece of it looks at; `ContextAttention` stands where the inner attention stands. Called by
+and says which keys each piece of it attends to; `ContextAttention` stands where the inner attention stands. Called by
 apply.py and engine.py.
 """
 

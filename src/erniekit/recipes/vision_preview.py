@@ -94,7 +94,7 @@ class VisionPreview:
         out = []
         for number, medium in enumerate(sample.media.sources if sample.media is not None else ()):
             t, h, w = medium.grid
-            told = {
+            entry = {
                 "kind": "video" if medium.video else "picture",
                 "name": Path(medium.places[0].name).name,
                 "tokens": tokens_of(medium, self.rules),
@@ -103,8 +103,8 @@ class VisionPreview:
             }
             if number < MOST_SHOWN and self._beside(medium):
                 content = self._pool.ask(ReadThumbnail(medium, self.rules.limits), medium.places[0].name)
-                told["thumbnail"] = "data:image/jpeg;base64," + base64.b64encode(content).decode()
-            out.append(told)
+                entry["thumbnail"] = "data:image/jpeg;base64," + base64.b64encode(content).decode()
+            out.append(entry)
         return out
 
     def _beside(self, medium: Medium) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.bench.data import PeerRows
-from erniekit.bench.runner import LEARNING_RATE, Runner, Told
+from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers
 from erniekit.bench.weights import peer_tensors
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE
@@ -101,7 +101,7 @@ class Transformers(Runner):
         return "flex_attention" if flex else "sdpa"
 
     def documents(self, rows: PeerRows) -> dict[str, Any]:
-        """What tells the model of a row's documents."""
+        """The arguments that give the model a row's document bounds."""
         given: dict[str, Any] = {} if rows.positions is None else {"position_ids": rows.positions}
         if self.flash4 and rows.bounds is not None:  # else it would look for them in every layer, and wait for the card
             given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.bounds)
@@ -129,14 +129,14 @@ class Transformers(Runner):
 
     # --- one step ---
 
-    def step(self, number: int) -> Told:
+    def step(self, number: int) -> StepNumbers:
         place = number % len(self.task.steps)
         rows = self.task.steps[place].rows.to(self.task.device)
-        told = self.preference(rows, place) if rows.scored else Told(self.loss(rows))
-        told.loss.backward()
+        found = self.preference(rows, place) if rows.scored else StepNumbers(self.loss(rows))
+        found.loss.backward()
         norm = nn.utils.clip_grad_norm_(self.trained, CLIP, foreach=True)
         self.update()
-        return Told(told.loss.detach(), {**told.numbers, "grad_norm": norm.detach()})
+        return StepNumbers(found.loss.detach(), {**found.numbers, "grad_norm": norm.detach()})
 
     def update(self) -> None:
         if self.masters:
@@ -160,7 +160,7 @@ class Transformers(Runner):
 
     # --- preferences ---
 
-    def preference(self, rows: PeerRows, place: int) -> Told:
+    def preference(self, rows: PeerRows, place: int) -> StepNumbers:
         sums = self.answer_sums(self.model, rows)
         reference = self.kept.get(place)
         if reference is None:
@@ -169,7 +169,7 @@ class Transformers(Runner):
         margin = (sums - reference).view(-1, 2)
         loss = -F.logsigmoid(BETA * (margin[:, 0] - margin[:, 1])).mean()
         each = sums.detach().view(-1, 2).mean(0)
-        return Told(loss, {"logps/chosen": each[0], "logps/rejected": each[1]})
+        return StepNumbers(loss, {"logps/chosen": each[0], "logps/rejected": each[1]})
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """transformers' own class for ERNIE-4.5-VL with PEFT's adapters on attention: a peer that sees. Listed in PEERS.
 
-Documents of a row are told apart by FlashAttention's bounds where that serves, else by a mask.
+Documents of a row are kept apart by FlashAttention's sequence bounds where it is available, else by a mask.
 """
 
 from __future__ import annotations

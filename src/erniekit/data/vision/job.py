@@ -70,7 +70,7 @@ class VisionJob(TokeniseJob):
 
     def more_key(self) -> dict[str, Any]:
         return {
-            "vision": self.rules.told(),
+            "vision": self.rules.cache_key(),
             "vision_version": cache_versions.VISION,
             "folder": str(Path(self.path).absolute().parent),  # relative paths start there
         }
@@ -79,8 +79,8 @@ class VisionJob(TokeniseJob):
         return MediaFiles(folder)
 
     def is_current(self, folder: Path) -> bool:
-        told = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
-        return all(_state(path) == tuple(state) for path, state in told.items())
+        states = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
+        return all(_state(path) == tuple(state) for path, state in states.items())
 
     def work(self, batch: Rows) -> Chunk:
         out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
@@ -180,8 +180,8 @@ class MediaFiles:
         self._states.update(columns.states)
         self._counts["vision_tokens"] += int((columns.modality != TEXT).sum())
         for media in columns.media:
-            told = [self._kept(medium).to_json() for medium in media]
-            line = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+            entries = [self._kept(medium).to_json() for medium in media]
+            line = json.dumps(entries, separators=(",", ":")).encode() + b"\n"
             self._files[MEDIA].write(line)
             self._offsets.append(self._offsets[-1] + len(line))
             self._patches.append(sum(int(np.prod(medium.grid)) for medium in media))
@@ -194,8 +194,8 @@ class MediaFiles:
         np.save(self.folder / MEDIA_OFFSETS, np.array(self._offsets, np.int64))
         np.save(self.folder / PATCHES, np.array(self._patches, np.int64))
         self._counts["patches"] = sum(self._patches)
-        told = {"digest": self._digest.hexdigest(), "files": self._states}
-        (self.folder / STATES).write_text(json.dumps(told), encoding="utf-8")
+        record = {"digest": self._digest.hexdigest(), "files": self._states}
+        (self.folder / STATES).write_text(json.dumps(record), encoding="utf-8")
         for name, count in self._counts.items():
             setattr(report, name, count)
 
@@ -233,16 +233,16 @@ class VisionSource(TokenSource):
         start, count = int(self._offsets[index]), int(self.lengths[index])
         modality = np.frombuffer(os.pread(self._media_files[0], count, start), np.uint8)
         positions = np.frombuffer(os.pread(self._media_files[1], 12 * count, 12 * start), np.int32).reshape(-1, 3)
-        media = tuple(self._medium(one, index) for one in self._told(index))
+        media = tuple(self._medium(one, index) for one in self._entries(index))
         grids = np.array([medium.grid for medium in media], np.int32).reshape(-1, 3)
         return replace(sample, media=SampleMedia(modality, positions, grids, media))
 
-    def _told(self, index: int) -> list[dict[str, Any]]:
+    def _entries(self, index: int) -> list[dict[str, Any]]:
         start, end = int(self._media_at[index]), int(self._media_at[index + 1])
         return json.loads(os.pread(self._media_files[2], end - start, start))
 
-    def _medium(self, told: dict[str, Any], index: int) -> Medium:
-        medium = Medium.from_json(told)
+    def _medium(self, entry: dict[str, Any], index: int) -> Medium:
+        medium = Medium.from_json(entry)
         inline = str(self.folder / INLINE)
         places = tuple(replace(p, path=inline) if p.size >= 0 and not p.path else p for p in medium.places)
         return replace(medium, places=places, origin=f"{self.path}:{self.row(index)}")
