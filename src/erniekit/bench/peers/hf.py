@@ -17,7 +17,7 @@ from torch import nn
 
 from erniekit.bench.data import PeerRows
 from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers
-from erniekit.bench.weights import peer_tensors
+from erniekit.bench.weights import fill, peer_tensors, require_filled
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE
 
@@ -80,18 +80,11 @@ class Transformers(Runner):
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
         layout = "hf_fused" if folder.config.moe is not None else "hf"
-        for name, tensor in peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew):
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            old = module._parameters[leaf]
-            assert old is not None
-            assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        fill(model, peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew))
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(task.device)
         if folder.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-        assert not left, f"no weights for {left[:3]}"
+        require_filled(model)
         return model
 
     def attention(self) -> str:
