@@ -17,14 +17,14 @@ import numpy as np
 from erniekit.data.assemble import Dropped
 from erniekit.data.formats import parsed, rows
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, ReadHeader
+from erniekit.data.media.decode import MediaHeader
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.report import short, unused_line
 from erniekit.data.settings_files import read_settings
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import RowProblem
-from erniekit.data.vision.layout import seen, tokens_of
+from erniekit.data.vision.layout import headers_from, seen, tokens_of
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium, VisionRow
@@ -108,14 +108,13 @@ def _costs(
     row = parsed(raw, line, path, lambda value: read_vision_row(value, folder, format, False))
     if isinstance(row, RowProblem):
         return line, row
+    read_header = headers_from(pool, rules.limits)
     known: dict[tuple[int, int], MediaHeader] = {}
 
     def ask(given: GivenMedium, index: int) -> MediaHeader:
         key = id(given), index
         if key not in known:
-            place = given.sources[index]
-            work = ReadHeader(place, given.video and not given.stamps, rules.limits)
-            known[key] = pool.ask(work, place.name)
+            known[key] = read_header(given, index)
         return known[key]
 
     try:

@@ -22,7 +22,7 @@ from erniekit.data.assemble import Assembled
 from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import FORMATS, detect, parsed
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
+from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool
@@ -32,9 +32,10 @@ from erniekit.data.token_cache import TokenSource, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
+from erniekit.data.vision.layout import Ask, headers_from
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ErnieKitError
 
@@ -116,18 +117,16 @@ class VisionJob(TokeniseJob):
         made = self._sample(row)
         if isinstance(made, Assembled) and made.sample.media is not None and self.rules.check == "decode":
             for medium in made.sample.media.sources:
-                self._ask(ReadPatches(medium, self.rules.limits, check=True), medium.places[0])
+                work = ReadPatches(medium, self.rules.limits, check=True)
+                decoder().ask(work, medium.places[0].name, self.rules.limits)
         return made
 
     def _sample(self, row: VisionRow) -> Any:
         return self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
 
-    def _header(self, given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        return self._ask(ReadHeader(place, given.video and not given.stamps, self.rules.limits), place)
-
-    def _ask(self, work: Any, place: MediaPlace) -> Any:
-        return decoder().ask(work, place.name, self.rules.limits)
+    @property
+    def _header(self) -> Ask:
+        return headers_from(decoder(), self.rules.limits)
 
     @cached_property
     def _assembler(self) -> VisionAssembler:

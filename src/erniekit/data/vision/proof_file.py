@@ -16,7 +16,6 @@ from typing import Any
 
 from erniekit.data.assemble import Assembled
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, ReadHeader
 from erniekit.data.media.frames import FrameRules
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace, read
@@ -24,6 +23,7 @@ from erniekit.data.media.worker import MediaPool
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
+from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.proof import first_difference, proof_of
 from erniekit.data.vision.rules import VisionRules, VisionTemplate
 from erniekit.data.vision.said import GivenMedium, VisionRow
@@ -136,13 +136,7 @@ def other_sizes(folder: Path, sizes: dict[str, int]) -> dict[str, tuple[int, int
 def _proof(
     row: VisionRow, tokenizer: Tokenizer, rules: VisionRules, thinking: Thinking, max_seq_len: int, pool: MediaPool
 ) -> dict[str, str]:
-    def ask(given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        found: MediaHeader = pool.ask(
-            ReadHeader(place, given.video and not given.stamps, rules.limits), place.name, rules.limits
-        )
-        return found
-
+    ask = headers_from(pool, rules.limits)
     made = VisionAssembler(tokenizer, rules, thinking).sample(row, max_seq_len, "drop", ask)
     if not isinstance(made, Assembled):
         raise BadRow(made.kind, made.reason)
