@@ -10,6 +10,7 @@ from pathlib import Path
 
 from erniekit.cli import launch_rank
 from erniekit.cli import main as cli
+from erniekit.cli.commands import COMMANDS, Command
 from erniekit.errors import DataError, Preempted
 
 RANK = int(os.environ["RANK"])
@@ -189,5 +190,5 @@ def add_until_enough(folder: str) -> None:
 
 if __name__ == "__main__":
     launch_rank.die_with_the_launcher()
-    cli.COMMANDS["play"] = cli.Command("__main__:play", "x", "x", ("x",))
+    COMMANDS["play"] = Command("__main__:play", "x", "x", ("x",))
     sys.exit(cli.main(["play", *sys.argv[1:]]))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.cli import main as cli
+from erniekit.cli.commands import COMMANDS, Command
 from erniekit.launch import (
     agent,  # noqa: F401 - imported here, so that no forked launcher has to
 )
@@ -65,7 +66,7 @@ def forked(folder: Path, run: Callable[[], int], terminal: int | None = None) ->
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if terminal is None else terminal, fd)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         cli.run = lambda args: run()  # type: ignore[attr-defined]
-        cli.COMMANDS["run"] = cli.Command("erniekit.cli.main:run", "x", "x", ("x",))
+        COMMANDS["run"] = Command("erniekit.cli.main:run", "x", "x", ("x",))
         code = cli.main(["run"])
         sys.stdout.flush()
         sys.stderr.flush()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from support.foreign_files import Ground
 from support.recorded import tiny_folder, whole_rows
 
 
@@ -58,3 +59,20 @@ def sha(path: Path) -> str:
 def weights() -> Callable[[Path], dict[str, str]]:
     """File name -> sha256 of everything that holds weights or optimiser state in a folder."""
     return lambda folder: {p.name: sha(p) for p in sorted(Path(folder).glob("*.safetensors"))}
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
+    made = Ground(tmp_path / "ground")
+    yield made
+    (made.folder / "locked").chmod(0o700) if (made.folder / "locked").exists() else None
+
+
+@pytest.fixture
+def words(tiny_model: Path, rows: Path) -> list[str]:
+    """Keys of a short run on the tiny model, as words of the command line."""
+    return [
+        f"model_name_or_path={tiny_model}", f"train_dataset_path={rows}", "max_seq_len=96", "max_steps=4",
+        "save_steps=1", "save_total_limit=2", "report_to=none", "device=cpu", "doctor=off", "compute_type=fp32",
+    ]  # fmt: skip

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.cli.main import COMMANDS, main
+from erniekit.cli.commands import COMMANDS
+from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.config.flat import KEYS
 from erniekit.config.run import RunConfig

@@ -71,7 +71,7 @@ class PictureIds(NamedTuple):
 
 
 def make_steps(rows: Rows, vocab: int, count: int, seed: int, ids: PictureIds | None = None) -> list[StepData]:
-    """`count` different steps. ids: what pictures are made of, where rows have some."""
+    """`count` different steps. ids: the token ids of a picture, where rows have some."""
     if rows.pictures:
         assert ids is not None
         return [_seen(rows, vocab, seed + k, ids) for k in range(count)]

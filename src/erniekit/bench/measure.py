@@ -58,12 +58,12 @@ class Gauge:
         """Seconds of each of `count` steps from number `first`. Marks lie in the device's own stream, one between two
         steps, so that time the host keeps the device waiting counts, and nothing waits for the clock."""
         self.synchronise()
-        marks, told = [self._mark()], []
+        marks, results = [self._mark()], []
         for number in range(first, first + count):
-            told.append(step(number))
+            results.append(step(number))
             marks.append(self._mark())
         self.synchronise()
-        return [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)], told
+        return [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)], results
 
 
 @dataclass(frozen=True)

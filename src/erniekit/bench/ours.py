@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from erniekit.bench.runner import LEARNING_RATE, Runner, Task, Told
+from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers, Task
 from erniekit.bench.weights import skewed_bias
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, refuse_later
@@ -94,7 +94,7 @@ class Ours(Runner):
                 self.kept[place] = replace(batch, pairs=replace(batch.pairs, reference=batch.pairs.reference.cpu()))
         return prepare
 
-    def step(self, number: int) -> Told:
+    def step(self, number: int) -> StepNumbers:
         """As train/trainer.py goes on: launch this step, then wait for the one before it."""
         place = number % len(self.task.steps)
         batch = self.kept.get(place, self.task.steps[place].batch)
@@ -105,7 +105,7 @@ class Ours(Runner):
         if self.before is not None:
             self._settle(self.before)
         self.before = launched
-        return OurTold(launched)
+        return OurNumbers(launched)
 
     def _settle(self, launched: Launched) -> None:
         result = launched.result()
@@ -128,7 +128,7 @@ class Ours(Runner):
         return self.loads.metrics()["moe_load"] / moe.experts
 
 
-class OurTold(Told):
+class OurNumbers(StepNumbers):
     def __init__(self, launched: Launched) -> None:
         self.launched = launched
 

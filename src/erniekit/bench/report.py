@@ -95,7 +95,7 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _machine(results: Sequence[dict[str, Any]]) -> list[str]:
-    """The rate of a large product, once: each workload's process has measured it, and the middle one is told."""
+    """The rate of a large product, once: each workload's process has measured it, and the median is reported."""
     rated = sorted((r for r in results if r.get("gemm")), key=lambda r: float(r["gemm"]["held_tflops"]))
     if not rated:
         return []

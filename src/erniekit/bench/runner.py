@@ -47,8 +47,8 @@ class Task:
 
 
 @dataclass
-class Told:
-    """What a step says of itself; read only after the clock has stopped. Numbers, or tensors still on the device."""
+class StepNumbers:
+    """What is measured in a step: numbers, or tensors still on the device. Read only after the clock has stopped."""
 
     loss: Any
     numbers: Mapping[str, Any] = field(default_factory=dict)  # to be compared where both sides have them
@@ -68,7 +68,7 @@ class Runner:
         """Model and optimiser on the device."""
         raise NotImplementedError
 
-    def step(self, number: int) -> Told:
+    def step(self, number: int) -> StepNumbers:
         """One whole training step: batch to the device, forward, backward, clip, update. No waiting for the device
         unless the trainer itself waits."""
         raise NotImplementedError

@@ -34,7 +34,7 @@ class Lane:
 
     runner: Runner
     seconds: list[float] = field(default_factory=list)
-    first: list[dict[str, float]] = field(default_factory=list)  # what the warm-up steps told
+    first: list[dict[str, float]] = field(default_factory=list)  # numbers of the warm-up steps
     losses: list[float] = field(default_factory=list)  # of timed steps
     readings: list[Reading] = field(default_factory=list)  # of the card, meanwhile
     own: int = 0  # bytes it holds between its turns
@@ -142,17 +142,17 @@ class Turns:
         others = before
         self.gauge.reset_peak()
         lane.next_step = 0
-        told = []
+        numbers = []
         for k in range(max(1, self.task.options.warmup)):
             seconds, one = self.gauge.time_steps(lane.runner.step, lane.next_step, 1)
             lane.next_step += 1
-            told += one
+            numbers += one
             if k == 0 and not again:
                 lane.first_step_s = seconds[0]
         lane.last_step_s = seconds[0]
         self._book(lane, others)
         if not again:
-            lane.first = [each.values() for each in told]
+            lane.first = [each.values() for each in numbers]
             say(
                 f"  {lane.name}: built in {lane.build_s:.1f} s, first step {lane.first_step_s:.1f} s, "
                 f"then {1000 * seconds[0]:.1f} ms, loss {lane.first[0]['loss']:.4f}"
@@ -184,11 +184,11 @@ class Turns:
         # Others may have been built since its first steps, a pause for the card; and the very first step compiled.
         paused = begun or self.task.options.warmup < 2
         self._settle(lane, 0.0 if paused else lane.last_step_s)
-        seconds, told = self.gauge.time_steps(lane.runner.step, lane.next_step, count)
+        seconds, numbers = self.gauge.time_steps(lane.runner.step, lane.next_step, count)
         lane.next_step += count
         lane.readings += self.watch.last(sum(seconds))
         lane.seconds += seconds
-        lane.losses += [each.values()["loss"] for each in told]
+        lane.losses += [each.values()["loss"] for each in numbers]
         self._book(lane, others)
 
     def _book(self, lane: Lane, others: int) -> None:

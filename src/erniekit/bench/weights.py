@@ -1,13 +1,14 @@
 """The same random weights for everybody: drawn by name on the device, for our model and under a peer's names.
 
-Called by ours.py and peers/hf.py; nothing is written to disk and no model is held twice.
+Called by ours.py, peers/hf.py and peers/peft_vl.py; nothing is written to disk and no model is held twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.models.init import initial_value
@@ -36,3 +37,20 @@ def peer_tensors(
         value = value.to(folder.spec.dtype_of(entry.ours, dtype))
         for name, tensor in zip(entry.theirs, entry.write(value)):
             yield name, tensor.clone() if len(entry.theirs) > 1 else tensor.contiguous()
+
+
+def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Puts them in the place of a meta model's parameters, by name."""
+    for name, tensor in tensors:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        old = module._parameters[leaf]
+        assert old is not None
+        assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+
+
+def require_filled(model: nn.Module) -> None:
+    """After tied weights and computed tables too: nothing of the model is left on the meta device."""
+    left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    assert not left, f"no weights for {left[:3]}"

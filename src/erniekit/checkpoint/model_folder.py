@@ -1,6 +1,6 @@
 """Reading a model folder: which family, which layout, and its tensors one at a time (HF or Paddle, whole or sharded).
 
-Called by recipes/build.py, export/, serve/ and api. Layout is told by tensor names, never by folder names.
+Called by recipes/build.py, export/, serve/ and api. The layout is recognised by tensor names, never by folder names.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ModelFolder:
         if self.files and self.spec.settle is not None:
             self.config = self.spec.settle(self.config, self.files)
         if self.spec.preprocessed is not None and Listed(path).has(PREPROCESSOR):
-            told = read_json(path / PREPROCESSOR)
-            self.config = self.spec.preprocessed(self.config, told, str(path / PREPROCESSOR))
+            preprocessor = read_json(path / PREPROCESSOR)
+            self.config = self.spec.preprocessed(self.config, preprocessor, str(path / PREPROCESSOR))
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
         if self.files:

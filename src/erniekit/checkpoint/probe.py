@@ -36,7 +36,7 @@ PACKED_BASE = " base"  # ends the setting of one taken over packed frozen weight
 
 @dataclass(frozen=True)
 class ProbePicture:
-    """What a model that sees is told beside the ids."""
+    """The inputs of a vision-language model besides the token ids."""
 
     patches: torch.Tensor  # uint8 [P, 3 * 14 * 14]
     grids: torch.Tensor  # int64 [pictures, 3]

@@ -68,10 +68,10 @@ class StoredWeight:
         if self.scheme.is_mxfp4:
             return rows, 2 * width
         if self.scheme.format == "pack-quantized":
-            told = self._part(read, f"{self.module}.weight_shape", torch.int64, torch.int32).flatten().tolist()
-            if len(told) != 2 or told[0] != rows or -(-told[1] * self.scheme.bits // 32) != width:
-                raise self.wrong(f"weight_shape says {told[:4]}, the packed weight is {[rows, width]}")
-            return rows, told[1]
+            shape = self._part(read, f"{self.module}.weight_shape", torch.int64, torch.int32).flatten().tolist()
+            if len(shape) != 2 or shape[0] != rows or -(-shape[1] * self.scheme.bits // 32) != width:
+                raise self.wrong(f"weight_shape says {shape[:4]}, the packed weight is {[rows, width]}")
+            return rows, shape[1]
         return rows, width
 
     def _part(self, read: Read, name: str, *dtypes: torch.dtype) -> torch.Tensor:
@@ -103,8 +103,8 @@ class StoredWeight:
 
     def _nf4_state(self, read: Read) -> dict[str, Any]:
         try:
-            told = self._part(read, f"{self.module}{NF4_STATE}", torch.uint8).flatten()
-            state: dict[str, Any] = json.loads(bytes(told.tolist()))
+            raw = self._part(read, f"{self.module}{NF4_STATE}", torch.uint8).flatten()
+            state: dict[str, Any] = json.loads(bytes(raw.tolist()))
             known = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
             known &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
             known &= len(state["shape"]) == 2 and all(isinstance(n, int) and n > 0 for n in state["shape"])
@@ -165,14 +165,14 @@ class QuantisedFiles(TensorFiles):
 
 def stored_weights(config: Mapping[str, Any], files: Mapping[str, Path], where: Path) -> dict[str, StoredWeight]:
     """Plain weight names -> how they are stored; empty for a model that is not quantised."""
-    told = config.get(KEY)
-    if told is None:
+    quantisation = config.get(KEY)
+    if quantisation is None:
         return {}
-    method = told.get("quant_method") if isinstance(told, dict) else None
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     dtype = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype", ""))), torch.bfloat16)
     if method == "compressed-tensors":
-        return _compressed(told, files, dtype, where)
-    if method == "bitsandbytes" and told.get("bnb_4bit_quant_type") == "nf4":
+        return _compressed(quantisation, files, dtype, where)
+    if method == "bitsandbytes" and quantisation.get("bnb_4bit_quant_type") == "nf4":
         scheme = QUANT_RECIPES["nf4"].rest
         modules = [name.removesuffix(NF4_STATE) for name in files if name.endswith(NF4_STATE)]
         stored = {f"{module}.weight": StoredWeight(module, scheme, dtype, where=str(where)) for module in modules}
@@ -203,16 +203,16 @@ class _Group:
 
 
 def _compressed(
-    told: Mapping[str, Any], files: Mapping[str, Path], dtype: torch.dtype, where: Path
+    quantisation: Mapping[str, Any], files: Mapping[str, Path], dtype: torch.dtype, where: Path
 ) -> dict[str, StoredWeight]:
     odd = next((name for name in files if name.endswith(_REFUSED)), None)
     if odd is not None:
         raise _refusal(f"{odd}: only symmetric weights in their own order are read", where)
-    groups = told.get("config_groups")
+    groups = quantisation.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _refusal("its quantization_config has no config_groups", where)
-    known = [_group(group, told, where) for group in groups.values()]
-    rotations = _rotations(told, where)
+    known = [_group(group, quantisation, where) for group in groups.values()]
+    rotations = _rotations(quantisation, where)
     out = {}
     for name in files:
         if not name.endswith(".weight_scale"):
@@ -235,10 +235,10 @@ def _shape_part(weight: StoredWeight) -> tuple[str, ...]:
     return (f"{weight.module}.weight_shape",) if weight.scheme.format == "pack-quantized" else ()
 
 
-def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
+def _group(group: Any, quantisation: Mapping[str, Any], where: Path) -> _Group:
     try:
         weights, inputs = group["weights"], group.get("input_activations")
-        form = group.get("format") or told["format"]
+        form = group.get("format") or quantisation["format"]
         targets = tuple(str(target) for target in group["targets"])
         inputs_by: Literal["", "token", "tensor"] = ""
         if inputs is not None:
@@ -264,10 +264,10 @@ def _group(group: Any, told: Mapping[str, Any], where: Path) -> _Group:
     return _Group(targets, scheme)
 
 
-def _rotations(told: Mapping[str, Any], where: Path) -> list[tuple[list[str], int]]:
+def _rotations(quantisation: Mapping[str, Any], where: Path) -> list[tuple[list[str], int]]:
     """Which modules' inputs and weights are rotated by Hadamard's matrix, and in what blocks."""
     try:
-        schemes = list((told.get("transform_config") or {"config_groups": {}})["config_groups"].values())
+        schemes = list((quantisation.get("transform_config") or {"config_groups": {}})["config_groups"].values())
         out = []
         for scheme in schemes:
             applied = scheme["apply"]

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from erniekit.cli.main import COMMANDS, call
+from erniekit.cli.commands import COMMANDS
+from erniekit.cli.main import call
 from erniekit.version import __version__
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`erniekit migrate FILE`: a Paddle launch script or an old recipe becomes ours, and every line that changed is told.
+"""`erniekit migrate FILE`: a Paddle launch script or an old recipe becomes ours, and every changed line is reported.
 
 Called by cli.main. Runs nothing of the script, overwrites nothing.
 """
@@ -103,7 +103,7 @@ def _recipe(run: MigratedRun, cfg: RunConfig, file: str, name: str) -> str:
     return "\n".join([*lines, *recipe_lines(run.values)]) + "\n"
 
 
-# ---- what is told
+# ---- the report
 
 
 def _report(run: MigratedRun, cfg: RunConfig, file: str, name: str) -> Iterator[str]:

@@ -27,7 +27,7 @@ def data_command(args: list[str]) -> int:
 
 
 def data_parser() -> argparse.ArgumentParser:
-    """cli/main.py has the same in its help of commands."""
+    """cli/commands.py has the same in its table."""
     parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .gz of either, .parquet")
     parser.add_argument("--type", choices=list(FORMATS), help="read as this format instead of detecting it")

@@ -2,7 +2,7 @@
 
 One to four equal shapes of one colour on a grid, moved and sized a little by chance. Three questions a picture; each
 has four answers, equally frequent, so that who does not look is right in one of four. Pictures go into one tar file,
-which training reads in place. Called by recipes/demo_vision.py.
+which training reads in place. Called by recipes/demo_vision.py and examples/data/make_pictures.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from erniekit.models.config import DecoderConfig, hf_dtype, hf_rope
@@ -9,6 +10,8 @@ from erniekit.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MA
 from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.names import Entry, grouped_qkv, hf_decoder_names, rows, transposed, verbatim
 from erniekit.models.spec import ModelSpec
+
+Experts = Callable[[DecoderConfig, str, str], list[Entry]]  # our prefix, theirs
 
 
 def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) -> DecoderConfig:
@@ -97,14 +100,21 @@ def _paddle_qkv(c: DecoderConfig, ours: str, theirs: str) -> Entry:
 def names(c: DecoderConfig, layout: str) -> list[Entry]:
     if layout == "hf":
         return hf_decoder_names(c)
-    out = [
-        verbatim("embed.weight", "ernie.embed_tokens.weight"),
-        verbatim("norm.weight", "ernie.norm.weight"),
-    ]
+    return paddle_decoder(c) + paddle_head(c)
+
+
+def paddle_decoder(c: DecoderConfig, experts: Experts | None = None) -> list[Entry]:
+    """Embedding, layers and last norm. experts: the names of a sparse layer's MLP."""
+    out = [verbatim("embed.weight", "ernie.embed_tokens.weight"), verbatim("norm.weight", "ernie.norm.weight")]
     for i in range(c.num_layers):
-        out += paddle_attention(c, f"layers.{i}.", f"ernie.layers.{i}.")
-        out += paddle_mlp(f"layers.{i}.mlp.", f"ernie.layers.{i}.mlp.", c.mlp_bias)
-    return out + paddle_head(c)
+        ours, theirs = f"layers.{i}.", f"ernie.layers.{i}."
+        out += paddle_attention(c, ours, theirs)
+        if c.sparse(i):
+            assert experts is not None
+            out += experts(c, ours + "mlp.", theirs + "mlp.")
+        else:
+            out += paddle_mlp(ours + "mlp.", theirs + "mlp.", c.mlp_bias)
+    return out
 
 
 def paddle_attention(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from erniekit.models import ernie_dense
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.models.ernie_dense import paddle_attention, paddle_head, paddle_mlp
+from erniekit.models.ernie_dense import paddle_attention, paddle_decoder, paddle_head, paddle_mlp
 from erniekit.models.fields import MAX_EXPERTS, MAX_FURTHER, MAX_LAYERS, Fields
 from erniekit.models.layers.decoder import PLAN, Decoder
 from erniekit.models.names import (
@@ -148,14 +148,7 @@ def _hf_experts(c: DecoderConfig, ours: str, theirs: str, fused: bool) -> list[E
 
 
 def _paddle(c: DecoderConfig) -> list[Entry]:
-    out = [verbatim("embed.weight", "ernie.embed_tokens.weight"), verbatim("norm.weight", "ernie.norm.weight")]
-    for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}.", f"ernie.layers.{i}."
-        out += paddle_attention(c, ours, theirs)
-        if c.sparse(i):
-            out += _paddle_experts(c, ours + "mlp.", theirs + "mlp.")
-        else:
-            out += paddle_mlp(ours + "mlp.", theirs + "mlp.", c.mlp_bias)
+    out = paddle_decoder(c, _paddle_experts)
     for d in range(c.mtp_layers):
         out += paddle_attention(c, f"mtp.{d}.block.", f"ernie.mtp_block.{d}.")
         out += paddle_mlp(f"mtp.{d}.block.mlp.", f"ernie.mtp_block.{d}.mlp.", c.mlp_bias)

@@ -13,7 +13,7 @@ from typing import Any
 
 from erniekit.models import ernie_dense
 from erniekit.models.config import DecoderConfig
-from erniekit.models.ernie_dense import paddle_attention, paddle_head, paddle_mlp
+from erniekit.models.ernie_dense import paddle_decoder, paddle_head, paddle_mlp
 from erniekit.models.ernie_vl_config import NESTED_TYPE, read_config, write_config
 from erniekit.models.fields import Fields
 from erniekit.models.layers.seeing import SEEING_PLAN, SeeingDecoder
@@ -107,16 +107,8 @@ def _fused_experts(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
 
 
 def _paddle(c: DecoderConfig) -> list[Entry]:
-    out = [verbatim("embed.weight", "ernie.embed_tokens.weight"), verbatim("norm.weight", "ernie.norm.weight")]
-    for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}.", f"ernie.layers.{i}."
-        out += paddle_attention(c, ours, theirs)
-        if c.sparse(i):
-            out += _paddle_experts(c, ours + "mlp.", theirs + "mlp.")
-        else:
-            out += paddle_mlp(ours + "mlp.", theirs + "mlp.", c.mlp_bias)
-    stages = ("0", "2", "3")
-    return out + _seeing(c, "vision_model.", "ernie.resampler_model.", stages, turned=True) + paddle_head(c)
+    seeing = _seeing(c, "vision_model.", "ernie.resampler_model.", ("0", "2", "3"), turned=True)
+    return paddle_decoder(c, _paddle_experts) + seeing + paddle_head(c)
 
 
 def _paddle_experts(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:

@@ -160,8 +160,8 @@ def _sections(f: Fields, head_dim: int) -> tuple[int, int, int]:
         given = [side, side, by_time]
     fits = isinstance(given, list) and len(given) == 3 and all(type(n) is int and n >= 0 for n in given)
     if not fits or given[0] != given[1] or sum(given) != head_dim // 2:
-        told = f"three sizes, the first two alike, that fill half of head_dim ({head_dim // 2}) for"
-        raise f.refuse("mrope_section", told, given)
+        expected = f"three sizes, the first two alike, that fill half of head_dim ({head_dim // 2}) for"
+        raise f.refuse("mrope_section", expected, given)
     return given[0], given[1], given[2]
 
 

@@ -1,12 +1,13 @@
 """Context parallelism: each rank has a part of every sequence; keys and values are gathered, documents stay apart.
 
 A row is cut in 2 x ranks chunks and rank r has chunks r and 2n-1-r, so that causal work is even. `split` cuts a batch
-and says which keys each piece of it looks at; `ContextAttention` stands where the inner attention stands. Called by
+and says which keys each piece of it attends to; `ContextAttention` stands where the inner attention stands. Called by
 apply.py and engine.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.parallel.collectives import gather_from
+
+CountTokens = Callable[[torch.Tensor], list[int]]  # grids [pictures, 3] -> tokens of each
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -44,9 +47,9 @@ class GatheredKeys(NamedTuple):
     longest: int
 
 
-def split(batch: Any, rank: int, ranks: int) -> Any:
+def split(batch: Any, rank: int, ranks: int, picture_tokens: CountTokens | None = None) -> Any:
     """A micro-batch with what belongs to this rank's tokens; cu_seqlens bounds the pieces of documents it has of them,
-    and `shared` holds the keys of each piece."""
+    and `shared` holds the keys of each piece. picture_tokens: the model's, for batches with pictures."""
     if ranks == 1:
         return batch
     parts = {name: take(getattr(batch, name), rank, ranks) for name in ("input_ids", "labels", "positions")}
@@ -54,7 +57,9 @@ def split(batch: Any, rank: int, ranks: int) -> Any:
         if getattr(batch, name) is not None:
             parts[name] = take(getattr(batch, name), rank, ranks)
     if batch.vision is not None:
-        parts["vision"] = _pictures_here(batch.vision, batch.input_ids.shape, rank, ranks)
+        assert picture_tokens is not None
+        tokens = picture_tokens(batch.vision.grids)
+        parts["vision"] = _pictures_here(batch.vision, tokens, batch.input_ids.shape, rank, ranks)
     if batch.pairs is not None:
         parts["pairs"] = replace(batch.pairs, segment=take(batch.pairs.segment, rank, ranks))
     if batch.future is not None:
@@ -62,7 +67,7 @@ def split(batch: Any, rank: int, ranks: int) -> Any:
     return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True).counted()
 
 
-def _pictures_here(vision: Any, shape: tuple[int, int], rank: int, ranks: int) -> Any:
+def _pictures_here(vision: Any, tokens: list[int], shape: tuple[int, int], rank: int, ranks: int) -> Any:
     """The pictures that some token of this rank shows, all of each; features of other ranks' tokens have the place
     behind all tokens, which is none."""
     B, length = shape
@@ -73,8 +78,6 @@ def _pictures_here(vision: Any, shape: tuple[int, int], rank: int, ranks: int) -
     place = torch.where(chunk == first, inside, size + inside) + row * 2 * size
     place = torch.where((chunk == first) | (chunk == second), place, B * 2 * size)
     patches = vision.grids.prod(1).tolist()
-    # Four patches make a token, and in a video those of two frames.
-    tokens = [count // (4 if t == 1 else 8) for count, t in zip(patches, vision.grids[:, 0].tolist())]
     kept = [bool((part < B * 2 * size).any()) for part in place.split(tokens)]
     taken = [x[torch.tensor(kept, dtype=torch.bool).repeat_interleave(torch.tensor(sizes))]
              for x, sizes in ((vision.patches, patches), (place, tokens))]  # fmt: skip

@@ -56,7 +56,7 @@ class GraphedLayers:
             return False
         if x_BLH.shape[:2] != self.shape or ctx.shared is not None:
             return False
-        if self.model.config.vision is not None:  # which tokens are text, and what is told of each kind, differ
+        if self.model.config.vision is not None:  # which tokens are text, and what is recorded of each kind, differ
             return False
         inners = [layer.attn.inner for layer in self.model.layers]
         return all(hasattr(inner, "takes") and inner.takes(x_BLH.dtype, ctx) for inner in inners)

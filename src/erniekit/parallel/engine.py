@@ -145,7 +145,9 @@ class Engine:
 
     def _mine(self, batch: Any) -> Any:
         layout, at = self.world.layout, self.world.at
-        return context.split(batch, at["cp"], layout.cp).to(self.device, self.hardware.pins_memory)
+        picture_tokens = getattr(self.model, "picture_tokens", None)  # of models with vision
+        cut = context.split(batch, at["cp"], layout.cp, picture_tokens)
+        return cut.to(self.device, self.hardware.pins_memory)
 
     def _pipelined(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
         assert self.pipeline is not None

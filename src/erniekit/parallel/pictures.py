@@ -1,7 +1,7 @@
 """A vision tower whose weights are whole on every tensor-parallel rank: pictures are dealt out by cost, and each rank
 gets the features of all. Called by tensor.py. V vision tokens, H hidden.
 
-Who looks at what follows from the grids alone, so no rank asks another and none waits for the device.
+Which rank computes which picture follows from the grids alone, so no rank asks another and none waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which pictures each rank looks at: the dearest first, each to the rank with the least so far."""
+    """Which pictures each rank computes: the most expensive first, each to the rank with the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):

@@ -129,7 +129,7 @@ def rates_of(card: Card, calibrated: Mapping[str, Any] | None = None) -> CardRat
 
 def calibrated_rates(found: CardRates, file: Mapping[str, Any]) -> CardRates:
     """The rates of a calibration file where it has them. Products by shape: the slowest of the larger half, as a step
-    is made of many."""
+    consists of many."""
     source = dict(found.source)
     changes: dict[str, Any] = {}
     for name in ("dense", "grouped"):

@@ -17,7 +17,7 @@ from erniekit.planner.job import Job
 REPLAYED = 24  # of the fastest by estimate
 LONG = 16384  # tokens of a row below which context parallelism is not tried
 MOST_TENSOR = 8
-SPREAD = 150  # layouts that are looked at for the smallest cluster
+SPREAD = 150  # layouts tried for the smallest cluster
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def search(job: Job, place: Site, ranks: int) -> Ranking:
     best = sorted(
         (evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens
     )
-    return Ranking(best + fits[REPLAYED:], nearest, _told(failed, {family(one.layout) for one in fits}), tried)
+    return Ranking(best + fits[REPLAYED:], nearest, _rejected(failed, {family(one.layout) for one in fits}), tried)
 
 
 def batch_problem(job: Job, ranks: int) -> str:
@@ -128,7 +128,7 @@ def family(layout: Layout) -> str:
     return " x ".join(words) or "one device"
 
 
-def _told(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tuple[int, str]]:
+def _rejected(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tuple[int, str]]:
     """Of each family of which nothing fits: how many layouts, and why the nearest does not."""
     out = {}
     for name, members in failed.items():

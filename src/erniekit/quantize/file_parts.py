@@ -62,7 +62,7 @@ def nf4_parts(entry: Entry, weight: torch.Tensor) -> Parts:
 
 
 def weight_from(entry: Entry, parts: Mapping[str, torch.Tensor], scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
-    """Our weight, as whoever loads the file gets it."""
+    """Our weight, as a program that loads the file gets it."""
 
     def shape_of(name: str) -> tuple[int, ...]:
         return tuple(parts[name].shape)

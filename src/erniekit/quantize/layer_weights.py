@@ -39,7 +39,7 @@ class LayerResult:
 
 
 class LayerWeights:
-    """read: a weight of the layer by its name inside it. advance: told how many numbers were quantised."""
+    """read: a weight of the layer by its name inside it. advance: called with how many numbers were quantised."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class LayerWeights:
         for k, (name, scale) in enumerate(((GATE_UP, scale_gate_up), (DOWN, scale_down))):
             done = [pair[k] for pair in rounded]
             whole = torch.cat([one.weight for one in done])
-            told = most[k] if inputs is not None else None
-            self._store(out, name, gate_up.dtype, whole, scale, scheme, told, done, counted=True)
+            largest = most[k] if inputs is not None else None
+            self._store(out, name, gate_up.dtype, whole, scale, scheme, largest, done, counted=True)
 
     def _expert_inputs(
         self, out: LayerResult, inputs: LayerInputs, expert: int, gate_up: torch.Tensor
@@ -130,9 +130,9 @@ class LayerWeights:
             inputs = input_scale(most, scheme, dtype).cpu()
         out.parts |= {k: v.cpu() for k, v in file_parts(self.entries[name], weight, scale, scheme, inputs).items()}
         for k, one in enumerate(done):
-            told = name if len(done) == 1 else name.replace("experts.", f"experts.{k}.")
+            shown = name if len(done) == 1 else name.replace("experts.", f"experts.{k}.")
             out.facts["weights"].append({
-                "weight": f"layers.{self.number}.{told}", "error": one.error, "nearest_error": one.nearest_error,
+                "weight": f"layers.{self.number}.{shown}", "error": one.error, "nearest_error": one.nearest_error,
             })  # fmt: skip
         if not counted:
             self.advance(weight.numel())

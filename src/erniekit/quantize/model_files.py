@@ -115,9 +115,9 @@ def write_weights(
                 yield from zip(entry.theirs, entry.write(source.read(plain[entry.ours])), strict=True)
 
     write_shards(folder, "model", tensors(), max_shard_size)
-    told = spec.write_config(config, LAYOUT, DTYPE_NAMES[source.dtype()])
-    told[KEY] = quantization_config(recipe, source)
-    write_json(folder / "config.json", told)
+    config_json = spec.write_config(config, LAYOUT, DTYPE_NAMES[source.dtype()])
+    config_json[KEY] = quantization_config(recipe, source)
+    write_json(folder / "config.json", config_json)
     write_generation_config(folder, config)
 
 

@@ -130,7 +130,7 @@ class _Run:
             self.work.save(number, result.parts, result.facts)
 
     def _plain(self, number: int, parts: Parts) -> dict[str, torch.Tensor]:
-        """The layer's weights, as whoever loads the result gets them."""
+        """The layer's weights, as a program that loads the result gets them."""
         out = {}
         for name, entry in self.entries[number].items():
             if not is_quantised(name):

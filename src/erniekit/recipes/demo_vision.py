@@ -139,9 +139,9 @@ def asking(recipe: Path, model: Path) -> Iterator[Says]:
 def right(root: Path, answer: Says, scenes: Sequence[shapes.Scene], at_least: float) -> str:
     found = {asked: share(scenes, asked, [answer(s.png(), asked) for s in scenes]) for asked in shapes.QUESTIONS}
     mean = sum(found.values()) / len(found)
-    told = ", ".join(f"{asked} {part:.0%}" for asked, part in found.items())
-    require(mean >= at_least, f"{mean:.0%} of the answers about new pictures are right ({told})", root / "sft")
-    return f"{mean:.0%} of {len(found) * len(scenes)} answers about new pictures are right: {told}"
+    by_question = ", ".join(f"{asked} {part:.0%}" for asked, part in found.items())
+    require(mean >= at_least, f"{mean:.0%} of the answers about new pictures are right ({by_question})", root / "sft")
+    return f"{mean:.0%} of {len(found) * len(scenes)} answers about new pictures are right: {by_question}"
 
 
 def blank(root: Path, answer: Says, scenes: Sequence[shapes.Scene]) -> str:

@@ -56,7 +56,7 @@ def predicted(plan: RunPlan) -> Candidate:
     return evaluate(job_at_hand(plan.config, plan, layout), layout, replace(site, limit=float("inf")), exact=True)
 
 
-def told(made: Candidate, peak: float, tokens: float, known: bool) -> str:
+def comparison(made: Candidate, peak: float, tokens: float, known: bool) -> str:
     """One line: the plan against what was measured. known: the card's rates are."""
     gib, own = peak / GIB, made.most.allocated / GIB
     line = f"memory {own:.1f} GiB planned, {gib:.1f} at the most ({own / gib - 1:+.0%})"
@@ -71,7 +71,7 @@ def line_of(plan: RunPlan, tokens: float) -> str | None:
     if not peak:
         return None
     try:
-        return told(predicted(plan), peak, tokens, card_of(plan.device) is not None)
+        return comparison(predicted(plan), peak, tokens, card_of(plan.device) is not None)
     except (ErnieKitError, ArithmeticError, LookupError, TypeError, ValueError):
         return None  # the run is done: a plan that cannot be made is no fault of it
 

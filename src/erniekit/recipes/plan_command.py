@@ -36,21 +36,21 @@ def plan_command(args: list[str]) -> int:
     target = _target(given.get("--write"))
     if not as_json:
         say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
-    told = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
-    told["seconds"] = time.perf_counter() - began
-    best = told["ranked"][0] if told["ranked"] else None
+    result = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
+    result["seconds"] = time.perf_counter() - began
+    best = result["ranked"][0] if result["ranked"] else None
     if target is not None:
         if best is None:
-            raise PlanError("no layout fits: nothing is written", where=f"--write {target}", fix=told["advice"])
+            raise PlanError("no layout fits: nothing is written", where=f"--write {target}", fix=result["advice"])
         write(target, cfg, best["keys"], cluster)
-        told["written"] = str(target)
+        result["written"] = str(target)
     if as_json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(result, indent=1))
     elif target is not None:
         say(f"written  {target}: train with `erniekit train {target}`")
     if best is None and not as_json:
         raise PlanError(
-            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=told["advice"]
+            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=result["advice"]
         )
     return 0 if best else 2
 

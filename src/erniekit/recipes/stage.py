@@ -110,6 +110,8 @@ class TrainingStage:
         prepare: Prepare | None = None,
         go_on: GoOn | None = None,
     ) -> dict[str, float]:
-        """prepare: what `before_step` gave. go_on: asked before each batch (train/evaluate.py)."""
+        """prepare: what `before_step` gave, for each batch. go_on: asked before each batch (train/evaluate.py)."""
+        if prepare is not None:
+            batches = (batch for one in batches for batch in prepare([one]))
         most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
         return evaluate(engine, batches, most, batch_means, go_on)

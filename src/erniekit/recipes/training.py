@@ -108,7 +108,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         beside = stage.beside_weights(cfg, data, tokenizer) if world.is_main else {}
         saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
         state = resume.restore(cfg, saver, point, data, promise)
-        notes = [prepare.told] if isinstance(prepare, KeptFeatures) else []
+        notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
         # Nothing is refused from here on.
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]

@@ -17,7 +17,6 @@ from erniekit.data.collate import collate
 from erniekit.data.formats import parsed
 from erniekit.data.formats import rows as rows_in
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, ReadHeader
 from erniekit.data.media.limits import MediaError
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
@@ -28,11 +27,12 @@ from erniekit.data.types import Batch, Pack
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit, like_erniekit
 from erniekit.data.vision.job import VisionSource, open_vision_source
+from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
 from erniekit.data.vision.proof_file import proof_file
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
@@ -180,14 +180,7 @@ def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Comp
         return None
     rules, thinking = collate.rules, cast(Thinking, cfg.data.train_thinking)
     assembler = VisionAssembler(tokenizer, rules, thinking)
-
-    def ask(given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        found: MediaHeader = collate.pool.ask(
-            ReadHeader(place, given.video and not given.stamps, rules.limits), place.name
-        )
-        return found
-
+    ask = headers_from(collate.pool, rules.limits)
     for row in _vision_rows(data):
         messages = kept(row.messages, thinking)
         if not messages or messages[-1].role != "assistant":

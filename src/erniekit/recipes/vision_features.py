@@ -1,7 +1,7 @@
-"""The feature cache of a run whose vision tower is frozen: whether it is on, whose features it keeps, and who looks at
-pictures that have none yet. VisionStage makes it before the first step (data/vision/features.py keeps the files).
+"""The feature cache of a run whose vision tower is frozen: whether it is on, whose features it keeps, and what computes
+those that are missing. VisionStage makes it before the first step (data/vision/features.py keeps the files).
 
-Each picture is looked at by itself, with the cache and without it, so that its features are the same bits either way.
+The tower gets each picture by itself, with the cache and without it, so that its features are the same bits either way.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Eyes:
 class KeptFeatures:
     """A stage's `prepare`: before a step, features of pictures that have none are computed, used and kept."""
 
-    def __init__(self, eyes: Eyes, store: FeatureStore, device: torch.device, told: str) -> None:
-        self.eyes, self.store, self.device, self.told = eyes, store, device, told
+    def __init__(self, eyes: Eyes, store: FeatureStore, device: torch.device, summary: str) -> None:
+        self.eyes, self.store, self.device, self.summary = eyes, store, device, summary
 
     def __call__(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         return [self.seen(batch) for batch in batches]
@@ -79,7 +79,7 @@ class KeptFeatures:
             if one.medium is not None:
                 self.store.write(one.medium, features.cpu())
         if self.store.damaged:
-            warn_once("the feature cache had damaged files: those pictures were looked at again")
+            warn_once("the feature cache had damaged files: those pictures were computed again")
         return replace(batch, vision=vision._replace(patches=rows, unseen=()))
 
     def metrics(self) -> dict[str, float]:
@@ -113,7 +113,7 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
                 fix="freeze_config: freeze_vision keeps the tower as it is; or leave vision_feature_cache out",
             )
         if "tower" in frozen and asked == "auto":
-            say(f"note     pictures are looked at in every step: {reason}")
+            say(f"note     pictures go through the tower in every step: {reason}")
         return None
     eyes = _eyes(built, "resampler" in frozen) if _seeing(built) else None  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
@@ -121,14 +121,14 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     room = make_room(folder, limit, needed, name) if built.world.is_main else 0
     room = built.world.broadcast(room) // built.world.size
     what = "the resampler's" if shape.tokens else "the tower's"
-    told = f"{what} output of all pictures, {needed / GB:,.2g} GB at most, in {folder / name}"
-    say(f"features {told}: a picture is decoded and looked at once (vision_feature_cache)")
+    summary = f"{what} output of all pictures, {needed / GB:,.2g} GB at most, in {folder / name}"
+    say(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
     if eyes is None:
         return None
     collate.store = FeatureStore(folder / name, shape, room)
     for part in _seeing(built):
         part.kept = TOKENS if shape.tokens else TOWER
-    return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {told}")
+    return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {summary}")
 
 
 def _seeing(built: Built) -> list[Any]:
@@ -199,8 +199,8 @@ def _choosers(part: nn.Module) -> Iterable[Any]:
 def _name(built: Built, eyes: Eyes, shape: FeatureShape) -> str:
     """Of all that features follow from beside the pixels: weights, sizes, and what computes, as bits depend on that."""
     v = built.folder.config.vision
-    told = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built))
-    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+    summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built))
+    return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()
 
 
 def _threads(built: Built) -> int:

@@ -15,15 +15,14 @@ from erniekit.config import RunConfig
 from erniekit.data.assemble import Dropped
 from erniekit.data.formats import Raw, detect, parsed
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
+from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, RowProblem, Sample
-from erniekit.data.vision.layout import tokens_of
+from erniekit.data.vision.layout import headers_from, tokens_of
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import GivenMedium
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.export.vision_rules import vision_rules
 
@@ -65,6 +64,7 @@ class VisionPreview:
         self._assembler = VisionAssembler(tokenizer, self.rules, cfg.data.train_thinking)  # type: ignore[arg-type]
         self._place = VisionTokens.of(tokenizer).placeholder
         self._pool = MediaPool(1, self.rules.limits)
+        self._header = headers_from(self._pool, self.rules.limits)
 
     def row(self, line: int, raw: Raw) -> tuple[list[tuple[str, int]], str, tuple[str, ...], dict[str, Any]]:
         """Pieces, what is wrong, fields that are not used; tokens and pictures."""
@@ -84,17 +84,11 @@ class VisionPreview:
         counts = {"tokens": len(sample.ids) + 1, "trained": int((sample.labels != IGNORE).sum())}
         return self._pieces(sample, shown)[:MOST_PIECES], "", row.unused, {**counts, "media": shown}
 
-    def _header(self, given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        work = ReadHeader(place, given.video and not given.stamps, self.rules.limits)
-        found: MediaHeader = self._pool.ask(work, place.name)
-        return found
-
     def _media(self, sample: Sample) -> list[dict[str, Any]]:
         out = []
         for number, medium in enumerate(sample.media.sources if sample.media is not None else ()):
             t, h, w = medium.grid
-            told = {
+            entry = {
                 "kind": "video" if medium.video else "picture",
                 "name": Path(medium.places[0].name).name,
                 "tokens": tokens_of(medium, self.rules),
@@ -103,8 +97,8 @@ class VisionPreview:
             }
             if number < MOST_SHOWN and self._beside(medium):
                 content = self._pool.ask(ReadThumbnail(medium, self.rules.limits), medium.places[0].name)
-                told["thumbnail"] = "data:image/jpeg;base64," + base64.b64encode(content).decode()
-            out.append(told)
+                entry["thumbnail"] = "data:image/jpeg;base64," + base64.b64encode(content).decode()
+            out.append(entry)
         return out
 
     def _beside(self, medium: Medium) -> bool:

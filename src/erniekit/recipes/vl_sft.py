@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
@@ -16,7 +16,6 @@ from erniekit.data.vision.layout import tokens_of
 from erniekit.data.vision.rules import VisionTokens
 from erniekit.log import warn
 from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
-from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
 from erniekit.recipes.built import Built
@@ -27,7 +26,6 @@ from erniekit.recipes.served_prompts import Compared
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.vision_checks import picture_lines, pixels_count, pixels_stay_inside
 from erniekit.recipes.vision_features import feature_cache
-from erniekit.train.evaluate import GoOn
 
 
 class VisionStage(TrainingStage):
@@ -53,17 +51,6 @@ class VisionStage(TrainingStage):
 
     def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
         return feature_cache(cfg, built, data)
-
-    def evaluate(
-        self,
-        cfg: RunConfig,
-        engine: Engine,
-        batches: Iterable[Batch],
-        prepare: Prepare | None = None,
-        go_on: GoOn | None = None,
-    ) -> dict[str, float]:
-        looked_at = batches if prepare is None else (batch for one in batches for batch in prepare([one]))
-        return super().evaluate(cfg, engine, looked_at, None, go_on)
 
     def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
         return with_picture(super().probe(cfg, built, first, tokenizer), _shown(built, tokenizer))

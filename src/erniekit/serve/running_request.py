@@ -94,14 +94,14 @@ class RunningRequest:
 
     def usage(self) -> dict[str, Any]:
         prepared = self.prepared.prompt_tokens
-        told: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "prompt_tokens": prepared,
             "completion_tokens": self.generated,
             "total_tokens": prepared + self.generated,
         }
         if self.prepared.served.vision is not None:
-            told["prompt_tokens_details"] = self.prepared.vision_tokens()
-        return told
+            usage["prompt_tokens_details"] = self.prepared.vision_tokens()
+        return usage
 
     def stop(self) -> None:
         self.stream.events.put_nowait((STOPPED, Done("error")))

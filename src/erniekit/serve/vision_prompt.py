@@ -96,10 +96,10 @@ def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, set
 
 
 def medium_key(medium: Medium) -> str:
-    """What the same features come of: the bytes, and every choice made about them."""
+    """What determines a medium's features: its bytes, and every choice made about them."""
     m = medium
-    told = m.digests, m.grid, m.video, m.frames, m.stamps, m.upright, m.patch, m.merge
-    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+    inputs = m.digests, m.grid, m.video, m.frames, m.stamps, m.upright, m.patch, m.merge
+    return hashlib.blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
 
 def prompt_vision(

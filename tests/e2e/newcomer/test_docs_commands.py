@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from erniekit.cli.main import COMMANDS, main
+from erniekit.cli.commands import COMMANDS
+from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.config.flat import is_known
 from erniekit.data.formats import detect, parse, parse_pair

@@ -16,7 +16,7 @@ from erniekit.bench.card import Watch
 from erniekit.bench.data import make_steps
 from erniekit.bench.parity import compare
 from erniekit.bench.peers.hf import Transformers
-from erniekit.bench.runner import Patch, Task, Told
+from erniekit.bench.runner import Patch, StepNumbers, Task
 from erniekit.bench.turns import Lane, Turns
 from erniekit.bench.workloads import WORKLOADS, BenchOptions, tiny
 from erniekit.devices import pick
@@ -51,7 +51,7 @@ def test_a_peer_with_other_weights_is_found_out(make: Make) -> None:
 class Hungry(Transformers):
     """Runs out of memory until it is asked to be thrifty."""
 
-    def step(self, number: int) -> Told:
+    def step(self, number: int) -> StepNumbers:
         if not self.thrifty:
             raise torch.cuda.OutOfMemoryError("no room")
         return super().step(number)
@@ -80,7 +80,7 @@ def test_out_of_memory_is_tried_again_and_a_broken_peer_is_a_line(make: Make, na
 
 
 class Slow(Transformers):
-    def step(self, number: int) -> Told:
+    def step(self, number: int) -> StepNumbers:
         time.sleep(0.01)
         return super().step(number)
 

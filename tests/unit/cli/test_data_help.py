@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from erniekit.cli.commands import COMMANDS
 from erniekit.cli.help import help_lines
-from erniekit.cli.main import COMMANDS, main
+from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.config.flat import KEYS
 from erniekit.data import index_command

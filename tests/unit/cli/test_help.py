@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from erniekit.cli.commands import COMMANDS
 from erniekit.cli.help import help_lines
-from erniekit.cli.main import COMMANDS
 from erniekit.config.flat import IGNORED_KEYS, KEYS
 from erniekit.errors import ConfigError
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli import main as cli
+from erniekit.cli.commands import COMMANDS, Command
 from erniekit.errors import DataError, Preempted
 
 
@@ -17,7 +18,7 @@ def command(monkeypatch):
 
     def install(function):
         monkeypatch.setattr(cli, "probe", function, raising=False)
-        monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("erniekit.cli.main:probe", "x", "x", ("x",)))
+        monkeypatch.setitem(COMMANDS, "probe", Command("erniekit.cli.main:probe", "x", "x", ("x",)))
 
     return install
 

@@ -167,7 +167,7 @@ def test_a_cut_sequence_keeps_the_pictures_its_tokens_show() -> None:
     batch.vision = Vision(
         torch.arange(48)[:, None], torch.tensor([[1, 4, 4], [2, 4, 4]]), torch.tensor([6, 7, 8, 9, 25, 26, 27, 28])
     )
-    found = [split(batch, rank, 2) for rank in range(2)]
+    found = [split(batch, rank, 2, model_of().picture_tokens) for rank in range(2)]
     assert [part.vision.grids.tolist() for part in found] == [[[1, 4, 4], [2, 4, 4]], [[1, 4, 4]]]
     assert found[0].vision.places.tolist() == [6, 7, 16, 16, 9, 10, 11, 12], "chunks of 8: the first and the last"
     assert found[1].vision.places.tolist() == [16, 16, 0, 1]

@@ -142,10 +142,10 @@ def test_the_line_at_the_end_compares_memory_and_speed(recipe: Path) -> None:
     cfg = load([str(recipe), "gradient_accumulation_steps=1"], "train")
     here = Site(CARDS["h200"], rates_of(CARDS["h200"]), 1)
     made = evaluate(job_of(cfg, shape_of(cfg), 1), Layout(), here)
-    line = plan_check.told(made, 11.0 * GIB, 120e3, known=True)
+    line = plan_check.comparison(made, 11.0 * GIB, 120e3, known=True)
     assert line.startswith("memory 11.0 GiB planned, 11.0 at the most")
     assert "tokens/s planned, 120,000 measured (" in line
-    assert "tokens/s" not in plan_check.told(made, 11.0 * GIB, 120e3, known=False)
+    assert "tokens/s" not in plan_check.comparison(made, 11.0 * GIB, 120e3, known=False)
 
 
 def test_out_of_memory_names_what_was_there_and_one_change_that_fits(recipe: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.data.template import prompt_ids
 from erniekit.data.tokenizer import load_tokenizer
+from support.serving import Live
 
 # Question -> answer; the first ends in eos, the others in the end-of-sentence token. The last is bytes and an emoji.
 LEARNT = {"capital of France?": "Paris.", "two plus two?": "four", "greet me": "你好 😀!"}
@@ -41,3 +43,10 @@ def talker(paddle: Path, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("talker") / "model"
     write_model(target, folder.config, model.state_dict().__getitem__, tokenizer_from=paddle / "tokenizer")
     return target
+
+
+@pytest.fixture(scope="module")
+def live(talker: Path) -> Iterator[Live]:
+    server = Live(talker, "max_model_len=160", "served_model_name=talker")
+    yield server
+    server.close()

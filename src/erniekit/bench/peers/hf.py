@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.bench.data import PeerRows
-from erniekit.bench.runner import LEARNING_RATE, Runner, Told
-from erniekit.bench.weights import peer_tensors
+from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers
+from erniekit.bench.weights import fill, peer_tensors, require_filled
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE
 
@@ -80,18 +80,11 @@ class Transformers(Runner):
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
         layout = "hf_fused" if folder.config.moe is not None else "hf"
-        for name, tensor in peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew):
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            old = module._parameters[leaf]
-            assert old is not None
-            assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        fill(model, peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew))
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(task.device)
         if folder.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-        assert not left, f"no weights for {left[:3]}"
+        require_filled(model)
         return model
 
     def attention(self) -> str:
@@ -101,7 +94,7 @@ class Transformers(Runner):
         return "flex_attention" if flex else "sdpa"
 
     def documents(self, rows: PeerRows) -> dict[str, Any]:
-        """What tells the model of a row's documents."""
+        """The arguments that give the model a row's document bounds."""
         given: dict[str, Any] = {} if rows.positions is None else {"position_ids": rows.positions}
         if self.flash4 and rows.bounds is not None:  # else it would look for them in every layer, and wait for the card
             given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.bounds)
@@ -129,14 +122,14 @@ class Transformers(Runner):
 
     # --- one step ---
 
-    def step(self, number: int) -> Told:
+    def step(self, number: int) -> StepNumbers:
         place = number % len(self.task.steps)
         rows = self.task.steps[place].rows.to(self.task.device)
-        told = self.preference(rows, place) if rows.scored else Told(self.loss(rows))
-        told.loss.backward()
+        found = self.preference(rows, place) if rows.scored else StepNumbers(self.loss(rows))
+        found.loss.backward()
         norm = nn.utils.clip_grad_norm_(self.trained, CLIP, foreach=True)
         self.update()
-        return Told(told.loss.detach(), {**told.numbers, "grad_norm": norm.detach()})
+        return StepNumbers(found.loss.detach(), {**found.numbers, "grad_norm": norm.detach()})
 
     def update(self) -> None:
         if self.masters:
@@ -160,7 +153,7 @@ class Transformers(Runner):
 
     # --- preferences ---
 
-    def preference(self, rows: PeerRows, place: int) -> Told:
+    def preference(self, rows: PeerRows, place: int) -> StepNumbers:
         sums = self.answer_sums(self.model, rows)
         reference = self.kept.get(place)
         if reference is None:
@@ -169,7 +162,7 @@ class Transformers(Runner):
         margin = (sums - reference).view(-1, 2)
         loss = -F.logsigmoid(BETA * (margin[:, 0] - margin[:, 1])).mean()
         each = sums.detach().view(-1, 2).mean(0)
-        return Told(loss, {"logps/chosen": each[0], "logps/rejected": each[1]})
+        return StepNumbers(loss, {"logps/chosen": each[0], "logps/rejected": each[1]})
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """transformers' own class for ERNIE-4.5-VL with PEFT's adapters on attention: a peer that sees. Listed in PEERS.
 
-Documents of a row are told apart by FlashAttention's bounds where that serves, else by a mask.
+Documents of a row are kept apart by FlashAttention's sequence bounds where it is available, else by a mask.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from erniekit.bench.data import PeerRows
 from erniekit.bench.peers.peft import PeftAttention
-from erniekit.bench.weights import peer_tensors
+from erniekit.bench.weights import fill, peer_tensors, require_filled
 from erniekit.checkpoint.model_folder import ModelFolder
 
 
@@ -31,18 +30,11 @@ class VisionPeft(PeftAttention):
         options: dict[str, Any] = {"attn_implementation": self.attention(), "dtype": task.dtype}
         with torch.device("meta"):
             model: Any = transformers.AutoModelForImageTextToText.from_config(config, **options)
-        for name, tensor in peer_tensors(folder, "hf_fused", task.dtype, task.device, task.options.seed, skew=False):
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            old = module._parameters[leaf]
-            assert old is not None
-            assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        fill(model, peer_tensors(folder, "hf_fused", task.dtype, task.device, task.options.seed, skew=False))
         self._rotations(model, config)
         if folder.config.tie_word_embeddings:
             model.lm_head.weight = model.model.language_model.embed_tokens.weight
-        left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-        assert not left, f"no weights for {left[:3]}"
+        require_filled(model)
         shape = folder.config.vision
         assert shape is not None
         size = shape.patch**2

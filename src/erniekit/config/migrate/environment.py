@@ -29,7 +29,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"ALLOW_EXTRA_ARGS", "unknown keys are errors here, always"),
     (r"PDC_.*", "a service of another cluster"),
 )
-# Kept because what runs below torch reads them, whoever calls it.
+# Kept: libraries below torch read them, whichever framework is above.
 _KEPT = re.compile(
     r"NVIDIA_.*|NCCL_.*|GLOO_.*|FLAGCX_.*|HCCL_.*|TORCH.*|PYTORCH_.*|.*_VISIBLE_DEVICES|ASCEND_.*|XMLIR_.*|XPU_.*"
     r"|CUDA_.*|CUBLAS_.*|LD_LIBRARY_PATH|PATH|OMP_NUM_THREADS|HF_.*|ERNIEKIT_.*|.*_PROXY|.*_proxy|TOKENIZERS_PARALLELISM"

@@ -77,8 +77,8 @@ def migrated_keys(entries: Iterable[WrittenKey], stage: str = "", from_script: b
             what = f"{written[name]} {shown(values[name])}"
             out.remarks.append(Remark("changed", places[name], what, f"{name}: {shown(values[name])}, its name here"))
     _settle(out, from_script)
-    told = {r.what.split()[0] for r in out.remarks}
-    out.kept = sum(name in written and not {name, written[name]} & told for name in out.values)
+    remarked = {r.what.split()[0] for r in out.remarks}
+    out.kept = sum(name in written and not {name, written[name]} & remarked for name in out.values)
     return out
 
 

@@ -69,9 +69,7 @@ class ModelSection:
         low=0,
         fixed=True,
     )
-    multi_token_pred_lambda: float = key(
-        0.3, "Weight of their loss; never in the loss that is told.", low=0, fixed=True
-    )
+    multi_token_pred_lambda: float = key(0.3, "Weight of their loss; never in the reported loss.", low=0, fixed=True)
     use_recompute_mtp: bool = key(False, "Compute them again in the backward pass, for less memory.")
     max_position_embeddings: int | None = key(
         None, "Longest position; the model's own when not given.", low=1, later="vision"

@@ -21,7 +21,7 @@ class MoeSection:
         "are; any other word gathers all tokens everywhere.",
     )
     moe_aux_loss_lambda: float = key(
-        1e-5, "Weight of the loss that evens out the experts' use; never in the loss that is told.", low=0, fixed=True
+        1e-5, "Weight of the loss that evens out the experts' use; never in the reported loss.", low=0, fixed=True
     )
     moe_orthogonal_loss_lambda: float = key(
         0.0, "Weight of the loss that keeps the router's directions apart.", low=0, fixed=True

@@ -101,7 +101,7 @@ class VisionSection:
     media_num_proc: int = key(0, "Processes that decode media for each rank; 0: as many as its cores, up to 8.", low=0)
     vision_feature_cache: str = key(
         "auto",
-        "Keep the features of pictures on disk where the tower is frozen, so that each is decoded and looked at once; "
+        "Keep the features of pictures on disk where the tower is frozen, so that each is decoded and computed once; "
         "auto: if those of all pictures fit vision_feature_cache_gb.",
         choices=("off", "auto", "on"),
     )

@@ -20,7 +20,7 @@ Beat = Callable[[], None]
 
 @dataclass(frozen=True)
 class MediaHeader:
-    """What can be told without decoding. `frames` is 0 for a picture."""
+    """What is known without decoding. `frames` is 0 for a picture."""
 
     width: int
     height: int
@@ -53,9 +53,9 @@ class Medium:
         return out
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Medium:
-        tuples = {key: tuple(value) for key, value in told.items() if isinstance(value, list) and key != "places"}
-        return cls(**{**told, **tuples, "places": tuple(map(MediaPlace.from_json, told["places"]))})
+    def from_json(cls, values: dict[str, Any]) -> Medium:
+        tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list) and key != "places"}
+        return cls(**{**values, **tuples, "places": tuple(map(MediaPlace.from_json, values["places"]))})
 
 
 def digest_of(content: bytes) -> str:

@@ -41,8 +41,8 @@ class MediaPlace:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> MediaPlace:
-        return cls(**told)
+    def from_json(cls, values: dict[str, Any]) -> MediaPlace:
+        return cls(**values)
 
 
 def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | bytes:

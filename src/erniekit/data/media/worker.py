@@ -68,7 +68,7 @@ class MediaWorker:
         return answer
 
     def kill(self) -> None:
-        """From any thread: whoever waits in `ask` gets an error."""
+        """From any thread: a caller that waits in `ask` gets an error."""
         process = self._process
         if process is not None:
             process.kill()

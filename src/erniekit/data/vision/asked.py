@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, ReadHeader, ReadPatches
+from erniekit.data.media.decode import ReadPatches
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.vision.chat_rows import read_prompt
+from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium
 from erniekit.data.vision.tokens import VisionAssembler, VisionPrompt
 from erniekit.errors import DataError
 
@@ -28,27 +28,21 @@ class SeenPrompt:
 
 
 class PromptReader:
-    """folder: where paths in messages start; None: only `data:` URLs are opened, whoever asks."""
+    """folder: where relative paths in messages start; None: only `data:` URLs are opened."""
 
     def __init__(self, tokenizer: Tokenizer, rules: VisionRules, pool: MediaPool, folder: Path | None = None) -> None:
         self.rules, self.pool, self.folder = rules, pool, folder
         self._assembler = VisionAssembler(tokenizer, rules)
+        self._header = headers_from(pool, rules.limits)
 
     def read(self, messages: Sequence[Any], thinking: bool | None = None) -> SeenPrompt:
         """DataError, in one line, where a message or a picture cannot be used."""
         try:
             prompt = self._assembler.prompt(read_prompt(messages, self.folder), self._header, thinking)
-            patches = [self._ask(ReadPatches(m, self.rules.limits), m.places[0].name) for m in prompt.media.sources]
+            patches = [self.pool.ask(ReadPatches(m, self.rules.limits), m.places[0].name) for m in prompt.media.sources]
         except (BadRow, MediaError) as error:
             raise DataError(
                 error.reason, where="messages", fix="send PNG, JPEG or WebP pictures as data: URLs"
             ) from None
         width = 3 * self.rules.patch**2
         return SeenPrompt(prompt, np.concatenate([np.zeros((0, width), np.uint8), *patches]))
-
-    def _header(self, given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        return self._ask(ReadHeader(place, given.video and not given.stamps, self.rules.limits), place.name)
-
-    def _ask(self, work: Any, name: str) -> Any:
-        return self.pool.ask(work, name)

@@ -17,14 +17,14 @@ import numpy as np
 from erniekit.data.assemble import Dropped
 from erniekit.data.formats import parsed, rows
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, ReadHeader
+from erniekit.data.media.decode import MediaHeader
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.report import short, unused_line
 from erniekit.data.settings_files import read_settings
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import RowProblem
-from erniekit.data.vision.layout import seen, tokens_of
+from erniekit.data.vision.layout import headers_from, seen, tokens_of
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium, VisionRow
@@ -108,14 +108,13 @@ def _costs(
     row = parsed(raw, line, path, lambda value: read_vision_row(value, folder, format, False))
     if isinstance(row, RowProblem):
         return line, row
+    read_header = headers_from(pool, rules.limits)
     known: dict[tuple[int, int], MediaHeader] = {}
 
     def ask(given: GivenMedium, index: int) -> MediaHeader:
         key = id(given), index
         if key not in known:
-            place = given.sources[index]
-            work = ReadHeader(place, given.video and not given.stamps, rules.limits)
-            known[key] = pool.ask(work, place.name)
+            known[key] = read_header(given, index)
         return known[key]
 
     try:
@@ -174,32 +173,32 @@ def _add(out: VisionBudget, line: int, found: _Costs | RowProblem, limit: int) -
         out.too_long.append((line, found.whole or found.tokens))
 
 
-def budget_lines(path: str, told: VisionBudget, rules: VisionRules, max_seq_len: int, counted: bool) -> list[str]:
-    bad = sum(told.kinds.values())
+def budget_lines(path: str, budget: VisionBudget, rules: VisionRules, max_seq_len: int, counted: bool) -> list[str]:
+    bad = sum(budget.kinds.values())
     out = [
-        f"  {told.rows:,} rows, {told.pictures:,} pictures, {told.videos:,} videos, {bad:,} bad rows "
-        f"({bad / max(1, told.rows):.2%}); headers read, nothing decoded"
+        f"  {budget.rows:,} rows, {budget.pictures:,} pictures, {budget.videos:,} videos, {bad:,} bad rows "
+        f"({bad / max(1, budget.rows):.2%}); headers read, nothing decoded"
     ]
-    if told.tokens:
-        out.append(f"  tokens of pictures a row: {_spread(told.tokens)}; patches: {_spread(told.patches)}")
+    if budget.tokens:
+        out.append(f"  tokens of pictures a row: {_spread(budget.tokens)}; patches: {_spread(budget.patches)}")
         if counted:
-            out.append(f"  tokens of a row in all: {_spread(told.whole)}")
+            out.append(f"  tokens of a row in all: {_spread(budget.whole)}")
         costs = ", ".join(
             f"{int(share * rules.max_pixels):,}: {short(count)}"
-            for share, count in sorted(told.at.items())
+            for share, count in sorted(budget.at.items())
             if count >= 0
         )
         out.append(f"  what max_pixels costs, in tokens of all pictures: {costs} (now {rules.max_pixels:,})")
-    if told.too_long:
+    if budget.too_long:
         what = "rows are" if counted else "rows have pictures that are"
-        out.append(f"  {len(told.too_long):,} {what} longer than max_seq_len={max_seq_len:,} and would be left out")
-        out += [f"    {path}:{line}  {tokens:,} tokens" for line, tokens in told.too_long[:_SHOWN]]
-    if told.cut:
-        out.append(f"  {told.cut:,} rows would lose their oldest turns to fit max_seq_len={max_seq_len:,}")
-    if not counted and told.tokens:
+        out.append(f"  {len(budget.too_long):,} {what} longer than max_seq_len={max_seq_len:,} and would be left out")
+        out += [f"    {path}:{line}  {tokens:,} tokens" for line, tokens in budget.too_long[:_SHOWN]]
+    if budget.cut:
+        out.append(f"  {budget.cut:,} rows would lose their oldest turns to fit max_seq_len={max_seq_len:,}")
+    if not counted and budget.tokens:
         out.append("  text is not counted: --model FOLDER names a tokenizer")
-    if told.unused:
-        out.append("  " + unused_line(told.unused))
+    if budget.unused:
+        out.append("  " + unused_line(budget.unused))
     return out
 
 

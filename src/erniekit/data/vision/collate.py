@@ -1,8 +1,8 @@
 """Packs with pictures -> Batch: patches decoded by worker processes, positions in three dimensions, modality.
 
 A BatchLoader calls it like data/collate.py's function. What cannot be decoded any more (a file that changed or hangs)
-leaves its sample in place, without loss and with blank pixels, and is told with file and line: shapes, and with them
-the other ranks, do not depend on it.
+leaves its sample in place, without loss and with blank pixels, and is reported with file and line: shapes, and with
+them the other ranks, do not depend on it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VisionCollate:
         own."""
         self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
         self.decode, self.rules, self.rows = decode, rules, rows
-        self.store: FeatureStore | None = None  # of pictures that need not be looked at again; set before training
+        self.store: FeatureStore | None = None  # of pictures whose features are kept; set before training
         self.pool = MediaPool(processes, limits)
         self.failed: list[RowProblem] = []
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="erniekit-media")
@@ -56,7 +56,7 @@ class VisionCollate:
         blank = {id(medium) for medium, found in zip(media, patches) if isinstance(found, MediaError)}
         if blank:
             packs = [replace(pack, samples=tuple(_muted(s, blank) for s in pack.samples)) for pack in packs]
-            self._tell(media, patches)
+            self._report(media, patches)
         batch = self.rows(packs, **padding)
         shape = batch.input_ids.shape
         places = batch.positions.numpy()[..., None].repeat(3, -1)
@@ -127,13 +127,13 @@ class VisionCollate:
         )
 
     def _nothing(self, packs: Sequence[Pack]) -> Vision:
-        """Where nobody looks: pictures are shown in this batch, and none is here. Whoever asks whether there are some
-        gets one answer on every stage of a pipeline."""
+        """For ranks that decode nothing: the batch has pictures, but none of their pixels are here. Every pipeline
+        stage then agrees on whether the batch has pictures."""
         shown = next(medium for pack in packs for sample in pack.samples for medium in _media(sample))
         none = torch.zeros(0, dtype=torch.int64)
         return Vision(torch.zeros(0, 3 * shown.patch**2, dtype=torch.uint8), none.view(0, 3), none)
 
-    def _tell(self, media: list[Medium], patches: list[Any]) -> None:
+    def _report(self, media: list[Medium], patches: list[Any]) -> None:
         for medium, found in zip(media, patches):
             if isinstance(found, MediaError):
                 file, _, line = medium.origin.rpartition(":")

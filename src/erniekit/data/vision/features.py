@@ -72,7 +72,7 @@ class FeatureStore:
         path = self.path(medium)
         try:
             with safe_open(str(path), framework="pt") as file:
-                told = (file.metadata() or {}).get("digest")
+                stored = (file.metadata() or {}).get("digest")
                 found: torch.Tensor = file.get_tensor("features")
         except FileNotFoundError:
             return None
@@ -80,7 +80,7 @@ class FeatureStore:
             self._remove(path)
             return None
         expected = (self.shape.rows(medium.grid), self.shape.width)
-        if tuple(found.shape) != expected or found.dtype != self.shape.dtype or told != _digest(found):
+        if tuple(found.shape) != expected or found.dtype != self.shape.dtype or stored != _digest(found):
             self._remove(path)
             return None
         with self._lock:
@@ -88,7 +88,7 @@ class FeatureStore:
         return found
 
     def write(self, medium: Medium, features: torch.Tensor) -> bool:
-        """False where there is no room, of this store or of the disk: the picture is looked at again next time."""
+        """False where there is no room, of this store or of the disk: the picture is computed again next time."""
         path, size = self.path(medium), self.shape.bytes(medium.grid)
         with self._lock:
             self.made += 1
@@ -119,11 +119,11 @@ class FeatureStore:
         return out
 
     def counts(self) -> dict[str, float]:
-        """Since it was last asked: pictures whose features were read, and those that had to be looked at."""
+        """Since it was last asked: pictures whose features were read, and those that had to be computed."""
         with self._lock:
-            told = {"feature_cache_hits": float(self.hits), "feature_cache_made": float(self.made)}
+            counts = {"feature_cache_hits": float(self.hits), "feature_cache_made": float(self.made)}
             self.hits = self.made = 0
-        return told
+        return counts
 
     def _remove(self, path: Path) -> None:
         with self._lock:
@@ -134,10 +134,10 @@ class FeatureStore:
 
 def key_of(medium: Medium) -> str:
     """Of the bytes of a picture and of every choice that its pixels follow from."""
-    told = medium.to_json()
-    del told["places"]
-    told |= {"version": cache_versions.VISION, "layout": layout() if medium.stamps else ""}
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=20).hexdigest()
+    described = medium.to_json()
+    del described["places"]
+    described |= {"version": cache_versions.VISION, "layout": layout() if medium.stamps else ""}
+    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
 def make_room(folder: Path, limit: int, needed: int, keep: str) -> int:

@@ -22,7 +22,7 @@ from erniekit.data.assemble import Assembled
 from erniekit.data.chunks import COUNTED, Arrays, Chunk
 from erniekit.data.formats import FORMATS, detect, parsed
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
+from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool
@@ -32,9 +32,10 @@ from erniekit.data.token_cache import TokenSource, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
+from erniekit.data.vision.layout import Ask, headers_from
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow
+from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ErnieKitError
 
@@ -70,7 +71,7 @@ class VisionJob(TokeniseJob):
 
     def more_key(self) -> dict[str, Any]:
         return {
-            "vision": self.rules.told(),
+            "vision": self.rules.cache_key(),
             "vision_version": cache_versions.VISION,
             "folder": str(Path(self.path).absolute().parent),  # relative paths start there
         }
@@ -79,8 +80,8 @@ class VisionJob(TokeniseJob):
         return MediaFiles(folder)
 
     def is_current(self, folder: Path) -> bool:
-        told = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
-        return all(_state(path) == tuple(state) for path, state in told.items())
+        states = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
+        return all(_state(path) == tuple(state) for path, state in states.items())
 
     def work(self, batch: Rows) -> Chunk:
         out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
@@ -116,18 +117,16 @@ class VisionJob(TokeniseJob):
         made = self._sample(row)
         if isinstance(made, Assembled) and made.sample.media is not None and self.rules.check == "decode":
             for medium in made.sample.media.sources:
-                self._ask(ReadPatches(medium, self.rules.limits, check=True), medium.places[0])
+                work = ReadPatches(medium, self.rules.limits, check=True)
+                decoder().ask(work, medium.places[0].name, self.rules.limits)
         return made
 
     def _sample(self, row: VisionRow) -> Any:
         return self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
 
-    def _header(self, given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        return self._ask(ReadHeader(place, given.video and not given.stamps, self.rules.limits), place)
-
-    def _ask(self, work: Any, place: MediaPlace) -> Any:
-        return decoder().ask(work, place.name, self.rules.limits)
+    @property
+    def _header(self) -> Ask:
+        return headers_from(decoder(), self.rules.limits)
 
     @cached_property
     def _assembler(self) -> VisionAssembler:
@@ -180,8 +179,8 @@ class MediaFiles:
         self._states.update(columns.states)
         self._counts["vision_tokens"] += int((columns.modality != TEXT).sum())
         for media in columns.media:
-            told = [self._kept(medium).to_json() for medium in media]
-            line = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+            entries = [self._kept(medium).to_json() for medium in media]
+            line = json.dumps(entries, separators=(",", ":")).encode() + b"\n"
             self._files[MEDIA].write(line)
             self._offsets.append(self._offsets[-1] + len(line))
             self._patches.append(sum(int(np.prod(medium.grid)) for medium in media))
@@ -194,8 +193,8 @@ class MediaFiles:
         np.save(self.folder / MEDIA_OFFSETS, np.array(self._offsets, np.int64))
         np.save(self.folder / PATCHES, np.array(self._patches, np.int64))
         self._counts["patches"] = sum(self._patches)
-        told = {"digest": self._digest.hexdigest(), "files": self._states}
-        (self.folder / STATES).write_text(json.dumps(told), encoding="utf-8")
+        record = {"digest": self._digest.hexdigest(), "files": self._states}
+        (self.folder / STATES).write_text(json.dumps(record), encoding="utf-8")
         for name, count in self._counts.items():
             setattr(report, name, count)
 
@@ -233,16 +232,16 @@ class VisionSource(TokenSource):
         start, count = int(self._offsets[index]), int(self.lengths[index])
         modality = np.frombuffer(os.pread(self._media_files[0], count, start), np.uint8)
         positions = np.frombuffer(os.pread(self._media_files[1], 12 * count, 12 * start), np.int32).reshape(-1, 3)
-        media = tuple(self._medium(one, index) for one in self._told(index))
+        media = tuple(self._medium(one, index) for one in self._entries(index))
         grids = np.array([medium.grid for medium in media], np.int32).reshape(-1, 3)
         return replace(sample, media=SampleMedia(modality, positions, grids, media))
 
-    def _told(self, index: int) -> list[dict[str, Any]]:
+    def _entries(self, index: int) -> list[dict[str, Any]]:
         start, end = int(self._media_at[index]), int(self._media_at[index + 1])
         return json.loads(os.pread(self._media_files[2], end - start, start))
 
-    def _medium(self, told: dict[str, Any], index: int) -> Medium:
-        medium = Medium.from_json(told)
+    def _medium(self, entry: dict[str, Any], index: int) -> Medium:
+        medium = Medium.from_json(entry)
         inline = str(self.folder / INLINE)
         places = tuple(replace(p, path=inline) if p.size >= 0 and not p.path else p for p in medium.places)
         return replace(medium, places=places, origin=f"{self.path}:{self.row(index)}")

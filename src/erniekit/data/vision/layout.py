@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from erniekit.data.media.decode import MediaHeader, Medium
+from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader
 from erniekit.data.media.frames import FrameRules, even, frame_indices
-from erniekit.data.media.limits import MediaError
+from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.sizes import fitted
+from erniekit.data.media.worker import MediaPool
 from erniekit.data.vision.positions import merged
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium
 
 Ask = Callable[[GivenMedium, int], MediaHeader]  # the header of one of a medium's sources
+
+
+def headers_from(pool: MediaPool, limits: MediaLimits) -> Ask:
+    """Headers are read in a process of the pool, within these limits."""
+
+    def ask(given: GivenMedium, index: int) -> MediaHeader:
+        place = given.sources[index]
+        work = ReadHeader(place, given.video and not given.stamps, limits)
+        header: MediaHeader = pool.ask(work, place.name, limits)
+        return header
+
+    return ask
 
 
 @dataclass(frozen=True)

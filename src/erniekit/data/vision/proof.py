@@ -1,5 +1,5 @@
-"""What preprocessing made of a row, stage by stage: digests that a checkpoint keeps, and whoever reads it derives
-again. The first stage that differs is the one to look at; later ones follow from it."""
+"""The result of preprocessing a row, stage by stage, as digests: a checkpoint keeps them, and its readers compute them
+again. The first stage that differs is the cause; later ones follow from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaLimits
 from erniekit.data.types import Sample
 
-# In the order of the work; each is told by what only it can change.
+# In the order of the work; each is recognised by what only it can change.
 STAGES = ("file", "size", "frames", "decode", "time stamp", "resize", "template", "position")
 
 
@@ -49,9 +49,9 @@ def proof_of(
     return {name: _digest(found[name]) for name in STAGES}
 
 
-def first_difference(told: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+def first_difference(stored: Mapping[str, str], found: Mapping[str, str]) -> str | None:
     """The name of the stage; None where all are alike."""
-    return next((name for name in STAGES if told.get(name) != found.get(name)), None)
+    return next((name for name in STAGES if stored.get(name) != found.get(name)), None)
 
 
 def _digest(value: Any) -> str:

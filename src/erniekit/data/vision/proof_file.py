@@ -1,5 +1,5 @@
 """A checkpoint's proof of preprocessing: a few rows of its run with their pictures, the rules, and the digests of what
-each stage made of them. `check` derives them again and names the first stage that differs.
+each stage made of them. `check` computes them again and names the first stage that differs.
 
 Written by vl_sft.py with every checkpoint; read by export and eval, and by whatever serves the model.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 from erniekit.data.assemble import Assembled
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, ReadHeader
 from erniekit.data.media.frames import FrameRules
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace, read
@@ -24,6 +23,7 @@ from erniekit.data.media.worker import MediaPool
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
+from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.proof import first_difference, proof_of
 from erniekit.data.vision.rules import VisionRules, VisionTemplate
 from erniekit.data.vision.said import GivenMedium, VisionRow
@@ -63,11 +63,11 @@ def proof_file(
     pool: MediaPool,
 ) -> bytes | None:  # fmt: skip
     """Of the first rows with a small picture and with a small video; None where none is small."""
-    told: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     kinds: set[bool] = set()
     for row in islice(rows, LOOKED_AT):
         kind = any(medium.video for medium in row.media)
-        if len(told) == ROWS or not row.media or kind in kinds:
+        if len(kept) == ROWS or not row.media or kind in kinds:
             continue
         try:
             stored = _stored(row, rules.limits)
@@ -76,12 +76,12 @@ def proof_file(
             stored["proof"] = _proof(_row(stored), tokenizer, rules, thinking, max_seq_len, pool)
         except (MediaError, BadRow):
             continue
-        told.append(stored)
+        kept.append(stored)
         kinds.add(kind)
-    if not told:
+    if not kept:
         return None
     settings = {"rules": asdict(rules), "thinking": thinking, "max_seq_len": max_seq_len}
-    return json.dumps({"version": 1, **settings, "rows": told}, ensure_ascii=False, sort_keys=True).encode()
+    return json.dumps({"version": 1, **settings, "rows": kept}, ensure_ascii=False, sort_keys=True).encode()
 
 
 def check(folder: Path, tokenizer: Tokenizer, rules: VisionRules | None = None) -> Proved | None:
@@ -89,10 +89,10 @@ def check(folder: Path, tokenizer: Tokenizer, rules: VisionRules | None = None) 
     if not has_file(folder, FILE):
         return None
     path = folder / FILE
-    told = read_object(path, CheckpointError)
+    written = read_object(path, CheckpointError)
     try:
-        trained = _rules(told["rules"])
-        thinking, length, stored = told["thinking"], int(told["max_seq_len"]), list(told["rows"])
+        trained = _rules(written["rules"])
+        thinking, length, stored = written["thinking"], int(written["max_seq_len"]), list(written["rows"])
         rows = [_row(one) for one in stored]
         proofs = [dict(one["proof"]) for one in stored]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -136,13 +136,7 @@ def other_sizes(folder: Path, sizes: dict[str, int]) -> dict[str, tuple[int, int
 def _proof(
     row: VisionRow, tokenizer: Tokenizer, rules: VisionRules, thinking: Thinking, max_seq_len: int, pool: MediaPool
 ) -> dict[str, str]:
-    def ask(given: GivenMedium, index: int) -> MediaHeader:
-        place = given.sources[index]
-        found: MediaHeader = pool.ask(
-            ReadHeader(place, given.video and not given.stamps, rules.limits), place.name, rules.limits
-        )
-        return found
-
+    ask = headers_from(pool, rules.limits)
     made = VisionAssembler(tokenizer, rules, thinking).sample(row, max_seq_len, "drop", ask)
     if not isinstance(made, Assembled):
         raise BadRow(made.kind, made.reason)
@@ -173,7 +167,7 @@ def _stored(row: VisionRow, limits: MediaLimits) -> dict[str, Any] | None:
     return {"messages": [asdict(m) for m in row.messages], "media": media, "all_trained": row.all_trained}
 
 
-def _row(told: dict[str, Any]) -> VisionRow:
+def _row(entry: dict[str, Any]) -> VisionRow:
     media = tuple(
         GivenMedium(
             tuple(
@@ -185,16 +179,16 @@ def _row(told: dict[str, Any]) -> VisionRow:
             tuple(one["frames"]),
             tuple(one["declared"]) if one["declared"] else None,
         )
-        for n, one in enumerate(told["media"], 1)
+        for n, one in enumerate(entry["media"], 1)
     )
-    messages = tuple(ChatMessage(**{**m, "tool_calls": tuple(m["tool_calls"])}) for m in told["messages"])
-    return VisionRow(messages, media, all_trained=bool(told["all_trained"]))
+    messages = tuple(ChatMessage(**{**m, "tool_calls": tuple(m["tool_calls"])}) for m in entry["messages"])
+    return VisionRow(messages, media, all_trained=bool(entry["all_trained"]))
 
 
-def _rules(told: dict[str, Any]) -> VisionRules:
+def _rules(stored: dict[str, Any]) -> VisionRules:
     parts = {
-        "frames": FrameRules(**told["frames"]),
-        "template": VisionTemplate(**told["template"]),
-        "limits": MediaLimits(**told["limits"]),
+        "frames": FrameRules(**stored["frames"]),
+        "template": VisionTemplate(**stored["template"]),
+        "limits": MediaLimits(**stored["limits"]),
     }
-    return VisionRules(**{**told, **parts})
+    return VisionRules(**{**stored, **parts})

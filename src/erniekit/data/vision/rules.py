@@ -56,8 +56,8 @@ class VisionRules:
     limits: MediaLimits = field(default_factory=MediaLimits)
     seed: int = 0  # of video_frames_sample: rand
 
-    def told(self) -> dict[str, Any]:
-        """What the same row may come out different by; limits of time and the depth of the check are none."""
+    def cache_key(self) -> dict[str, Any]:
+        """Every setting that changes the samples made from a row; limits of time and the depth of the check do not."""
         out = asdict(self)
         del out["check"], out["limits"]["timeout"], out["limits"]["total"]
         if self.render_timestamp:

@@ -35,7 +35,7 @@ class VisionRow:
     media: tuple[GivenMedium, ...]
     unused: tuple[str, ...] = ()
     all_trained: bool = False  # whatever the template says: ERNIEKit's rows with video
-    thinks: bool | None = None  # some answer does, where that is not to be told from the messages
+    thinks: bool | None = None  # some answer does, where the messages do not show it
     prefix: str = ""  # put before the last answer, which alone is trained then
 
 

@@ -45,7 +45,7 @@ class LocalPlaces(nn.Module):
 
 
 class LocalLook(nn.Module):
-    """Slot `look` of a model that sees. Every picture is looked at here."""
+    """Slot `look` of a vision-language model: this rank runs the tower on every picture."""
 
     def forward(self, model: SeeingDecoder, vision: Any) -> torch.Tensor:
         return model.see(vision.patches, vision.grids)
@@ -59,7 +59,7 @@ class SeeingDecoder(Decoder):
         self.resampler = Resampler(config)
         self.look: nn.Module = LocalLook()
         self.places: nn.Module = LocalPlaces()
-        # Looks at batches without pictures as well, at nothing: set where ranks gather its weights together.
+        # Run the tower for batches without pictures too, on no rows: set where ranks gather its weights together.
         self.always_looks = False
         # Of batches that hold features in the place of pixels: which ("tower" or "tokens"); None: all hold pixels.
         self.kept: str | None = None
@@ -75,7 +75,7 @@ class SeeingDecoder(Decoder):
         return features
 
     def see(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        """Patches of the pictures of these grids -> their features, here. What is no pixels was looked at before."""
+        """Patches of the pictures of these grids -> their features, here. Features from the cache skip the tower."""
         shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if patches.dtype != torch.uint8 and self.kept == TOKENS:
             return self._unfolded(patches, grids)
@@ -123,8 +123,8 @@ class SeeingDecoder(Decoder):
         self, h_BLH: torch.Tensor, labels: torch.Tensor, ignore: int, chunk: int, scale: float | None, ctx: Context,
         more: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Documents with pictures and those of text alone are told apart; where a batch has both, the head takes them
-        one after the other."""
+        """Documents with pictures and those of text alone have losses of their own in the record; where a batch has
+        both, the head takes them one after the other."""
         beside = None if more is None or more.trained is None else more.beside_pictures
         if beside is None or ctx.record is None:
             return super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
