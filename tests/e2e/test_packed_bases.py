@@ -24,6 +24,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 TP = dict(tensor_parallel_degree=2)
 EP = dict(sharding="stage1", sharding_parallel_degree=2, moe_group="data", gradient_accumulation_steps=1)
+STAGE3 = dict(sharding="stage3", sharding_parallel_degree=2, gradient_accumulation_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,8 @@ def same_bytes(built: Any) -> tuple[int, int]:
 
     whole, count, away = ModelFolder(built.folder.path).build().state_dict(), 0, 0
     for part in built.engine.parts:
+        for gathered in (m for m in part.modules() if hasattr(m, "unshard")):
+            gathered.unshard()
         for name, module in part.named_modules():
             if not getattr(module, "is_packed", False):
                 continue
@@ -104,7 +107,7 @@ def run(ranks: Ranks, count: int, *args: Any) -> tuple[list[float], str, int]:
 @pytest.mark.parametrize(
     ("base", "packed", "layouts"),
     [
-        ("wint4/8", 8, (TP, EP)),
+        ("wint4/8", 8, (TP, EP, STAGE3)),
         *(pytest.param(base, 10, (TP, EP), marks=pytest.mark.full) for base in ("int8", "int4")),
         pytest.param("mxfp4", 10, (EP,), marks=pytest.mark.full),
         *(pytest.param(base, 8, (TP, EP), marks=pytest.mark.full) for base in ("int4-group", "nf4")),
