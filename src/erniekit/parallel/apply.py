@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
 from erniekit.parallel.compiled import compile_layers
-from erniekit.parallel.context import ContextAttention
+from erniekit.parallel.context import KeysOfAll
 from erniekit.parallel.cuda_graphs import GraphedLayers
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
@@ -89,7 +89,7 @@ def parallelise(
         group = world.group("cp")
         assert group is not None
         for layer in model.blocks():  # type: ignore[operator]
-            layer.attn.inner = ContextAttention(group, world.at["cp"])
+            layer.attn.inner.all_keys = KeysOfAll(group)
         if hasattr(model, "places"):
             model.places = PlacesInSlice()
     apply_tensor_parallel(model, sharding, world)
@@ -107,7 +107,9 @@ def parallelise(
             for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
                 choose(device.handle)  # type: ignore[operator]
         if options.compile:
-            compile_layers(part, packs_on_host=not device.triton, shards_inside=world.layout.fsdp > 1)
+            # Kernels that take packs as they are multiply 16-bit numbers, and ranks of a sequence have packs alone.
+            on_host = not device.triton or (world.layout.cp > 1 and compute == torch.float32)
+            compile_layers(part, packs_on_host=on_host, shards_inside=world.layout.fsdp > 1)
         # Around what is compiled, inside what is computed again: brought once more for that.
         hosted.append(HostLayers(part, options.in_host_memory, device))
         away, on = options.in_host_memory, options.compile

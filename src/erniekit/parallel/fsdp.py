@@ -26,7 +26,7 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
         mesh = mesh["dp", "shard"] if layout.dp > 1 else shard
     else:
         mesh = mesh["dp", "fsdp"] if layout.dp > 1 else mesh["fsdp"]
-    # Weights stay fp32 and are gathered in the compute dtype: the fp32 copy is the master.
+    # Trained weights stay fp32 and are gathered in the compute dtype, which frozen ones have: the fp32 copy is the master.
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = dict(
         mesh=mesh,
