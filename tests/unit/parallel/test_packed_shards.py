@@ -85,7 +85,7 @@ def holders(engine: Any) -> dict[str, Any]:
 
 def tensors_of(holder: Any) -> list[torch.Tensor]:
     found = [getattr(holder, f"packed_{slot}") for slot in SLOTS]
-    return [t for t in found if t is not None]
+    return [t for t in found if t is not None and not t.is_meta]  # those of layers in host memory are elsewhere
 
 
 _alone: dict[Any, Any] = {}
@@ -103,9 +103,11 @@ def check(ranks: Ranks, axes: dict[str, Any], base: str, share: float, dtype: to
     answers = ranks.run(Layout(**axes).size, train, axes, base, dtype, options)
     assert set().union(*(found for _, found, _ in answers)) == set(whole)
     for got, found, between in answers:
-        assert got[0] == pytest.approx(losses[0], abs=1e-5 if dtype == FP32 else 2e-3)
-        # In bf16 the gradients of two ranks add up to other roundings, and each step learns from that.
-        assert got == pytest.approx(losses, abs=1e-5 if dtype == FP32 else 0.05)
+        assert got[0] == pytest.approx(losses[0], abs=1e-5)
+        # In bf16 gradients of two ranks may add up to other roundings, from which later steps learn.
+        assert got == pytest.approx(losses, abs=1e-5 if dtype == FP32 else 2e-3)
+        found = {name: here for name, here in found.items() if here[1]}
+        assert len(whole) > len(found) or not options.get("in_host_memory")
         for name, (rows, tensors) in found.items():
             assert all(torch.equal(a[rows], b) for a, b in zip(whole[name][1], tensors, strict=True)), name
         held_here = sum(t.nbytes for name in found for t in whole[name][1])
