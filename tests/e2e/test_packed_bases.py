@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,23 @@ def test_compute_type_trains_a_dense_model_says_what_it_implies_and_merges_into_
     merged = ModelFolder(export(dense, tmp_path / "out", tmp_path / "merged")).build().state_dict()
     base = ModelFolder(dense).build()
     updates = row_updates(base, read_adapter(tmp_path / "out", base))
+    for name, weight in base.state_dict().items():
+        assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
+
+
+def test_a_base_cut_over_ranks_is_saved_resumed_and_merged(
+    models: dict[str, Path], rows: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    moe, keys = models["ernie4_5_moe"], {"compute_type": "fp32", "frozen_base": "wint4/8", "save_steps": 2, **STAGE3}
+    whole, _, _ = run(ranks, 2, moe, rows, tmp_path / "out", {**keys, "save_total_limit": -1})
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    keys |= {"resume_from_checkpoint": tmp_path / "again" / "checkpoint-2"}
+    assert run(ranks, 2, moe, rows, tmp_path / "resumed", keys)[0][-2:] == whole[-2:]
+    merged = ModelFolder(export(moe, tmp_path / "resumed", tmp_path / "merged")).build().state_dict()
+    base = ModelFolder(moe).build()
+    updates = row_updates(base, read_adapter(tmp_path / "out", base))
+    assert len(updates) == 10
     for name, weight in base.state_dict().items():
         assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
 

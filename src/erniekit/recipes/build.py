@@ -49,7 +49,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
     dtypes = _unsharded_dtypes(plan) if plan.stored_dtype != plan.dtype else {}
     if dtypes:
-        _keep_frozen_as_computed(model, dtypes)
+        keep_frozen_as_computed(model, dtypes)
     if cfg.lora.packed_base:
         left = store_frozen(model, cfg.lora.frozen_base, cfg.lora.frozen_products, sharding.matrix_shapes)
         if left:
@@ -97,7 +97,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     return Built(plan, whole, engine, sharding, base_digest)
 
 
-def _keep_frozen_as_computed(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+def keep_frozen_as_computed(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
     """What is not trained needs no fp32 master: half of the bytes, and nothing to cast each time it is gathered."""
     for name, param in model.named_parameters():
         if not param.requires_grad:
