@@ -130,10 +130,10 @@ def test_stage_3_holds_half_and_multiplies_by_the_same_bytes(base: str, dtype: t
 @pytest.mark.parametrize(
     "options",
     [
-        dict(recompute="full_attn", compile=True),
+        dict(recompute="full_attn"),
         *(
             pytest.param(each, marks=pytest.mark.full)
-            for each in (dict(recompute="full"), dict(recompute="core_attn"), dict(compile=True))
+            for each in (dict(recompute="full"), dict(recompute="full_attn", compile=True), dict(compile=True))
         ),
     ],
     ids=str,
@@ -163,3 +163,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], float]] = {
 def test_other_layouts_hold_their_share(name: str, ranks: Ranks) -> None:
     axes, share = LAYOUTS[name]
     check(ranks, axes, "int8", share, FP32)
+
+
+@pytest.mark.full
+def test_experts_that_are_gathered_inside_a_compiled_layer_are_too(ranks: Ranks) -> None:
+    axes, share = LAYOUTS["two copies of dealt experts"]
+    check(ranks, axes, "int8", share, FP32, compile=True)
