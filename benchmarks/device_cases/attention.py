@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
+from erniekit.data.types import SharedKeys
 from erniekit.kernels import cudnn_packed, flash4
 from erniekit.kernels.attention import attention
 from erniekit.kernels.packed_attention import packed_attention
@@ -28,7 +27,7 @@ def bounds_of(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
 
 
-def shared_prompt(pairs: list[tuple[int, int, int]]) -> tuple[torch.Tensor, int, SimpleNamespace, int]:
+def shared_prompt(pairs: list[tuple[int, int, int]]) -> tuple[torch.Tensor, int, SharedKeys, int]:
     """Bounds, longest, keys and tokens of (prompt, chosen, rejected) triples."""
     queries, index, keys, start = [], [], [], 0
     for prompt, chosen, rejected in pairs:
@@ -38,7 +37,7 @@ def shared_prompt(pairs: list[tuple[int, int, int]]) -> tuple[torch.Tensor, int,
         index += [first, second]
         keys += [len(first), len(second)]
         start += prompt + chosen + rejected
-    shared = SimpleNamespace(index=torch.cat(index).cuda(), bounds=bounds_of(keys), longest=max(keys))
+    shared = SharedKeys(torch.cat(index).cuda(), bounds_of(keys), max(keys))
     return bounds_of(queries), max(queries), shared, start
 
 

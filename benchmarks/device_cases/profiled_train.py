@@ -15,7 +15,7 @@ import torch
 from erniekit.cli.main import main
 from erniekit.train.metrics import LogHook
 
-FIRST, COUNT = 5, 3  # steps that are recorded, once the compiler is done
+FIRST, COUNT = 3, 2  # steps that are recorded, once the compiler is done
 
 
 def kernels_of(recorder: Any, trace: Path) -> list[tuple[str, list[float]]]:

@@ -7,12 +7,14 @@ import torch
 from device_cases.attention import D, attend, bounds_of, inputs, kernels, shared_prompt
 
 from erniekit.bench.profile import kernels_of
+from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.kernels import flash4
 from erniekit.kernels.attention import reference
-from erniekit.kernels.packed_attention import backend_for, packs_of
+from erniekit.kernels.packed_attention import backend_for, packed_attention, packs_of
 from erniekit.kernels.rope import ROTATIONS
 from erniekit.kernels.rope_qkv import turned
+from erniekit.parallel.context import in_order, split, take
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -85,6 +87,33 @@ def test_answers_that_share_a_prompt_equal_the_reference(heads: int, kv_heads: i
         got = answer_and_gradient(*given, heads, kv_heads, "pairs", bounds, longest, shared, kernel)
         assert error(got[0], want[0]) < 0.006, kernel
         assert error(got[1], want[1]) < 0.012, kernel
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_a_sequence_together_equal_the_reference_of_the_whole(ranks: int) -> None:
+    lengths, heads, kv_heads = [1, 300, 77, 644, 2], 16, 2
+    torch.manual_seed(0)
+    rand = lambda n: torch.randn(1, sum(lengths), n, D, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    whole, grad = [rand(n) for n in (heads, kv_heads, kv_heads)], rand(heads)
+    exact = [t.double().requires_grad_() for t in whole]
+    want = reference(*exact, bounds_of(lengths))
+    want.backward(grad.double())
+    token = torch.arange(sum(lengths))[None]
+    batch = Batch(token, token, token, bounds_of(lengths).cpu(), max(lengths), 0)
+    for kernel in kernels(packed=True):
+        of_keys = [torch.zeros_like(t.grad) for t in exact[1:]]
+        for rank in range(ranks):
+            mine = split(batch, rank, ranks).to(torch.device("cuda", 0))
+            packs = packs_of(mine.cu_seqlens, mine.max_doc, mine.shared, mine.input_ids.numel())
+            q = take(whole[0], rank, ranks).requires_grad_()
+            k, v = (torch.cat([take(t, r, ranks) for r in range(ranks)], 1).requires_grad_() for t in whole[1:])
+            out = packed_attention(q, k, v, packs, kernel)
+            out.backward(take(grad, rank, ranks).flatten(2))
+            assert error(out, take(want, rank, ranks).flatten(2)) < 0.006, kernel
+            assert error(q.grad, take(exact[0].grad, rank, ranks)) < 0.012, kernel
+            of_keys = [a + in_order(t.grad, ranks) for a, t in zip(of_keys, (k, v))]
+        for got, t in zip(of_keys, exact[1:]):
+            assert error(got, t.grad) < 0.012, kernel
 
 
 def test_a_compiled_projection_is_turned_by_one_kernel_each_way() -> None:

@@ -23,8 +23,10 @@ from erniekit.optim.storage import Storage
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World, fit
-from erniekit.planner.static_bytes import Blocks, Storing, of_rank
+from erniekit.planner.static_bytes import Blocks, Storing, of_rank, of_tensor
+from erniekit.recipes.build import keep_frozen_as_computed
 from erniekit.recipes.optimiser import place_of
+from erniekit.recipes.planning import packed_bits
 from erniekit.train.step import TrainStep
 from parity.test_layouts import micro_batches
 from support.ranks import Ranks
@@ -65,6 +67,7 @@ def held(axes: dict[str, Any], config: DecoderConfig, lora: bool, compute: int, 
     dtype = torch.float32 if compute == 4 else torch.bfloat16
     whole = model_of(config, lora, dtype)
     model = model_of(config, lora, torch.float32 if layout.fsdp > 1 else dtype)
+    keep_frozen_as_computed(model, {plain(n): p.dtype for n, p in whole.named_parameters()})
     sharding = sharding_of(model, spec.plan, layout)
 
     def fill(name: str, piece: torch.Tensor) -> None:
@@ -115,8 +118,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ep2": (dict(dp=2, experts="data"), EXPERTS, False, 4, "fp32", "fp32"),
     "ep2 stage3": (dict(fsdp=2, sharding_stage=3, experts="data"), EXPERTS, False, 4, "fp32", "fp32"),
     "cp2": (dict(cp=2), DENSE, True, 4, "fp32", "fp32"),
+    "stage3 lora": (dict(fsdp=2, sharding_stage=3), EXPERTS, True, 2, "fp32", "fp32"),
 }
-FULL = ("tp2 sp", "pp2 lora", "stage1", "ep2 stage3", "cp2")
+FULL = ("tp2 sp", "pp2 lora", "stage1", "ep2 stage3", "cp2", "stage3 lora")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in FULL else n for n in CASES])
@@ -127,6 +131,24 @@ def test_every_rank_holds_what_was_predicted(name: str, ranks: Ranks) -> None:
     for counted, predicted in answers:
         for kind, want, got in zip(("weights", "gradients", "masters", "moments"), counted, predicted):
             assert got == pytest.approx(want, rel=0.01, abs=64), f"{kind}: {predicted} for {counted}"
+
+
+def test_stage_3_cuts_packed_weights_and_gathers_them_and_the_other_stages_do_not() -> None:
+    model = model_of(EXPERTS, True, torch.bfloat16)
+    bits = packed_bits([plain(n) for n, _ in model.named_parameters()], "wint4/8")
+    storing = replace(storing_of(model, 2, "fp32", "fp32"), bits=bits)
+    for axes, ranks in ((dict(sharding_stage=1), 1), (dict(sharding_stage=3), 2), (dict(sharding_stage=3, cp=2), 4)):
+        layout = Layout(fsdp=2, **axes)
+        sharding = sharding_of(model, MODELS.get(EXPERTS.family).plan, layout)
+        sharding.packed = set(bits)
+        blocks = Blocks(sharding, tuple(EXPERTS.sparse(n) for n in range(EXPERTS.num_layers)), storing)
+        alone = sharding_of(model, MODELS.get(EXPERTS.family).plan, Layout())
+        for name in bits:
+            whole, share = of_tensor(alone, name, 0, storing), of_tensor(sharding, name, 1, storing)
+            assert share.weights == whole.weights / ranks
+            assert share.gathered == (whole.weights if ranks > 1 else 0)
+        gathered = blocks.stage(layout, range(EXPERTS.num_layers), True, True, 1).gathered
+        assert gathered == of_rank(sharding, 0, storing).gathered
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])

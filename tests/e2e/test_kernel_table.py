@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,14 @@ import pytest
 from erniekit.cli.main import main
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
+from erniekit.kernels.selection import force
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_forced() -> Iterator[None]:
+    """A run that was refused leaves its choice behind, and later tests are in the same process."""
+    yield
+    force({})
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 TP = dict(tensor_parallel_degree=2)
 EP = dict(sharding="stage1", sharding_parallel_degree=2, moe_group="data", gradient_accumulation_steps=1)
+STAGE3 = dict(sharding="stage3", sharding_parallel_degree=2, gradient_accumulation_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,8 @@ def same_bytes(built: Any) -> tuple[int, int]:
 
     whole, count, away = ModelFolder(built.folder.path).build().state_dict(), 0, 0
     for part in built.engine.parts:
+        for gathered in (m for m in part.modules() if hasattr(m, "unshard")):
+            gathered.unshard()
         for name, module in part.named_modules():
             if not getattr(module, "is_packed", False):
                 continue
@@ -104,7 +108,7 @@ def run(ranks: Ranks, count: int, *args: Any) -> tuple[list[float], str, int]:
 @pytest.mark.parametrize(
     ("base", "packed", "layouts"),
     [
-        ("wint4/8", 8, (TP, EP)),
+        ("wint4/8", 8, (TP, EP, STAGE3)),
         *(pytest.param(base, 10, (TP, EP), marks=pytest.mark.full) for base in ("int8", "int4")),
         pytest.param("mxfp4", 10, (EP,), marks=pytest.mark.full),
         *(pytest.param(base, 8, (TP, EP), marks=pytest.mark.full) for base in ("int4-group", "nf4")),
@@ -145,6 +149,23 @@ def test_compute_type_trains_a_dense_model_says_what_it_implies_and_merges_into_
     merged = ModelFolder(export(dense, tmp_path / "out", tmp_path / "merged")).build().state_dict()
     base = ModelFolder(dense).build()
     updates = row_updates(base, read_adapter(tmp_path / "out", base))
+    for name, weight in base.state_dict().items():
+        assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
+
+
+def test_a_base_cut_over_ranks_is_saved_resumed_and_merged(
+    models: dict[str, Path], rows: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    moe, keys = models["ernie4_5_moe"], {"compute_type": "fp32", "frozen_base": "wint4/8", "save_steps": 2, **STAGE3}
+    whole, _, _ = run(ranks, 2, moe, rows, tmp_path / "out", {**keys, "save_total_limit": -1})
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    keys |= {"resume_from_checkpoint": tmp_path / "again" / "checkpoint-2"}
+    assert run(ranks, 2, moe, rows, tmp_path / "resumed", keys)[0][-2:] == whole[-2:]
+    merged = ModelFolder(export(moe, tmp_path / "resumed", tmp_path / "merged")).build().state_dict()
+    base = ModelFolder(moe).build()
+    updates = row_updates(base, read_adapter(tmp_path / "out", base))
+    assert len(updates) == 10
     for name, weight in base.state_dict().items():
         assert torch.equal(merged[name], merged_tensor(weight, updates[name]) if name in updates else weight), name
 

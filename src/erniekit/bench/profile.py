@@ -18,6 +18,7 @@ KINDS = (
     ("positions and swiglu", r"^(?:turn|turn_back|forward|backward)(?:_\d+)?$"),
     ("grouped", r"grouped|group_gemm|groupproblem|expert.*mm"),
     ("loss and softmax", r"^_rows$|cross_entropy|token_loss|nll|^(?!triton_).*softmax"),
+    ("copy", r"multi_tensor.*copy"),  # lists of tensors at once, as fully_shard gathers them
     ("optimizer", r"^(?:update|squares)$|adam|multi_tensor|foreach|lpnorm"),
     ("element-wise", r"^triton_(?:poi|red|per|for)_"),  # what the compiler fused, whatever its name lists
     ("gemm", r"gemm|cutlass|cublas|nvjet|xmma|wgmma|splitk|addmm|\bb?mm\b|matmul|gemv|linear|^triton_tem_"),

@@ -85,6 +85,8 @@ class SharedKeys:
     index: torch.Tensor  # int64 [keys], places in the flattened [B * L] tokens, segment after segment
     bounds: torch.Tensor  # int32 [segments + 1]
     longest: int
+    tokens: int | None = None  # with keys; None: those of the queries
+    copies: int = 2  # of a key in the index, at most
 
 
 class Future(NamedTuple):

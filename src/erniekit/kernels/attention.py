@@ -26,6 +26,12 @@ class Keys(Protocol):
     @property
     def longest(self) -> int: ...
 
+    @property
+    def tokens(self) -> int | None: ...
+
+    @property
+    def copies(self) -> int: ...
+
 
 def attention(
     q: torch.Tensor,
@@ -36,7 +42,7 @@ def attention(
     backend: str = "auto",
     shared: Keys | None = None,
 ) -> torch.Tensor:
-    """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq, D].
+    """q [B, L, Nq, D]; k, v [B, L, Nkv, D], longer where keys are shared -> [B, L, Nq, D].
 
     cu_seqlens: int32 [docs + 1] bounds in the flattened tokens; None = each row is one document.
     shared: document s looks at the keys index[bounds[s]:bounds[s + 1]] of the flattened tokens instead of its own; its

@@ -12,6 +12,7 @@ import torch
 
 from erniekit.extras import install_command
 from erniekit.kernels import cudnn_packed, flash4
+from erniekit.kernels.attention import Keys
 from erniekit.kernels.available import shapes_of
 from erniekit.kernels.selection import AttentionFacts, chosen
 
@@ -23,22 +24,24 @@ class Packs(NamedTuple):
 
     bounds: torch.Tensor  # int32 [room + 1], in the flattened tokens
     sizes: torch.Tensor  # int64 on the host, read without waiting: documents, the longest, the longest list of keys
-    key_index: torch.Tensor | None = None  # int64 [2 T], as data.types.SharedKeys
+    key_index: torch.Tensor | None = None  # int64 [2 * tokens with keys], as data.types.SharedKeys
     key_bounds: torch.Tensor | None = None  # int32 [room + 1]
-    key_places: torch.Tensor | None = None  # int32 [T, copies]: where a token's key is in the lists; -1: nowhere else
+    # int32 [tokens with keys, copies]: where a token's key is in the lists; -1: nowhere else
+    key_places: torch.Tensor | None = None
 
 
-def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Any, tokens: int) -> Packs:
-    """Padded with documents of no length, and keys without queries."""
+def packs_of(cu_seqlens: torch.Tensor, longest: int, shared: Keys | None, tokens: int) -> Packs:
+    """Padded with documents of no length, and keys without queries. tokens: with queries."""
     documents = cu_seqlens.numel() - 1
     room = -(-documents // ROOM) * ROOM + 1
     bounds = _padded(cu_seqlens, room, tokens)
     if shared is None:
         return Packs(bounds, torch.tensor([documents, longest, longest]))
-    keys = shared.index.numel()
-    index = _padded(shared.index, -(-keys // (2 * tokens)) * 2 * tokens, 0)
+    keys, there = shared.index.numel(), shared.tokens or tokens
+    index = _padded(shared.index, -(-keys // (2 * there)) * 2 * there, 0)
     sizes = torch.tensor([documents, longest, shared.longest])
-    return Packs(bounds, sizes, index, _padded(shared.bounds, room, keys), places_of(shared.index, tokens))
+    places = places_of(shared.index, there, shared.copies)
+    return Packs(bounds, sizes, index, _padded(shared.bounds, room, keys), places)
 
 
 def places_of(index: torch.Tensor, tokens: int, copies: int = 2) -> torch.Tensor:
@@ -58,7 +61,7 @@ def _padded(x: torch.Tensor, size: int, value: int) -> torch.Tensor:
 def for_kernel(
     cu_seqlens: torch.Tensor | None,
     longest: int | None,
-    shared: Any,
+    shared: Keys | None,
     positions: torch.Tensor,
     group: int,
     head_dim: int,
@@ -67,16 +70,16 @@ def for_kernel(
     group: query heads to a kv head."""
     if not positions.is_cuda or (cu_seqlens is not None and longest is None):
         return None, None
-    kernel = backend_for(positions.device, group, head_dim, packed=cu_seqlens is not None)
+    kernel = backend_for(positions.device, group, head_dim, packed=cu_seqlens is not None, listed=shared is not None)
     if kernel is None or cu_seqlens is None or longest is None:
         return kernel, None
     return kernel, packs_of(cu_seqlens, longest, shared, positions.numel())
 
 
-def backend_for(device: torch.device, group: int, head_dim: int, packed: bool) -> str | None:
+def backend_for(device: torch.device, group: int, head_dim: int, packed: bool, listed: bool = False) -> str | None:
     """By what measured fastest and is right; None: no kernel for a card, torch's own attention document by document."""
     same_bits = torch.are_deterministic_algorithms_enabled()
-    facts = AttentionFacts(device, group, head_dim, torch.is_grad_enabled(), same_bits)
+    facts = AttentionFacts(device, group, head_dim, torch.is_grad_enabled(), same_bits, listed)
     by = chosen("packed attention" if packed else "attention", facts)
     return None if by == "sdpa" else by
 
@@ -91,7 +94,8 @@ def faster_attention(capability: tuple[int, int], flash4_here: bool, cudnn_here:
 
 
 def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packs: Packs, backend: str) -> torch.Tensor:
-    """q [B, L, Nq, D]; k, v [B, L, Nkv, D] -> [B, L, Nq * D]. backend: flash4 | cudnn | flash."""
+    """q [B, L, Nq, D]; k, v [B, L, Nkv, D], longer where keys are listed -> [B, L, Nq * D]. backend: flash4 | cudnn |
+    flash."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out, _ = torch.ops.erniekit.packed_attention(*flat, backend, *packs)
     result: torch.Tensor = out.view(*q.shape[:2], -1)

@@ -19,6 +19,7 @@ from erniekit.kernels.available import why_no_triton
 
 ALIGNED = 8  # widths of 16-bit numbers that tensor cores' kernels load are multiples of this
 HIGHEST_RANK = 128  # of adapters that the expert kernels hold in registers
+LISTED = "queries and keys of different lengths have bounds: packed attention"
 GATED_HIDDEN = 2048  # widest input of gate and up that is faster with SwiGLU in the product: 0.16 for 0.24 ms at 1024
 
 
@@ -40,6 +41,7 @@ class AttentionFacts:
     head_dim: int
     gradients: bool = True
     same_bits: bool = False  # asked for each time
+    listed: bool = False  # documents look at keys that a list names: prompts they share, or keys of other ranks
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,15 @@ def _no_flash4(packed: bool) -> Callable[[AttentionFacts], str | None]:
             return problem
         if f.same_bits:
             return "does not give the same bits each time"
+        if f.listed and not packed:
+            return LISTED
         return flash4.why_not(f.group, f.head_dim, packed, f.gradients, f.device)
 
     return why_not
+
+
+def _no_rows(f: AttentionFacts) -> str | None:
+    return _no_triton(f.device) or (LISTED if f.listed else None)
 
 
 def _no_cudnn_packs(f: AttentionFacts) -> str | None:
@@ -166,7 +174,7 @@ def _no_gated(f: GateUpFacts) -> str | None:
 OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "attention": (
         Implementation("flash4", _no_flash4(packed=False)),
-        Implementation("rows", lambda f: _no_triton(f.device)),  # torch's call of cuDNN or FlashAttention-2
+        Implementation("rows", _no_rows),  # torch's call of cuDNN or FlashAttention-2
         Implementation("sdpa", _none),
     ),
     "packed attention": (

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
 from erniekit.parallel.compiled import compile_layers
-from erniekit.parallel.context import ContextAttention
+from erniekit.parallel.context import KeysOfAll
 from erniekit.parallel.cuda_graphs import GraphedLayers
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
@@ -24,6 +24,7 @@ from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.host_layers import HostLayers
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.packed_shards import PackedShards, is_packed_bytes, weight_of
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
@@ -88,7 +89,7 @@ def parallelise(
         group = world.group("cp")
         assert group is not None
         for layer in model.blocks():  # type: ignore[operator]
-            layer.attn.inner = ContextAttention(group, world.at["cp"])
+            layer.attn.inner.all_keys = KeysOfAll(group)
         if hasattr(model, "places"):
             model.places = PlacesInSlice()
     apply_tensor_parallel(model, sharding, world)
@@ -96,6 +97,7 @@ def parallelise(
     parts = cut(model, sharding, world)
     inputs = HostInputs() if options.offload_recompute_inputs else None
     hosted: list[HostLayers] = []
+    shards: list[PackedShards] = []
     for _, part in parts:
         # What is computed again inside a layer is compiled with it; a whole layer is compiled, then computed again.
         whole = options.recompute == "full"
@@ -105,9 +107,13 @@ def parallelise(
             for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
                 choose(device.handle)  # type: ignore[operator]
         if options.compile:
-            compile_layers(part, packs_on_host=not device.triton, shards_inside=world.layout.fsdp > 1)
+            # Kernels that take packs as they are multiply 16-bit numbers, and ranks of a sequence have packs alone.
+            on_host = not device.triton or (world.layout.cp > 1 and compute == torch.float32)
+            compile_layers(part, packs_on_host=on_host, shards_inside=world.layout.fsdp > 1)
         # Around what is compiled, inside what is computed again: brought once more for that.
         hosted.append(HostLayers(part, options.in_host_memory, device))
+        away, on = options.in_host_memory, options.compile
+        shards.append(PackedShards(part, sharding, world.rank, compute, device.handle, away, on))
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:
@@ -118,11 +124,11 @@ def parallelise(
     home = torch.device("cpu") if options.offload and world.layout.fsdp > 1 else device.handle
     with torch.no_grad():
         done: set[int] = set()
-        for part, host in zip(modules, hosted, strict=True):
+        for part, host, pieces in zip(modules, hosted, shards, strict=True):
             _give_memory(part, home)
-            _pack(part, sharding, world, device.handle, compute, fill, host)
+            _pack(part, sharding, world, device.handle, compute, fill, host, pieces)
             for name, param in part.named_parameters():
-                if id(param) not in done:
+                if id(param) not in done and not is_packed_bytes(name):
                     done.add(id(param))
                     fill(plain(name), local(param))
     names = list(dict.fromkeys(n for part in modules for n, p in part.named_parameters() if p.requires_grad))
@@ -144,18 +150,20 @@ def _pack(
     compute: torch.dtype,
     fill: Callable[[str, torch.Tensor], None],
     host: HostLayers,
+    pieces: PackedShards,
 ) -> None:
     """Frozen weights that are not kept plain, one after the other: memory holds one of them both ways at most."""
     for name, module in part.named_modules():
         holder: Any = module
         if getattr(holder, "packed_shape", None) is None or holder.is_packed:
             continue
-        weight = f"{plain(f'{name}.')}weight"
+        weight = weight_of(name)
         sharding.packed.add(weight)
         piece = torch.empty(holder.held_shape, dtype=compute, device=device)
         fill(weight, piece)
         holder.pack(piece, _agree(world.group("tp")) if sharding.cuts_columns(weight, world.rank) else None)
         host.take(holder)
+        pieces.take(holder, weight)
 
 
 def _agree(group: ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:

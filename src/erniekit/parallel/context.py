@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a part of every sequence; keys and values are gathered, documents stay apart.
 
 A row is cut in 2 x ranks chunks and rank r has chunks r and 2n-1-r, so that causal work is even. `split` cuts a batch
-and says which keys each piece of it attends to; `ContextAttention` stands where the inner attention stands. Called by
-apply.py and engine.py.
+and lists the keys that each piece of a document attends to; with `KeysOfAll` before it, the same attention as on one
+rank does the rest. Called by apply.py and engine.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.parallel.collectives import gather_from
@@ -45,6 +43,8 @@ class GatheredKeys(NamedTuple):
     index: torch.Tensor  # type: ignore[assignment]  # tuple.index is not used
     bounds: torch.Tensor
     longest: int
+    tokens: int  # of all ranks
+    copies: int
 
 
 def split(batch: Any, rank: int, ranks: int, picture_tokens: CountTokens | None = None) -> Any:
@@ -107,7 +107,9 @@ def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:
     joined = torch.argsort(torch.cat([take(torch.arange(length)[None], r, ranks)[0] for r in range(ranks)]))
     index = torch.cat(seen)
     index = index - index % length + joined[index % length]
-    shared = GatheredKeys(index, _bounds(key_lengths), max(key_lengths))
+    # A rank has two chunks of a row, and pieces of one document in both.
+    copies = 2 * (1 if batch.shared is None else batch.shared.copies)
+    shared = GatheredKeys(index, _bounds(key_lengths), max(key_lengths), B * length, copies)
     return dict(cu_seqlens=_bounds(lengths), max_doc=max(lengths), shared=shared)
 
 
@@ -115,30 +117,11 @@ def _bounds(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-class ContextAttention(nn.Module):
-    """Local queries against all keys and values, one call a piece of a document: exact for any packing."""
+class KeysOfAll:
+    """Keys or values [B, L, heads, D] of every rank's tokens, joined along L."""
 
-    waits_for_host = True
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
 
-    def __init__(self, group: ProcessGroup, rank: int) -> None:
-        super().__init__()
-        self.group, self.rank = group, rank
-        self.backend = "auto"
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any) -> torch.Tensor:
-        shared = ctx.shared
-        assert shared is not None, "a batch that split() has cut says which keys its tokens look at"
-        k, v = (gather_from(t, 1, self.group).flatten(0, 1)[shared.index] for t in (k, v))
-        queries = q.flatten(0, 1).split(ctx.cu_seqlens.diff().tolist())
-        lengths = shared.bounds.diff().tolist()
-        pieces = [_tail(a, b, c) for a, b, c in zip(queries, k.split(lengths), v.split(lengths))]
-        return torch.cat(pieces).view_as(q)
-
-
-def _tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last len(q) places of k, v [n, heads, D]."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds
-
-    ends_aligned = causal_lower_right(q.shape[0], k.shape[0])  # on a card this makes no mask
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=ends_aligned, enable_gqa=True)[0].transpose(0, 1)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_from(x, 1, self.group)

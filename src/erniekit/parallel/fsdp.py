@@ -26,8 +26,9 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
         mesh = mesh["dp", "shard"] if layout.dp > 1 else shard
     else:
         mesh = mesh["dp", "fsdp"] if layout.dp > 1 else mesh["fsdp"]
-    # Weights stay fp32 and are gathered in the compute dtype: the fp32 copy is the master.
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # Trained weights stay fp32, their own masters, and are gathered in the compute dtype; frozen ones come in it.
+    # Inputs stay as they are: fp32 ones, such as the cosines of positions, are meant to be.
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=precision if compute != torch.float32 else MixedPrecisionPolicy(),

@@ -8,24 +8,15 @@ any more once another layer's turn has come.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from erniekit.devices.base import Device
+from erniekit.parallel.packed_bytes import PackedTensor, after, seen_in
 
 BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever it is asked for
-ALIGNED = 256  # where a tensor may begin in a room
-
-
-class Tensor(NamedTuple):
-    """A packed tensor of a layer: whose buffer it is, and where it lies among the layer's bytes."""
-
-    holder: nn.Module
-    name: str
-    start: int
-    like: torch.Tensor  # its shape and dtype, without memory
 
 
 class HostLayers:
@@ -36,7 +27,7 @@ class HostLayers:
         self.device = device
         self.layers: dict[int, Any] = {n: layer for n, layer in part.held_layers() if n in numbers}  # type: ignore[operator]
         self.order = sorted(self.layers)
-        self.tensors: dict[int, list[Tensor]] = {}
+        self.tensors: dict[int, list[PackedTensor]] = {}
         self.blocks: dict[int, list[torch.Tensor]] = {}  # a layer's bytes in host memory
         self.copies = 0  # of whole layers to the device
         self._rooms: list[torch.Tensor] = []
@@ -59,21 +50,21 @@ class HostLayers:
                 self._to_host(number, holders)
 
     def _to_host(self, number: int, holders: list[Any]) -> None:
-        found, size = list[Tensor](), 0
+        found, size = list[PackedTensor](), 0
         values = list[torch.Tensor]()
         for holder in holders:
             for name, value in holder.named_buffers(recurse=False):
                 if name.startswith("packed_"):
-                    found.append(Tensor(holder, name, size, torch.empty_like(value, device="meta")))
+                    found.append(PackedTensor(holder, name, size, torch.empty_like(value, device="meta")))
                     values.append(value)
-                    size += -(-value.nbytes // ALIGNED) * ALIGNED
+                    size = after(size, value)
         whole = torch.empty(size, dtype=torch.uint8, device=self.device.handle)
         for tensor, value in zip(found, values, strict=True):
-            _place(whole, tensor).copy_(value)
+            seen_in(whole, tensor).copy_(value)
         self.blocks[number] = [self._host_copy(piece) for piece in whole.split(BLOCK)]
         self.tensors[number] = found
         for tensor in found:
-            tensor.holder._buffers[tensor.name] = tensor.like
+            tensor.show(tensor.like)
 
     def _host_copy(self, piece: torch.Tensor) -> torch.Tensor:
         out = torch.empty(piece.shape, dtype=torch.uint8, pin_memory=self.device.pins_memory)
@@ -83,12 +74,12 @@ class HostLayers:
         def run(*args: Any) -> Any:
             room = self._bring(number)
             for tensor in self.tensors[number]:
-                tensor.holder._buffers[tensor.name] = _place(self._rooms[room], tensor)
+                tensor.show(seen_in(self._rooms[room], tensor))
             try:
                 return forward(*args)
             finally:  # whoever reads them at another time would read another layer's
                 for tensor in self.tensors[number]:
-                    tensor.holder._buffers[tensor.name] = tensor.like
+                    tensor.show(tensor.like)
 
         return run
 
@@ -136,9 +127,3 @@ class HostLayers:
         for block in self.blocks[number]:
             self._rooms[room][start : start + block.numel()].copy_(block, non_blocking=True)
             start += block.numel()
-
-
-def _place(room: torch.Tensor, tensor: Tensor) -> torch.Tensor:
-    """Through `data`: autograd counts changes to a room, and what backward reads is what its layer was given."""
-    like = tensor.like
-    return room.data[tensor.start : tensor.start + like.nbytes].view(like.dtype).view(like.shape)

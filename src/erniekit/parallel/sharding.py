@@ -63,7 +63,7 @@ class Sharding:
         self.num_layers, self.tied, self.part_rows = num_layers, tied, part_rows
         self._rules = {name: rule_of(plan, module_of(name)) for name in self.shapes}
         self.mtp_trained = False  # layers that predict further tokens embed them, on the last stage
-        self.packed: set[str] = set()  # frozen weights that are not plain: fully_shard does not cut these
+        self.packed: set[str] = set()  # frozen weights that are not plain: cut by their bytes, not by their rows
 
     def names(self) -> list[str]:
         return list(self.shapes)
@@ -218,18 +218,28 @@ class Sharding:
     # --- fsdp: rows of what tensor parallelism leaves ---
 
     def _shards(self, name: str) -> int:
+        return 1 if name in self.packed else self._ranks(name)
+
+    def _ranks(self, name: str) -> int:
         """cp ranks hold the same weights, so where fsdp shards at all it shards over both; experts that are spread over
         data ranks are sharded over the ranks with the same ones."""
         layout = self.layout
-        if layout.fsdp == 1 or name in self.packed:
+        if layout.fsdp == 1:
             return 1
         return layout.expert_copies if self._spread_over_data(name) else layout.fsdp * layout.cp
 
-    def _shard(self, name: str, rank: int) -> int:
+    def _place(self, name: str, rank: int) -> int:
+        """Which of those ranks it is."""
         layout, at = self.layout, self.layout.coords(rank)
-        if layout.fsdp == 1 or name in self.packed:
-            return 0
         return layout.expert_place(rank)[1] if self._spread_over_data(name) else at["fsdp"] * layout.cp + at["cp"]
+
+    def packed_ranks(self, name: str) -> int:
+        """Over how many ranks the bytes of a packed weight are cut. Stages 1 and 2 share out what is trained."""
+        return self._ranks(name) if self.layout.sharding_stage == 3 else 1
+
+    def packed_piece(self, name: str, rank: int, count: int) -> Range:
+        """Which of `count` numbers a rank keeps, of those that packed weights such as this one lie in."""
+        return _chunk(count, self.packed_ranks(name), self._place(name, rank))
 
     def _spread_over_data(self, name: str) -> bool:
         return self.layout.experts_over_data and self.is_expert(name)
@@ -244,10 +254,8 @@ class Sharding:
         return self.cut(name, self.layout.coords(rank)["tp"], place) or Cut(((0, self.shapes[name][0]),))
 
     def _rows(self, name: str, rank: int, rows: int) -> Range:
-        """torch.chunk's rule, which fully_shard uses: chunks of ceil(rows / ranks), the last ones short or empty."""
-        size = -(-rows // self._shards(name))
-        start = min(rows, size * self._shard(name, rank))
-        return start, min(rows, start + size)
+        shards = self._shards(name)
+        return _chunk(rows, shards, self._place(name, rank)) if shards > 1 else (0, rows)
 
     # --- all together ---
 
@@ -326,6 +334,13 @@ class Sharding:
     def rows_cut(self, name: str, tp_rank: int) -> Iterable[Range]:
         cut = self.cut(name, tp_rank)
         return cut.rows if cut is not None and cut.columns is None else ()
+
+
+def _chunk(count: int, ranks: int, place: int) -> Range:
+    """torch.chunk's rule, which fully_shard uses: chunks of ceil(count / ranks), the last ones short or empty."""
+    size = -(-count // ranks)
+    start = min(count, size * place)
+    return start, min(count, start + size)
 
 
 def module_of(name: str) -> str:

@@ -67,12 +67,14 @@ def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_
     before = prod(sharding.tp_shape(name, layout.coords(rank)["tp"], place))
     sharded = layout.fsdp > 1 and name not in sharding.packed
     if name in storing.bits:
-        rows = local[0] if local else 0
-        return Share(weights=count * storing.bits[name] / 8 + 4 * rows, largest=2.0 * count)
-    wide = sharded or storing.compute == 4 or name in storing.fp32
-    weights = count * (4 if wide else storing.compute) * (2 if storing.reference and name in storing.trained else 1)
+        rows, ranks = local[0] if local else 0, sharding.packed_ranks(name)
+        whole = count * storing.bits[name] / 8 + 4 * rows
+        return Share(weights=whole / ranks, gathered=whole if ranks > 1 else 0.0, largest=2.0 * count)
+    trained, four = name in storing.trained, storing.compute == 4 or name in storing.fp32
+    wide = four or (sharded and trained)
+    weights = count * (4 if wide else storing.compute) * (2 if storing.reference and trained else 1)
     gathered = before * (4 if name in storing.fp32 else storing.compute) if sharded else 0
-    if name not in storing.trained:
+    if not trained:
         return Share(weights=weights, gathered=gathered)
     master = 0.0 if wide else count * _master(storing, local)
     return Share(
@@ -149,7 +151,7 @@ class Blocks:
         """Of the first rank, by block; the same for layouts that cut tensors alike."""
         key = (
             layout.tp, layout.fsdp * layout.cp if layout.fsdp > 1 else 1, layout.experts_over, layout.expert_ranks,
-            layout.expert_copies, layout.size > 1, micro_batches > 1,
+            layout.expert_copies, layout.sharding_stage == 3, layout.size > 1, micro_batches > 1,
         )  # fmt: skip
         if key not in self._known:
             table = copy.copy(self.sharding)

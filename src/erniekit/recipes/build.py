@@ -6,6 +6,7 @@ Called by recipes/training.py and doctor.py; this is where config values meet co
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.model_folder import ModelFolder
@@ -46,6 +47,9 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
         for each in (whole, model):
             inject(each, plan.lora, cfg.train.seed)
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
+    dtypes = _unsharded_dtypes(plan) if plan.stored_dtype != plan.dtype else {}
+    if dtypes:
+        keep_frozen_as_computed(model, dtypes)
     if cfg.lora.packed_base:
         left = store_frozen(model, cfg.lora.frozen_base, cfg.lora.frozen_products, sharding.matrix_shapes)
         if left:
@@ -61,8 +65,8 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     if plan.lora:
         low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
     fill = weights.base_and_adapters(base, low_rank)
-    if plan.stored_dtype != plan.dtype:
-        fill = weights.rounded(fill, _unsharded_dtypes(plan))
+    if dtypes:
+        fill = weights.rounded(fill, dtypes)
     names = (*stage.metric_names(cfg), *expert_settings.metric_names(cfg, folder.config))
     step_metrics = StepMetrics(names, device.handle) if names else None
     engine = parallelise(
@@ -91,6 +95,13 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
     expert_layers.install(cfg, engine)
     engine.train()
     return Built(plan, whole, engine, sharding, base_digest)
+
+
+def keep_frozen_as_computed(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """What is not trained needs no fp32 master: half of the bytes, and nothing to cast each time it is gathered."""
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            param.data = param.data.to(dtypes[plain(name)])
 
 
 def _unsharded_dtypes(plan: RunPlan) -> dict[str, torch.dtype]:

@@ -26,6 +26,7 @@ from erniekit.parallel.apply import plain
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
+from erniekit.parallel.packed_shards import is_packed_bytes
 from erniekit.parallel.sharding import Sharding
 from erniekit.recipes import weights
 from erniekit.recipes.run_plan import RunPlan
@@ -70,11 +71,11 @@ class Built:
         return lasting_name(str(self.plan.config.model.model_name_or_path), self.folder.path)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of all this rank holds, each once."""
+        """Name and parameter of all this rank holds, each once; packed weights are none."""
         seen: set[int] = set()
         for part in self.engine.parts:
             for name, param in part.named_parameters():
-                if id(param) not in seen:
+                if id(param) not in seen and not is_packed_bytes(name):
                     seen.add(id(param))
                     yield plain(name), param
 

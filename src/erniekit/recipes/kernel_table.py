@@ -65,15 +65,16 @@ def _layers(built: Built) -> Iterator[Choice]:
 def _attention(built: Built, inner: Any, device: torch.device) -> Iterator[Choice]:
     config, why = built.folder.config, None
     if not isinstance(inner, InnerAttention):
-        why = f"{type(inner).__name__}: a sequence or its heads are spread over ranks"
+        why = f"{type(inner).__name__}: heads are spread unevenly over ranks"
     elif not inner.with_positions:
         why = "the inner attention alone is computed again in the backward pass"
     elif inner.backend != "auto":
         why = f"attention: {inner.backend}"
     elif built.dtype == torch.float32:
         why = "kernels for a card take 16-bit numbers"
-    facts = AttentionFacts(device, config.num_heads // config.num_kv_heads, config.head_dim)
-    for operation in ("attention", "packed attention"):
+    listed = getattr(inner, "all_keys", None) is not None
+    facts = AttentionFacts(device, config.num_heads // config.num_kv_heads, config.head_dim, listed=listed)
+    for operation in ("packed attention",) if listed else ("attention", "packed attention"):
         yield Choice(operation, "sdpa", why) if why else select(operation, facts)
 
 
@@ -88,7 +89,8 @@ def _run(built: Built, fused_update: bool) -> Iterator[Choice]:
     """What is decided for the whole run, with the reasons its notes give."""
     cfg = built.plan.config
     reasons = {note.key: note.reason for note in cfg.notes}
-    kind = cfg.lora.frozen_base if cfg.lora.packed_base else str(built.plan.stored_dtype).removeprefix("torch.")
+    dtype = built.dtype if built.lora else built.plan.stored_dtype
+    kind = cfg.lora.frozen_base if cfg.lora.packed_base else str(dtype).removeprefix("torch.")
     yield Choice("frozen weights" if built.lora else "weights", kind, reasons.get("frozen_base", "as configured"))
     if cfg.lora.packed_base:
         yield Choice("frozen products", cfg.lora.frozen_products, reasons.get("frozen_products", "as configured"))

@@ -64,7 +64,7 @@ class RunPlan(DevicePlan):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of weights. fully_shard keeps fp32 weights and computes in dtype; elsewhere the optimiser keeps fp32."""
+        """Of trained weights. fully_shard keeps them in fp32 and computes in dtype; elsewhere the optimiser does."""
         return torch.float32 if self.world.layout.fsdp > 1 else self.dtype
 
     @property

@@ -18,6 +18,7 @@ from erniekit.devices import pick
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<GroupProblemShape<...>>>", "grouped"),
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT", "gemm"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<...>>", "copy"),
         ("triton_poi_fused__to_copy_add_mul_2", "element-wise"),
         ("triton_red_fused_rms_norm_index_0", "element-wise"),
         ("Memcpy HtoD (Pinned -> Device)", "copy"),

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from erniekit.data.types import SharedKeys
 from erniekit.kernels import cudnn_packed
 from erniekit.kernels.cudnn_packed import PackShape, bucket, offsets, offsets_fit, supported
 from erniekit.kernels.packed_attention import ROOM, faster_attention, for_kernel, packs_of, places_of
@@ -26,7 +25,7 @@ def test_packs_of_other_documents_have_the_same_shapes() -> None:
 
 
 def test_keys_that_documents_share_are_padded_past_the_last_list() -> None:
-    shared = SimpleNamespace(index=torch.tensor([0, 1, 2, 0, 3]), bounds=bounds(3, 2), longest=3)
+    shared = SharedKeys(torch.tensor([0, 1, 2, 0, 3]), bounds(3, 2), longest=3)
     packs = packs_of(bounds(3, 1), 3, shared, 4)
     assert packs.key_index is not None
     assert packs.key_bounds is not None

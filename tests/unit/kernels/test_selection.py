@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,20 @@ def test_each_choice_says_why_not_the_ones_before_it(hopper: pytest.MonkeyPatch)
     assert found.implementation == "flash"
     assert found.reason == "flash4: flash-attn-4 is not installed; cudnn: nvidia-cudnn-frontend is not installed"
     assert select("experts", ExpertFacts(CARD, torch.bfloat16, 64, 32)).reason == "the fastest"
+
+
+def test_ranks_that_share_a_sequence_have_the_packed_kernels_of_one_rank(hopper: pytest.MonkeyPatch) -> None:
+    hopper.setattr(selection.cudnn_packed, "library", lambda: object())
+    listed = AttentionFacts(CARD, 8, 128, listed=True)
+    assert select("packed attention", listed) == ("packed attention", "flash4", "the fastest")
+    assert chosen("packed attention", replace(listed, same_bits=True)) == "flash"
+    assert chosen("packed attention", replace(listed, device=CPU)) == "sdpa"
+    hopper.setattr(flash4, "why_not", lambda *facts: "for Hopper cards")
+    force({})
+    assert select("packed attention", listed) == ("packed attention", "cudnn", "flash4: for Hopper cards")
+    rows = select("attention", listed)
+    assert rows.implementation == "sdpa"
+    assert rows.reason.count("queries and keys of different lengths have bounds: packed attention") == 2
 
 
 @pytest.mark.parametrize(

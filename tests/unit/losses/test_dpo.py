@@ -26,7 +26,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.collectives import sum_from
-from erniekit.parallel.context import ContextAttention, split
+from erniekit.parallel.context import KeysOfAll, split
 from erniekit.parallel.step_metrics import StepMetrics
 from support.pair_losses import dpo_losses
 from support.ranks import Ranks
@@ -318,7 +318,7 @@ def on_ranks_of_a_sequence() -> tuple[float, float]:
     whole = dpo_loss(alone, batch, settings=settings)
     whole.backward()
     for layer in shared.layers:
-        layer.attn.inner = ContextAttention(group, rank)
+        layer.attn.inner.all_keys = KeysOfAll(group)
     mine = split(batch, rank, size)
     step_metrics = StepMetrics(metric_names(settings), torch.device("cpu"))
     together = dict(sum_over_cp=lambda x: sum_from(x, group), copies=size)

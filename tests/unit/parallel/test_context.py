@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from erniekit.data.types import IGNORE, Batch, Future, Pairs, SharedKeys
 from erniekit.kernels.attention import reference
-from erniekit.parallel.context import ContextAttention, chunks_of, in_order, split, take
+from erniekit.kernels.packed_attention import packs_of
+from erniekit.models.layers.attention import InnerAttention
+from erniekit.parallel.context import KeysOfAll, chunks_of, in_order, split, take
 from support.ranks import Ranks
 
 LENGTH = 32
@@ -102,7 +104,24 @@ def test_each_piece_keeps_the_keys_its_last_token_sees(name, ranks_of_a_row, sha
             assert seen_by[token] == keys[: len(keys) - (end - 1 - token)]
 
 
-def attend(name: str, share: bool, q_heads: int, kv_heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("ranks_of_a_row", [2, 4])
+def test_kernels_for_packs_get_lists_of_one_size_and_every_place_of_a_key_in_them(ranks_of_a_row, share):
+    shapes = set()
+    for name, rank in product(("one pair", "one-token answers"), range(ranks_of_a_row)):
+        mine = split(batch_of(SHARED[name], share), rank, ranks_of_a_row)
+        packs = packs_of(mine.cu_seqlens, mine.max_doc, mine.shared, mine.input_ids.numel())
+        shapes.add(tuple(tuple(t.shape) for t in packs))
+        listed = mine.shared.index.tolist()
+        assert packs.key_index[: len(listed)].tolist() == listed
+        for token, places in enumerate(packs.key_places.tolist()):
+            assert [p for p in places if p >= 0] == [p for p, t in enumerate(listed) if t == token]
+    assert len(shapes) == 1, "one program for every pack and rank"
+
+
+def attend(
+    name: str, share: bool, q_heads: int, kv_heads: int, backend: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Output and gradients of q, k, v: this rank's, and its part of those of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     batch = batch_of(SHARED[name], share)
@@ -114,9 +133,9 @@ def attend(name: str, share: bool, q_heads: int, kv_heads: int) -> list[tuple[to
     expected.backward(upstream)
     mine = split(batch, rank, size)
     parts = [take(t.detach(), rank, size).requires_grad_() for t in whole]
-    out = ContextAttention(dist.group.WORLD, rank)(
-        *parts, SimpleNamespace(cu_seqlens=mine.cu_seqlens, shared=mine.shared)
-    )
+    inner = InnerAttention()
+    inner.backend, inner.all_keys = backend, KeysOfAll(dist.group.WORLD)
+    out = inner(*parts, SimpleNamespace(cu_seqlens=mine.cu_seqlens, max_doc=mine.max_doc, shared=mine.shared))
     out.backward(take(upstream, rank, size))
     wanted = [take(t.detach(), rank, size) for t in (expected, *(w.grad for w in whole))]
     return list(zip([out.detach(), *(p.grad for p in parts)], wanted))
@@ -127,7 +146,7 @@ def attend(name: str, share: bool, q_heads: int, kv_heads: int) -> list[tuple[to
 @pytest.mark.parametrize("count", [2, 4])
 def test_attention_over_ranks_equals_one_process(ranks: Ranks, count: int, heads: tuple[int, int]):
     for name in SHARED:
-        for share in (True, False):
-            for answer in ranks.run(count, attend, name, share, *heads):
+        for share, backend in ((True, "auto"), (False, "auto"), (True, "reference")):
+            for answer in ranks.run(count, attend, name, share, *heads, backend):
                 for ours, theirs in answer:
                     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)

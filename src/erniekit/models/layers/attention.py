@@ -5,6 +5,7 @@ B batch, L length, H hidden, N heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +37,12 @@ class Context(NamedTuple):
 
 
 class InnerAttention(nn.Module):
-    """The part without weights, held as a collaborator: recompute and context parallel wrap or swap just this."""
+    """The part without weights, held as a collaborator: recompute wraps just this, a server swaps it."""
 
     with_positions = True  # may take the fused projection as it is, where kernels for it fit
+    # The keys or values that queries look at, from those of this rank's tokens; None: these are all. Where there are
+    # more, a batch lists which of them each document sees (Context.shared).
+    all_keys: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +58,16 @@ class InnerAttention(nn.Module):
         if ctx.kernel is None or not self.takes(qkv.dtype, ctx):
             return None
         q, k, v = turned(qkv, ctx.cos, ctx.sin, heads, kv_heads, halves)
+        if self.all_keys is not None:
+            k, v = self.all_keys(k), self.all_keys(v)
         if ctx.packs is None:
             by_flash4 = ctx.kernel == "flash4" and q.dtype == torch.bfloat16
             return (row_attention if by_flash4 else attention)(q, k, v).flatten(2)
         return packed_attention(q, k, v, ctx.packs, ctx.kernel)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context) -> torch.Tensor:
+        if self.all_keys is not None:
+            k, v = self.all_keys(k), self.all_keys(v)
         return attention(q, k, v, ctx.cu_seqlens, ctx.max_doc, self.backend, ctx.shared)
 
 

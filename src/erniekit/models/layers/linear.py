@@ -28,6 +28,8 @@ class HoldsWeight(nn.Module):
         if self.weight is not None:
             return Stored(self.weight) if self.rounding is None else self.rounding.stored(self.weight)
         data, scale, extra = (getattr(self, f"packed_{slot}") for slot in SLOTS)
+        if not torch.compiler.is_compiling() and data.numel() and not data.untyped_storage().nbytes():
+            raise RuntimeError("packed weights that ranks share are here only while their layer computes")
         return Stored(data, scale, extra, self.kind)
 
     def observe(self, x: torch.Tensor) -> None:
