@@ -139,6 +139,7 @@ class More(NamedTuple):
     beside_pictures: int | None = None  # of Batch
     vision: Vision | None = None
     modality: torch.Tensor | None = None  # of Batch
+    vision_tokens: int | None = None  # of Batch
 
 
 @dataclass
@@ -162,6 +163,7 @@ class Batch:
     vision: Vision | None = None  # None: no picture in this batch
     modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: the model knows text alone
     beside_pictures: int | None = None  # num_label_tokens of documents with a picture; None: not counted, or cut since
+    vision_tokens: int | None = None  # of modality, those that are not text; None: it is in host memory, to be counted
 
     @property
     def weight(self) -> int:
@@ -170,7 +172,13 @@ class Batch:
 
     def more(self) -> More:
         told = (self.num_label_tokens, self.beside_pictures)
-        return More(self.real, self.shared, self.future, *told, self.vision, self.modality)
+        return More(self.real, self.shared, self.future, *told, self.vision, self.modality, self._vision_tokens())
+
+    def _vision_tokens(self) -> int | None:
+        """Counted on the host alone: on a device it would wait for what is computed there."""
+        if self.vision_tokens is not None or self.modality is None or self.modality.device.type != "cpu":
+            return self.vision_tokens
+        return int((self.modality != TEXT).sum())
 
     def counted(self) -> Batch:
         """With the numbers of trained labels as these are now; in host memory."""
@@ -189,7 +197,7 @@ class Batch:
         if device.type == "cpu":
             return self
         moved = {k: _to(getattr(self, k), device, pin) for k in TENSORS}
-        return replace(self, **moved)
+        return replace(self, **moved, vision_tokens=self._vision_tokens())
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for k in TENSORS for tensor in _inside(getattr(self, k))]

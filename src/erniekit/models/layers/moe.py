@@ -22,7 +22,10 @@ class LocalExchange(nn.Module):
     """All experts are here."""
 
     def forward(self, x_TH: torch.Tensor, routing: Routing, experts: nn.Module, count: int) -> torch.Tensor:
-        y_TH: torch.Tensor = experts(x_TH, by_expert(routing.ids, count), routing.weights)
+        order = by_expert(routing.ids, count)
+        if routing.rows is not None:  # those of no expert come last
+            order = order._replace(row_of=order.row_of[: routing.rows])
+        y_TH: torch.Tensor = experts(x_TH, order, routing.weights)
         return y_TH
 
 
