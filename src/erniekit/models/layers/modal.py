@@ -25,11 +25,15 @@ from erniekit.models.layers.moe import MoE
 OF_VISION = "_vision"  # behind the names of what the vision bank records
 
 
-def length_of(count: int, beside: torch.Tensor) -> torch.Tensor:
-    """A tensor of this length, which differs from batch to batch: compiled layers are told so."""
-    made = beside.new_empty(count)
+def lengths_of(modality: torch.Tensor, seen: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tensors as long as tokens are text, and as long as they are not: lengths that differ from batch to batch, which
+    compiled layers are told. seen: how many are not; None: not known."""
+    if seen is None:
+        return None
+    made = modality.new_empty(modality.numel() - seen), modality.new_empty(seen)
     if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would import the compiler
-        torch._dynamo.maybe_mark_dynamic(made, 0)
+        for one in made:
+            torch._dynamo.maybe_mark_dynamic(one, 0)
     return made
 
 
@@ -51,17 +55,17 @@ class Bank(MoE):
         super().__init__(replace(config, moe=shape), layer)
 
     def answer(
-        self, x_BLH: torch.Tensor, own_BL: torch.Tensor | None, bias: torch.Tensor | None, ctx: Any, tokens: Any = None
-    ) -> torch.Tensor:
-        """[B, L, H], zero where a token is not its own. own None: all are. tokens: how many are, on all ranks that have
-        a slice of these rows; None: not known."""
+        self, x_BLH: torch.Tensor, own_BL: torch.Tensor | None, bias: torch.Tensor | None, ctx: Any,
+        length: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[B, L, H], zero where a token is not its own. own None: all are. length: as many as are, on all ranks that
+        have a slice of these rows; None: not known."""
         x_TH = x_BLH.flatten(0, 1)
         routing = self.router(x_TH, bias)
         if own_BL is not None:
             own = own_BL.reshape(-1, 1)
             ids = torch.where(own, routing.ids, self.router.experts)
-            rows = None if tokens is None else tokens * self.router.choices
-            routing = routing._replace(ids=ids, weights=routing.weights * own, rows=rows)
+            routing = routing._replace(ids=ids, weights=routing.weights * own, own=length)
         y_TH = self.exchange(x_TH, routing, self.experts, self.router.experts)
         result: torch.Tensor = self.balance(y_TH.view_as(x_BLH), routing, self.router, ctx)
         return result
@@ -95,11 +99,10 @@ class ModalMoE(nn.Module):
             seen = modality != 0
             real_text, real_vision = (own if ctx.real is None else own & ctx.real for own in (~seen, seen))
             here_text, here_vision = (self._here(own, x_BLH) for own in (~seen, seen))
-            count = None if ctx.seen is None else ctx.seen.shape[0]
-            of_text = None if count is None else modality.numel() - count
+            of_text, of_vision = (None, None) if ctx.lengths is None else ctx.lengths
             y_BLH = self.text.answer(x_BLH, here_text, text, ctx._replace(real=real_text), of_text)
             vision_ctx = ctx._replace(real=real_vision, record=sheet)
-            y_BLH = y_BLH + self.vision.answer(x_BLH, here_vision, vision, vision_ctx, count)
+            y_BLH = y_BLH + self.vision.answer(x_BLH, here_vision, vision, vision_ctx, of_vision)
         if sheet is not None:
             _merge(ctx.record, sheet)
         return y_BLH if self.shared is None else y_BLH + self.shared(x_BLH)

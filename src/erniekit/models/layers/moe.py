@@ -22,10 +22,7 @@ class LocalExchange(nn.Module):
     """All experts are here."""
 
     def forward(self, x_TH: torch.Tensor, routing: Routing, experts: nn.Module, count: int) -> torch.Tensor:
-        order = by_expert(routing.ids, count)
-        if routing.rows is not None:  # those of no expert come last
-            order = order._replace(row_of=order.row_of[: routing.rows])
-        y_TH: torch.Tensor = experts(x_TH, order, routing.weights)
+        y_TH: torch.Tensor = experts(x_TH, by_expert(routing.ids, count), routing.weights, routing.own)
         return y_TH
 
 

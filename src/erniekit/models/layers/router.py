@@ -5,7 +5,7 @@ Held by models/layers/moe.py. T tokens, E experts, K choices.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ class Routing(NamedTuple):
     probs: torch.Tensor  # fp32 [T, E]
     ids: torch.Tensor  # int64 [T, K]; E where a choice was dropped for want of room
     weights: torch.Tensor  # [T, K] in the tokens' dtype, summing to one
-    rows: Any = None  # choices that have an expert at most, where the host knows; None: all may
+    own: torch.Tensor | None = None  # as long as there are tokens with an expert, where the host knows; None: all may
 
 
 class Router(nn.Module):
