@@ -31,4 +31,7 @@ def _looking(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
         return 0.0
     whole, frozen = not cfg.lora.lora, cfg.vision.freeze_config
     tower, resampler = (whole and word not in frozen for word in ("freeze_vision", "freeze_resampler"))
-    return Looking(tower, resampler, adapted=cfg.lora.lora, kept=TOWER).flops(c, batch.shown())
+    shown = batch.shown()
+    if cfg.vision.vision_feature_cache == "on":  # no picture is looked at, whatever `batch` holds
+        shown = shown._replace(looked_patches=0, looked_features=0, squares=0)
+    return Looking(tower, resampler, adapted=cfg.lora.lora, kept=TOWER).flops(c, shown)

@@ -69,6 +69,8 @@ class Lane:
             "steps_run": self.next_step,
             **medians(self.readings),
         }
+        if self.runner.waits:
+            out["data_wait"] = min(1.0, sum(self.runner.waits[-len(self.seconds) :]) / sum(self.seconds))
         if self.runner.note:
             out["note"] = self.runner.note
         if self.failed:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from erniekit.models.costs import Seen, mfu, step_flops
 from erniekit.models.vision_costs import Patches
 from erniekit.models.layers.seeing import TOKENS
 from erniekit.track import Trackers
+from erniekit.train.data_wait import DataWait
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -80,9 +80,7 @@ class LogHook(Hook):
         self.more_of = (further, live_reference)
         self.extras: dict[str, float] = {}  # what the latest record tells beside loss and rates
         self.speed = 0.0  # tokens a second since the record before the latest
-        self._asked: float | None = None  # since when the trainer waits for data
-        self._waits: deque[tuple[float, float]] = deque()  # from when to when, of steps that are not finished
-        self._finished = 0.0  # when the latest step was
+        self._wait = DataWait()
         self._reset(time.perf_counter())
 
     def _reset(self, since: float) -> None:
@@ -100,24 +98,15 @@ class LogHook(Hook):
         return False
 
     def phase(self, name: str) -> None:
-        now = time.perf_counter()
-        if self._asked is not None:
-            self._waits.append((self._asked, now))
-        self._asked = now if name == "data" else None
-        if name == "restore":
-            self._waits.clear()
-
-    def _count_wait(self, finished: float) -> None:
-        """Of waiting for a step's data that part counts in which the device had nothing to do: what came before the
-        step before was finished is hidden."""
-        if self._waits:
-            asked, came = self._waits.popleft()
-            self._waited += max(0.0, came - max(asked, self._finished))
-        self._finished = finished
+        self._wait.came(time.perf_counter())
+        if name == "data":
+            self._wait.ask(time.perf_counter())
+        elif name == "restore":
+            self._wait.forget()
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
-        self._count_wait(result.finished_at)
+        self._waited += self._wait.finished(result.finished_at)
         self._shown = Shown(*map(sum, zip(self._shown, result.shown)))
         self._tokens += result.tokens
         self._trained += result.trained_tokens
