@@ -90,12 +90,14 @@ def step_flops(
 
 def kept_bytes(c: DecoderConfig, patches: int, tower: bool, resampler: bool, again: bool, each: int) -> float:
     """What forward leaves for backward of tower and resampler, where a gradient passes them. again: blocks are computed
-    again, and leave their input. each: bytes of a number. The plain path: every intermediate stays."""
+    again: all leave their input, and one has all of itself. each: bytes of a number. The plain path: every intermediate
+    stays."""
     v = c.vision
     if v is None:
         return 0.0
-    block = v.width if again else 11 * v.width + 4 * v.mlp_width  # both norms' inputs and answers, q k v twice, gelu
-    values = float(patches * (v.depth * block + v.width)) if tower else 0.0
+    block = 11 * v.width + 4 * v.mlp_width  # both norms' inputs and answers, q k v twice, the activation's steps
+    blocks = v.depth * v.width + block if again else v.depth * block
+    values = float(patches * (blocks + v.width)) if tower else 0.0
     if tower or resampler:
         merged = patches / v.merge**2
         values += merged * v.merged_width * (2 if again else 11)  # two stages; of pictures no two frames become one

@@ -149,7 +149,7 @@ def seen_before(built: Built, batch: Batch) -> Batch:
 
 
 def looking(built: Built, kept: Any) -> Looking | None:
-    """How tower, resampler and vision experts are trained, for FLOPs; None: a model of text. kept: a run's `prepare`."""
+    """How what sees is trained, for FLOPs; None: a model of text. kept: a run's `prepare`."""
     config = built.folder.config
     if config.vision is None:
         return None

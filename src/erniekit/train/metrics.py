@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from erniekit.devices.base import Device
 from erniekit.data.types import Shown
-from erniekit.models.config import DecoderConfig
+from erniekit.devices.base import Device
 from erniekit.models import vision_costs
+from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import Seen, mfu, step_flops
-from erniekit.models.vision_costs import Patches
 from erniekit.models.layers.seeing import TOKENS
+from erniekit.models.vision_costs import Patches
 from erniekit.track import Trackers
 from erniekit.train.data_wait import DataWait
 from erniekit.train.hooks import Hook

@@ -36,7 +36,7 @@ class StepResult:
     finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
     # With updates inside backward: not applied, yet the loss was a number; tensors with sound gradients were updated.
     partly: bool = False
-    shown: Shown = Shown()  # of all ranks, in pictures
+    shown: Shown = field(default_factory=Shown)  # of all ranks, in pictures
 
 
 class DeviceClock:
