@@ -95,10 +95,10 @@ def kept_bytes(c: DecoderConfig, patches: int, tower: bool, resampler: bool, aga
     v = c.vision
     if v is None:
         return 0.0
-    block = 11 * v.width + 4 * v.mlp_width  # both norms' inputs and answers, q k v twice, the activation's steps
+    block = 10 * v.width + 3 * v.mlp_width  # norms' inputs and answers, q k v, q k turned, attention; the MLP's steps
     blocks = v.depth * v.width + block if again else v.depth * block
-    values = float(patches * (blocks + v.width)) if tower else 0.0
+    values = float(patches * (blocks + v.width + v.patch_size)) if tower else 0.0
     if tower or resampler:
         merged = patches / v.merge**2
-        values += merged * v.merged_width * (2 if again else 11)  # two stages; of pictures no two frames become one
+        values += merged * v.merged_width * (1 if again else 10)  # two stages; of pictures no two frames become one
     return each * values

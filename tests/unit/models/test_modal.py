@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ SHAPE = DecoderConfig(
     moe=MoEShape(4, CHOICES, WIDTH, 12, start=1, end=1, vision=BankShape(4, 4)),
     vision=VisionShape(depth=1, width=8, heads=2, mlp_width=8, patch=2),
 )  # fmt: skip
+
+
+def replace_vision(config: DecoderConfig, **sizes: Any) -> DecoderConfig:
+    return replace(config, vision=VisionShape(**sizes))
 
 
 def block() -> Any:
