@@ -44,7 +44,7 @@ def run(words: list[str], output: Path, killed: bool = False) -> subprocess.Comp
 
 def losses(output: Path) -> dict[int, float]:
     told = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in told if "learning_rate" in record}
+    return {record["global_step"]: record["loss"] for record in told if "learning_rate" in record}
 
 
 def weights(output: Path) -> dict[str, bytes]:

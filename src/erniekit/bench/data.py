@@ -117,7 +117,7 @@ def _seen(rows: Rows, vocab: int, seed: int, ids: PictureIds) -> StepData:
     high, wide = sides(rows.picture)
     made = [pictured_row(rows, vocab, rng, ids) for _ in range(rows.count)]
     packs = [Pack(tuple(sample for sample, _, _ in row), number) for number, row in enumerate(made)]
-    positions, modality = ([one[k] for row in made for one in row] for k in (1, 2))
+    positions, modality = [at for row in made for _, at, _ in row], [kinds for row in made for _, _, kinds in row]
     count = rows.count * rows.pictures
     patches = rng.integers(0, 256, (count * 4 * rows.picture, 3 * ids.patch**2), dtype=np.uint8)
     batch = collate(packs, pad_to=rows.length)

@@ -140,8 +140,9 @@ class Ours(Runner):
         return PictureFiles(rows, self.task.vocab, ids, folder, processes, self.task.options.seed)
 
     def close(self) -> None:
-        if getattr(self, "files", None) is not None:
-            self.files.close()
+        files: PictureFiles | None = getattr(self, "files", None)  # half a build has none
+        if files is not None:
+            files.close()
         super().close()
 
     def probe_logits(self) -> torch.Tensor:

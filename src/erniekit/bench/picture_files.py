@@ -30,14 +30,14 @@ AHEAD = 2  # threads that make batches, as of dataloader_num_workers
 class _Endless:
     """Pack n is row n, document after document."""
 
-    epochs = None
+    epochs: int | None = None
 
     def __init__(self, documents: int) -> None:
         self.documents = documents
 
     def __getitem__(self, number: int, /) -> Members:
         first = number * self.documents
-        return tuple((0, first + k) for k in range(self.documents))
+        return [(0, first + k) for k in range(self.documents)]
 
     def __len__(self) -> int:
         raise TypeError("it has no end")
