@@ -119,14 +119,14 @@ class Ours(Runner):
             self.loads.launched(self.trainer, launched)
         launched.send()
         if self.before is not None:
-            self._settle(self.before)
+            self._settle(self.before, number - 1)
         self.before = launched
         return OurTold(launched)
 
-    def _settle(self, launched: Launched) -> None:
+    def _settle(self, launched: Launched, number: int) -> None:
         result = launched.result()
         if self.files is not None:
-            self.waits.append(self.wait.finished(result.finished_at))
+            self.waits[number] = self.wait.finished(result.finished_at)
         if self.loads is not None:
             self.loads.after_step(self.trainer, result)
 

@@ -63,7 +63,7 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.waits: list[float] = []  # of each step: seconds that the device had nothing to do for want of data
+        self.waits: dict[int, float] = {}  # by step: seconds that the device had nothing to do for want of data
 
     def build(self) -> None:
         """Model and optimiser on the device."""
