@@ -182,3 +182,14 @@ def test_the_resolved_lora_recipe_equals_its_golden_dump(root, monkeypatch):
         "notes": [str(n) for n in cfg.notes],
     }
     assert now == json.loads((DATA / "golden_sft_lora_8k.json").read_text())
+
+
+def test_the_recipes_of_models_that_see_are_at_erniekits_paths_with_data_that_is_there(root, monkeypatch):
+    monkeypatch.chdir(root)
+    names = [name for name in RECIPES if "-VL-" in name]
+    assert sorted(map(command_of, names)) == ["chat", "export", "export", *["train"] * 11]
+    for name in names:
+        cfg = load([name], command_of(name))
+        refuse_later(cfg)
+        for path in cfg.data.train_dataset_path or ():
+            assert Path(path).is_file(), (name, path)

@@ -201,3 +201,22 @@ def test_whole_steps_of_text_between_the_pictures_are_the_same_in_layout(name: s
     assert many == pytest.approx(one, abs=2e-5)
     records = [json.loads(line) for line in (place / f"mixed-{name}-one" / "metrics.jsonl").read_text().splitlines()]
     assert sum("loss" in record for record in records) == STEPS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tp2", "pp2", "cp2", "fsdp2"])
+def test_kept_features_change_no_bit_in_layout(name: str, ranks: Ranks, place: Path, tmp_path: Path) -> None:
+    """Looked at in every step, looked at once and kept, and read from the cache."""
+    folders = []
+    for pass_, word in enumerate(("off", "on", "on")):
+        more = dict(vision_feature_cache=word, save_steps=STEPS, cache_dir=tmp_path)
+        folders.append(go(ranks, place, "lora", name, f"kept-{name}-{pass_}", **more))
+    told = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
+    keys = ("feature_cache_made", "feature_cache_hits")
+    made, hits = ([sum(record.get(key, 0) for record in each) for each in told] for key in keys)
+    assert made[0] == hits[0] == made[2] == 0
+    assert made[1] > 0
+    assert hits[2] > 0
+    for folder in folders[1:]:
+        assert curve(folder) == curve(folders[0])
+        assert files(folder / f"checkpoint-{STEPS}") == files(folders[0] / f"checkpoint-{STEPS}")

@@ -29,7 +29,14 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.train.step import TrainStep
 from support.recorded_training import gradients, norms, on_one_rank
-from support.recorded_vision import FOLDER, logits_of, numbers, recorded_batch, tensors
+from support.recorded_vision import (
+    FOLDER,
+    layer_norms_as_in_paddle_on_a_cpu,
+    logits_of,
+    numbers,
+    recorded_batch,
+    tensors,
+)
 
 # The recording's own advice: fp32 on another BLAS.
 LOGITS = {"atol": 2e-4, "rtol": 0.0}
@@ -227,6 +234,17 @@ def test_adapters_gradients_are_those_of_the_merged_weights() -> None:
         sharing = [other for other in values if fused[other] == fused[public]]  # Paddle has one A for these
         wanted = sum(scale * values[other].B.t() @ weights[other] for other in sharing)
         torch.testing.assert_close(got.A, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_the_recorded_lora_curve_is_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = numbers()["lora"]["curve"]
+    layer_norms_as_in_paddle_on_a_cpu(monkeypatch)
+    model = adapted()
+    losses, grad_norms = train(model, recorded)
+    assert losses == pytest.approx(recorded["loss"], abs=CURVE)
+    assert grad_norms == pytest.approx(recorded["grad_norm_before_clip"], rel=2e-3)
+    after = logits_of(model, recorded_batch("image_and_video"))
+    torch.testing.assert_close(after, tensors()["lora.logits_after"], atol=5e-3, rtol=0)
 
 
 def test_adapters_go_where_erniekit_puts_them_and_come_back_from_both_formats(tmp_path: Path) -> None:

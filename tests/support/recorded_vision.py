@@ -6,8 +6,11 @@ import json
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 
 from erniekit.data.types import IGNORE, Batch, Vision
 from support.recorded_training import bounds_of
@@ -59,3 +62,33 @@ def logits_of(model: Any, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
         out: torch.Tensor = model(batch.input_ids, batch.positions, batch.documents(), batch.max_doc, more=batch.more())
     return out[0]
+
+
+class _FrozenScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.norm = norm
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = F.layer_norm(x, ctx.norm.normalized_shape, None, None, ctx.norm.eps)
+        return torch.autograd.grad(y, x, grad)[0], None
+
+
+def layer_norms_as_in_paddle_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paddle's CPU kernel multiplies by the scale on the way back only where the scale itself is trained. With adapters
+    it is frozen, so the recorded LoRA run has the resampler's gradients without it. A fault of that kernel: ours has
+    the scale, and the recording is met only with the fault put in."""
+
+    def forward(self: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.requires_grad or not x.requires_grad:
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        out: torch.Tensor = _FrozenScale.apply(x, self)
+        return out
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", forward)

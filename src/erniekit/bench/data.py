@@ -114,30 +114,17 @@ def _sample(length: int, masked: float, vocab: int, rng: np.random.Generator) ->
 def _seen(rows: Rows, vocab: int, seed: int, ids: PictureIds) -> StepData:
     """Documents of one picture and text behind it, which is what is trained; patches are noise."""
     rng = np.random.default_rng(seed)
-    high, wide = _sides(rows.picture)
-    sizes = [rows.length // rows.pictures] * rows.pictures
-    sizes[-1] += rows.length - sum(sizes)
-    packs, positions, modality = [], [], []
-    for row in range(rows.count):
-        samples = []
-        for size in sizes:
-            sample = _sample(size, 0.0, vocab, rng)
-            text = np.where(sample.ids == ids.place, 3, sample.ids).astype(np.int32)
-            seen = rows.picture + 2  # with its marks
-            text[:seen] = [ids.start, *[ids.place] * rows.picture, ids.end]
-            labels = np.append(text[1:], IGNORE).astype(np.int32)
-            labels[: seen - 1] = IGNORE
-            samples.append(Sample(text, labels))
-            positions.append(_places(size, high, wide))
-            modality.append(np.where(np.arange(size) < seen, IMAGE, TEXT))
-        packs.append(Pack(tuple(samples), row))
+    high, wide = sides(rows.picture)
+    made = [pictured_row(rows, vocab, rng, ids) for _ in range(rows.count)]
+    packs = [Pack(tuple(sample for sample, _, _ in row), number) for number, row in enumerate(made)]
+    positions, modality = [at for row in made for _, at, _ in row], [kinds for row in made for _, _, kinds in row]
     count = rows.count * rows.pictures
     patches = rng.integers(0, 256, (count * 4 * rows.picture, 3 * ids.patch**2), dtype=np.uint8)
     batch = collate(packs, pad_to=rows.length)
     shown = (batch.input_ids.flatten() == ids.place).nonzero()[:, 0]
     vision = Vision(torch.from_numpy(patches), torch.tensor([[1, 2 * high, 2 * wide]] * count), shown)
     shape = (rows.count, rows.length)
-    kinds = torch.from_numpy(np.concatenate(modality).astype(np.uint8)).view(shape)
+    kinds = torch.from_numpy(np.concatenate(modality)).view(shape)
     where = torch.from_numpy(np.concatenate(positions)).view(*shape, 3)
     batch = replace(batch, positions=where, modality=kinds, vision=vision)
     longest = int(batch.cu_seqlens.diff().max())
@@ -146,7 +133,26 @@ def _seen(rows: Rows, vocab: int, seed: int, ids: PictureIds) -> StepData:
     )
 
 
-def _sides(tokens: int) -> tuple[int, int]:
+def pictured_row(
+    rows: Rows, vocab: int, rng: np.random.Generator, ids: PictureIds
+) -> list[tuple[Sample, np.ndarray, np.ndarray]]:
+    """Each document with its positions [n, 3] and its tokens' modality [n]."""
+    high, wide = sides(rows.picture)
+    sizes = [rows.length // rows.pictures] * rows.pictures
+    sizes[-1] += rows.length - sum(sizes)
+    seen, out = rows.picture + 2, []  # with its marks
+    for size in sizes:
+        sample = _sample(size, 0.0, vocab, rng)
+        text = np.where(sample.ids == ids.place, 3, sample.ids).astype(np.int32)
+        text[:seen] = [ids.start, *[ids.place] * rows.picture, ids.end]
+        labels = np.append(text[1:], IGNORE).astype(np.int32)
+        labels[: seen - 1] = IGNORE
+        kinds = np.where(np.arange(size) < seen, IMAGE, TEXT).astype(np.uint8)
+        out.append((Sample(text, labels), _places(size, high, wide), kinds))
+    return out
+
+
+def sides(tokens: int) -> tuple[int, int]:
     """Of a picture of so many tokens, as square as it can be."""
     high = next(h for h in range(int(tokens**0.5), 0, -1) if tokens % h == 0)
     return high, tokens // high

@@ -6,17 +6,17 @@ A peer gains nothing by computing more than the data asks for, nor by adapting f
 from __future__ import annotations
 
 from erniekit.config import RunConfig
-from erniekit.data.types import TEXT, Batch
-from erniekit.models import vision_costs
+from erniekit.data.types import Batch
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import Seen, adapters_met, step_flops
-from erniekit.models.vision_costs import Patches
+from erniekit.models.layers.seeing import TOWER
+from erniekit.train.metrics import Looking
 
 
 def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
     """Of the decoder, each bank of experts with its own tokens; and of the tower and resampler, where there are
     pictures."""
-    vision = 0 if batch.modality is None else int((batch.modality != TEXT).sum())
+    vision = batch.shown().vision_tokens
     seen = Seen(batch.num_tokens, batch.num_label_tokens, batch.sum_squares, vision)
     lora, live = cfg.lora.lora, cfg.train.stage == "DPO" and cfg.dpo.reference_logps != "cached"
     text = batch.num_tokens - vision
@@ -29,14 +29,9 @@ def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
 def _looking(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
     if batch.vision is None:
         return 0.0
-    sizes = batch.vision.grids.tolist()
-    squares = sum(t * (h * w) ** 2 for t, h, w in sizes)
-    seen = Patches(len(batch.vision.patches), squares, len(batch.vision.places))
     whole, frozen = not cfg.lora.lora, cfg.vision.freeze_config
-    return vision_costs.step_flops(
-        c,
-        seen,
-        tower_trained=whole and "freeze_vision" not in frozen,
-        resampler_trained=whole and "freeze_resampler" not in frozen,
-        adapted=cfg.lora.lora,
-    )
+    tower, resampler = (whole and word not in frozen for word in ("freeze_vision", "freeze_resampler"))
+    shown = batch.shown()
+    if cfg.vision.vision_feature_cache == "on":  # no picture is looked at, whatever `batch` holds
+        shown = shown._replace(looked_patches=0, looked_features=0, squares=0)
+    return Looking(tower, resampler, adapted=cfg.lora.lora, kept=TOWER).flops(c, shown)

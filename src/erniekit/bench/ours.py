@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from erniekit.bench.data import PictureIds
+from erniekit.bench.picture_files import PictureFiles
 from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers, Task
 from erniekit.bench.weights import skewed_bias
 from erniekit.checkpoint.model_folder import ModelFolder
@@ -24,6 +27,9 @@ from erniekit.recipes.optimiser import make_optimizer
 from erniekit.recipes.run_plan import decide
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.training import step_for
+from erniekit.recipes.vision_data import media_processes
+from erniekit.recipes.vision_features import seen_before
+from erniekit.train.data_wait import DataWait
 from erniekit.train.step import Launched
 
 if TYPE_CHECKING:
@@ -78,14 +84,20 @@ class Ours(Runner):
         self.train_step = step_for(cfg, built, optimizer, run, prepare)
         self.loads = balance_hook(cfg, built)
         self.trainer = cast("Trainer", None)  # hooks are handed one; this one's does not look at it
+        self.files, self.wait = self._files(), DataWait()
         self.before: Launched | None = None
 
     def _prepare(self, stage: TrainingStage) -> Prepare | None:
         """What a stage does before each step. Batches whose reference was computed beforehand go to `kept`."""
         self.kept: dict[int, Batch] = {}
         cached = self.cfg.dpo.reference_logps == "cached" and self.cfg.train.stage == "DPO"
-        cfg = self.cfg.replace(reference_logps="live") if cached else self.cfg  # there is no file to cache it for
+        # There are no files to cache anything for.
+        cfg = self.cfg.replace(reference_logps="live") if cached else self.cfg
+        features = self.cfg.train.stage == "VL-SFT" and self.cfg.vision.vision_feature_cache == "on"
+        cfg = cfg.replace(vision_feature_cache="off") if features else cfg
         prepare = stage.before_step(cfg, self.built, cast("TrainData", None))
+        if features:
+            self.kept = {place: seen_before(self.built, data.batch) for place, data in enumerate(self.task.steps)}
         if cached and prepare is not None:
             for place, data in enumerate(self.task.steps):
                 (batch,) = prepare([data.batch])
@@ -97,20 +109,41 @@ class Ours(Runner):
     def step(self, number: int) -> StepNumbers:
         """As train/trainer.py goes on: launch this step, then wait for the one before it."""
         place = number % len(self.task.steps)
-        batch = self.kept.get(place, self.task.steps[place].batch)
-        launched = self.train_step.launch([batch], number + 1)
+        batches = [self.kept.get(place, self.task.steps[place].batch)]
+        if self.files is not None:
+            self.wait.ask(time.perf_counter())
+            batches = next(self.files.steps)
+            self.wait.came(time.perf_counter())
+        launched = self.train_step.launch(batches, number + 1)
         if self.loads is not None:
             self.loads.launched(self.trainer, launched)
         launched.send()
         if self.before is not None:
-            self._settle(self.before)
+            self._settle(self.before, number - 1)
         self.before = launched
         return OurNumbers(launched)
 
-    def _settle(self, launched: Launched) -> None:
+    def _settle(self, launched: Launched, number: int) -> None:
         result = launched.result()
+        if self.files is not None:
+            self.waits[number] = self.wait.finished(result.finished_at)
         if self.loads is not None:
             self.loads.after_step(self.trainer, result)
+
+    def _files(self) -> PictureFiles | None:
+        rows, ids = self.task.workload.rows, PictureIds.of(self.task.workload.model)
+        if not rows.in_files or ids is None:
+            return None
+        folder, processes = self.task.folder / "pictures", media_processes(self.cfg)
+        folder.mkdir(exist_ok=True)
+        self.note = f"{processes} processes decode"
+        return PictureFiles(rows, self.task.vocab, ids, folder, processes, self.task.options.seed)
+
+    def close(self) -> None:
+        files: PictureFiles | None = getattr(self, "files", None)  # half a build has none
+        if files is not None:
+            files.close()
+        super().close()
 
     def probe_logits(self) -> torch.Tensor:
         # Another length than the steps': not worth a compilation, and the compiled layers' loss is compared anyway.

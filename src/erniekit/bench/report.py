@@ -83,6 +83,8 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
                 out.append(f"{name}: {run['runner']} is absent: {run['absent']}")
             if run.get("failed"):
                 out.append(f"{name}: {run['runner']}: {run['failed']}")
+            if "data_wait" in run:
+                out.append(f"{name}: {run['runner']} waited for data {100 * run['data_wait']:.1f} % of the time")
             if run.get("note"):
                 out.append(f"{name}: {run['runner']}: {run['note']}")
             if run.get("parity") and not run["parity"]["equal"]:

@@ -63,6 +63,7 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.waits: dict[int, float] = {}  # by step: seconds that the device had nothing to do for want of data
 
     def build(self) -> None:
         """Model and optimiser on the device."""
@@ -91,7 +92,7 @@ class Runner:
 
     def close(self) -> None:
         """Lets go of all memory, also of what half a build left; build() may follow."""
-        for name in [name for name in vars(self) if name not in ("task", "note", "thrifty")]:
+        for name in [name for name in vars(self) if name not in ("task", "note", "thrifty", "waits")]:
             delattr(self, name)
 
 

@@ -36,6 +36,7 @@ class Lane:
     seconds: list[float] = field(default_factory=list)
     first: list[dict[str, float]] = field(default_factory=list)  # numbers of the warm-up steps
     losses: list[float] = field(default_factory=list)  # of timed steps
+    waited: float | None = None  # seconds for data, in timed steps; None: its data is in memory
     readings: list[Reading] = field(default_factory=list)  # of the card, meanwhile
     own: int = 0  # bytes it holds between its turns
     peak: int = 0  # bytes, everybody else's apart
@@ -69,6 +70,8 @@ class Lane:
             "steps_run": self.next_step,
             **medians(self.readings),
         }
+        if self.waited is not None:
+            out["data_wait"] = min(1.0, self.waited / sum(self.seconds))
         if self.runner.note:
             out["note"] = self.runner.note
         if self.failed:
@@ -184,10 +187,14 @@ class Turns:
         # Others may have been built since its first steps, a pause for the card; and the very first step compiled.
         paused = begun or self.task.options.warmup < 2
         self._settle(lane, 0.0 if paused else lane.last_step_s)
-        seconds, numbers = self.gauge.time_steps(lane.runner.step, lane.next_step, count)
+        first = lane.next_step
+        seconds, numbers = self.gauge.time_steps(lane.runner.step, first, count)
         lane.next_step += count
         lane.readings += self.watch.last(sum(seconds))
         lane.seconds += seconds
+        if lane.runner.waits:  # the last one's is not known before the next step
+            known = sum(lane.runner.waits.get(number, 0.0) for number in range(first, first + count))
+            lane.waited = (lane.waited or 0.0) + known
         lane.losses += [each.values()["loss"] for each in numbers]
         self._book(lane, others)
 
@@ -225,6 +232,7 @@ class Turns:
         if failed == "out of memory" and not again and lane.runner.save_memory():
             say(f"  {lane.name}: out of memory; again with recompute")
             lane.seconds.clear()
+            lane.waited = None
             lane.readings.clear()
             lane.peak = 0
             self._guarded(lane, act, again=True)

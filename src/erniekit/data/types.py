@@ -131,6 +131,18 @@ class Vision(NamedTuple):
     unseen: tuple[Unseen, ...] = ()  # whose features are still to be put into their rows of `patches`
 
 
+class Shown(NamedTuple):
+    """How much of pictures a micro-batch holds; sums of these are of a step. looked: those whose pixels are here, and
+    not features that were kept."""
+
+    vision_tokens: int = 0  # that take the vision experts, marks around pictures too
+    patches: int = 0
+    features: int = 0  # tokens that patches become
+    looked_patches: int = 0
+    looked_features: int = 0
+    squares: int = 0  # sum over frames that are looked at of their squared patch counts
+
+
 class More(NamedTuple):
     """What only some models or stages ask of a batch, beside its tokens."""
 
@@ -141,6 +153,7 @@ class More(NamedTuple):
     beside_pictures: int | None = None  # of Batch
     vision: Vision | None = None
     modality: torch.Tensor | None = None  # of Batch
+    vision_tokens: int | None = None  # of Batch
 
 
 @dataclass
@@ -164,6 +177,7 @@ class Batch:
     vision: Vision | None = None  # None: no picture in this batch
     modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: the model knows text alone
     beside_pictures: int | None = None  # num_label_tokens of documents with a picture; None: not counted, or cut since
+    vision_tokens: int | None = None  # of modality, those that are not text; None: it is in host memory, to be counted
 
     @property
     def weight(self) -> int:
@@ -172,7 +186,25 @@ class Batch:
 
     def more(self) -> More:
         told = (self.num_label_tokens, self.beside_pictures)
-        return More(self.real, self.shared, self.future, *told, self.vision, self.modality)
+        return More(self.real, self.shared, self.future, *told, self.vision, self.modality, self._vision_tokens())
+
+    def _vision_tokens(self) -> int | None:
+        """Counted on the host alone: on a device it would wait for what is computed there."""
+        if self.vision_tokens is not None or self.modality is None or self.modality.device.type != "cpu":
+            return self.vision_tokens
+        return int((self.modality != TEXT).sum())
+
+    def shown(self) -> Shown:
+        vision, tokens = self.vision, self._vision_tokens() or 0
+        if vision is None:
+            return Shown(tokens)
+        everything = [tuple(grid) for grid in vision.grids.tolist()]
+        pixels_here = not vision.patches.dtype.is_floating_point
+        looked = everything if pixels_here else [one.grid for one in vision.unseen]
+        patches, seen = (sum(t * h * w for t, h, w in grids) for grids in (everything, looked))
+        features = len(vision.places)
+        of_looked = features if pixels_here else features * seen // max(1, patches)
+        return Shown(tokens, patches, features, seen, of_looked, sum(t * (h * w) ** 2 for t, h, w in looked))
 
     def counted(self) -> Batch:
         """With the numbers of trained labels as these are now; in host memory."""
@@ -191,7 +223,7 @@ class Batch:
         if device.type == "cpu":
             return self
         moved = {k: _to(getattr(self, k), device, pin) for k in TENSORS}
-        return replace(self, **moved)
+        return replace(self, **moved, vision_tokens=self._vision_tokens())
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for k in TENSORS for tensor in _inside(getattr(self, k))]

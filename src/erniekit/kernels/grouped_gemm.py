@@ -25,8 +25,10 @@ def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [R, D], weight [E, D, W] of any strides -> [R, W]."""
+    if not rows.shape[0]:  # vision experts of a batch of text: nothing to ask the device for
+        return rows.new_zeros(0, weight.shape[2])
     by = implementation(rows, weight)
-    if by == "loop" or not rows.shape[0]:
+    if by == "loop":
         return product_reference(rows, weight, ends)
     width = weight.shape[2]
     more, wider = -weight.shape[1] % ALIGNED, -width % ALIGNED
@@ -39,7 +41,9 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """left [R, M], right [R, N] -> left^T @ right, expert by expert [E, M, N]."""
-    if implementation(left, right) == "loop" or not left.shape[0]:
+    if not left.shape[0]:
+        return left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
+    if implementation(left, right) == "loop":
         return outer_reference(left, right, ends)
     M, N = left.shape[1], right.shape[1]
     left, right = _aligned(left), _aligned(right)

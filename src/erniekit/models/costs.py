@@ -158,14 +158,14 @@ def adapter_weights(c: DecoderConfig, rank: int) -> int:
     return sum(count * p.copies * p.pair(rank) for count, ps in kinds for p in ps if p.kind != "router")
 
 
-def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]]) -> int:
+def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]], vision: bool = False) -> int:
     """The same of adapters that a model has, by the names and sizes of its parameters. A router's update is added to
     its weight once a step, whatever the tokens: it is no product of theirs. Of a model that sees, what a token of text
-    meets."""
-    total = 0.0
+    meets in the decoder, or one of a picture."""
+    total, others = 0.0, "text" if vision else "vision"
     for name, size in sizes:
         words = name.split(".")
-        if "lora" in words and not {"router", "vision", "resampler"} & set(words):
+        if "lora" in words and not {"router", others, "resampler", "tower"} & set(words):
             total += size * (c.moe.choices / c.moe.experts if c.moe is not None and ".experts." in name else 1)
     return round(total)
 

@@ -17,6 +17,7 @@ class Patches(NamedTuple):
     patches: int
     squares: int  # sum over frames of their squared patch counts
     tokens: int  # vision tokens that came out
+    merged: int | None = None  # patches that the resampler took, where it took others' as well: of kept features
 
 
 def tower_weights(v: VisionShape) -> int:
@@ -55,9 +56,17 @@ def weights(c: DecoderConfig) -> dict[str, int]:
 def forward_flops(c: DecoderConfig, seen: Patches) -> float:
     v = c.vision
     assert v is not None
-    before, behind = resampler_weights(c)
-    products = tower_weights(v) * seen.patches + before * seen.patches / v.merge**2 + behind * seen.tokens
+    products = tower_weights(v) * seen.patches + _resampled(c, seen)
     return FORWARD * products + ATTENTION * v.depth * v.width * seen.squares
+
+
+def _resampled(c: DecoderConfig, seen: Patches) -> float:
+    """The resampler's weights times the rows that are multiplied by them."""
+    v = c.vision
+    assert v is not None
+    before, behind = resampler_weights(c)
+    merged = seen.patches if seen.merged is None else seen.merged
+    return before * merged / v.merge**2 + behind * seen.tokens
 
 
 def step_flops(
@@ -67,11 +76,29 @@ def step_flops(
     trained, passes gradients on."""
     v = c.vision
     assert v is not None
-    before, behind = resampler_weights(c)
     total = forward_flops(c, seen)
     if tower_trained:
         total += BACKWARD * tower_weights(v) * seen.patches + 2 * ATTENTION * v.depth * v.width * seen.squares
     if tower_trained or resampler_trained or adapted:
         share = BACKWARD if resampler_trained else FORWARD
-        total += share * (before * seen.patches / v.merge**2 + behind * seen.tokens)
+        total += share * _resampled(c, seen)
     return total
+
+
+# --- bytes
+
+
+def kept_bytes(c: DecoderConfig, patches: int, tower: bool, resampler: bool, again: bool, each: int) -> float:
+    """What forward leaves for backward of tower and resampler, where a gradient passes them. again: blocks are computed
+    again: all leave their input, and one has all of itself. each: bytes of a number. The plain path: every intermediate
+    stays."""
+    v = c.vision
+    if v is None:
+        return 0.0
+    block = 10 * v.width + 3 * v.mlp_width  # norms' inputs and answers, q k v, q k turned, attention; the MLP's steps
+    blocks = v.depth * v.width + block if again else v.depth * block
+    values = float(patches * (blocks + v.width + v.patch_size)) if tower else 0.0
+    if tower or resampler:
+        merged = patches / v.merge**2
+        values += merged * v.merged_width * (1 if again else 10)  # two stages; of pictures no two frames become one
+    return each * values

@@ -192,6 +192,7 @@ def work_of(
         vocabulary=ceil(job.model.vocab_size / layout.tp),
         cuts=cuts_of(layout),
         kernels=Kernels(fused and job.compute == 2, job.rank, job.compute),
+        seeing=job.seeing / (layout.tp * layout.cp) if rank == 0 else 0.0,  # pictures are dealt out among those ranks
     )
 
 

@@ -27,6 +27,7 @@ class Job:
     reference: bool = False  # a live one: DPO's forward pass without gradient
     compute: int = 2  # bytes
     offload_optimiser: bool = False
+    seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
 
     @property
     def documents(self) -> float:

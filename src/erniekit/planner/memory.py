@@ -77,6 +77,7 @@ class Work:
     pairs: bool = False  # DPO: the head's gradient waits for both answers
     cuts: Cuts = ALONE
     kernels: Kernels = field(default_factory=lambda: FUSED)
+    seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
 
 
 def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
@@ -132,14 +133,14 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work) -> Bytes:
         # Softmax turns logits into their gradient in place; without Triton it makes fp32 copies.
         logits = rows * work.vocabulary * (work.kernels.bytes if work.kernels.fused else 12.0)
         logits += held.head_gradient + c.hidden_size * work.kernels.bytes * 2.0 * work.head_tokens
-    activations = work.in_flight * sum(_kept(c, work)) + hidden
+    activations = work.in_flight * (sum(_kept(c, work)) + work.seeing) + hidden
     return _base(held, before, activations=activations, logits=logits)
 
 
 def _at_first(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     before = held.gradients if held.from_start else 0.0
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
-    activations = work.in_flight * sum(_kept(c, work)) + hidden + _inside(c, work)
+    activations = work.in_flight * (sum(_kept(c, work)) + work.seeing) + hidden + _inside(c, work)
     gradients = before + held.layer_gradients + held.head_gradient / 2
     return _base(held, gradients, activations=activations)
 
@@ -148,7 +149,7 @@ def _at_last(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     each = _kept(c, work)
     rest = max(0.0, work.in_flight - 1) * sum(each) + (each[0] if each else 0.0)
     extra = held.layer_gradients if held.from_start else 0.0
-    return _base(held, held.gradients + extra, activations=rest + _inside(c, work))
+    return _base(held, held.gradients + extra, activations=rest + work.in_flight * work.seeing + _inside(c, work))
 
 
 def _at_update(c: DecoderConfig, held: Held, work: Work) -> Bytes:

@@ -27,6 +27,8 @@ from erniekit.recipes.built import Built
 from erniekit.recipes.expert_settings import IGNORED, bias_step, mtp_tokens, weights_of
 from erniekit.train.expert_balance import ExpertBalance
 
+TEXT, VISION = "text", "vision"
+
 
 def set_mtp(cfg: RunConfig, model: Any) -> None:
     """MTP layers are trained with their loss weight, or frozen and saved unchanged."""
@@ -53,9 +55,11 @@ def install(cfg: RunConfig, engine: Engine) -> None:
     sum_over, rows_over = _sum_over_rows(engine.world)
     piece = (engine.world.at["tp"], layout.tp) if layout.sequence_parallel else (0, 1)
     whole = compat.router_losses_per_micro_batch
-    for bank, modal in banks(parts):
-        bank.balance = RouterLosses(weights_of(cfg), share, sum_over, rows_over, piece, whole, modal)
-    if compat.padding_attends_evenly and weights_of(cfg).metric_names() and layout.cp == 1 and layout.tp == 1:
+    for bank, modality in banks(parts):
+        weights = weights_of(cfg, modality == VISION)
+        bank.balance = RouterLosses(weights, share, sum_over, rows_over, piece, whole, modality is not None)
+    balanced = any(weights_of(cfg, vision).metric_names() for vision in (False, True))
+    if compat.padding_attends_evenly and balanced and layout.cp == 1 and layout.tp == 1:
         for part in parts:
             for _, layer in part.held_layers():
                 layer.attn.inner = EvenPadding(layer.attn.inner)
@@ -72,11 +76,11 @@ def blocks(parts: list[Any]) -> Iterator[tuple[int, nn.Module]]:
         yield from ((number, layer.mlp) for number, layer in part.held_layers() if layer.sparse)
 
 
-def banks(parts: list[Any]) -> Iterator[tuple[MoE, bool]]:
-    """Every router with its experts, and whether it shares its layer with another modality's."""
+def banks(parts: list[Any]) -> Iterator[tuple[MoE, str | None]]:
+    """Every router with its experts, and whose tokens it takes where a layer has two."""
     for _, block in blocks(parts):
         found = list(block.banks())  # type: ignore[operator]
-        yield from ((bank, len(found) > 1) for bank in found)
+        yield from zip(found, (TEXT, VISION) if len(found) > 1 else (None,))
 
 
 def _sum_over_rows(world: World) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:

@@ -6,7 +6,7 @@ Called by run_plan.py (`as_built`, `mtp_tokens`), build.py and expert_layers.py.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
@@ -72,16 +72,21 @@ def mtp_tokens(cfg: RunConfig, config: DecoderConfig) -> int:
     return asked if cfg.model.multi_token_pred_lambda else 0
 
 
-def weights_of(cfg: RunConfig) -> RouterLossWeights:
+def weights_of(cfg: RunConfig, vision: bool = False) -> RouterLossWeights:
+    """Of the only bank or that of text, or of the vision bank, whose own keys come first."""
     m = cfg.moe
-    return RouterLossWeights(m.moe_aux_loss_lambda, m.moe_z_loss_lambda, m.moe_orthogonal_loss_lambda)
+    text = RouterLossWeights(m.moe_aux_loss_lambda, m.moe_z_loss_lambda, m.moe_orthogonal_loss_lambda)
+    own = (m.moe_vision_aux_loss_lambda, m.moe_vision_z_loss_lambda, m.moe_vision_orthogonal_loss_lambda)
+    if not vision:
+        return text
+    return RouterLossWeights(*(as_text if mine is None else mine for mine, as_text in zip(own, astuple(text))))
 
 
 def metric_names(cfg: RunConfig, config: DecoderConfig) -> tuple[str, ...]:
     """What these layers add to a step's numbers."""
     routers = weights_of(cfg).metric_names() if config.moe is not None else ()
     if config.moe is not None and config.moe.vision is not None:
-        routers += tuple(name + OF_VISION for name in routers)
+        routers += tuple(name + OF_VISION for name in weights_of(cfg, vision=True).metric_names())
     return (*routers, "mtp_loss") if mtp_tokens(cfg, config) else routers
 
 

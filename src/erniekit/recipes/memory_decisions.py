@@ -15,6 +15,7 @@ from erniekit.devices import pick
 from erniekit.devices.base import GIB, Device
 from erniekit.errors import ConfigError
 from erniekit.log import warn
+from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
     GRADIENT_BYTES,
@@ -28,6 +29,7 @@ from erniekit.models.costs import (
     unpacking_bytes,
     weight_bytes,
 )
+from erniekit.models.vision_parts import FREEZE_RESAMPLER, FREEZE_VISION
 from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
@@ -73,8 +75,22 @@ def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     """What a run on one device takes with every layer computed again."""
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     held = held_alone(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
-    work = work_alone(model, tokens, cfg.memory.loss_subbatch_seqlen, cfg.lora.lora_rank if cfg.lora.lora else 0)
+    rank = cfg.lora.lora_rank if cfg.lora.lora else 0
+    work = work_alone(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, seeing_bytes(cfg, model, again=True))
     return step_bytes(model, held, recomputing(work, model.num_layers)).total
+
+
+def seeing_bytes(cfg: RunConfig, model: DecoderConfig, again: bool) -> float:
+    """What tower and resampler keep of a micro-batch, were it pictures throughout: there are packs that nearly are.
+    again: their blocks are computed again, as with recompute of whole layers they are."""
+    v = model.vision
+    if v is None or cfg.train.stage not in ("VL-SFT", "DPO"):
+        return 0.0
+    rows, most = cfg.train.per_device_train_batch_size, cfg.vision.max_patches or cfg.data.max_seq_len * v.merge**2
+    tower = not cfg.lora.lora and FREEZE_VISION not in cfg.vision.freeze_config
+    resampler = cfg.lora.lora or FREEZE_RESAMPLER not in cfg.vision.freeze_config
+    each = 4 if cfg.precision.compute_type == "fp32" else 2
+    return vision_costs.kept_bytes(model, rows * most, tower, resampler, again, each)
 
 
 def held_alone(model: DecoderConfig, trained: float, state: float, gradient: float, base: str) -> Held:
@@ -93,7 +109,7 @@ def held_alone(model: DecoderConfig, trained: float, state: float, gradient: flo
     )
 
 
-def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int) -> Work:
+def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int, seeing: float = 0.0) -> Work:
     return Work(
         layers=layers_of(model),
         tokens=tokens,
@@ -101,6 +117,7 @@ def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int) -> Work:
         head_tokens=tokens,
         vocabulary=model.vocab_size,
         kernels=Kernels(rank=rank),
+        seeing=seeing,
     )
 
 
@@ -214,8 +231,10 @@ def layers_to_recompute(
     gradient: float = GRADIENT_BYTES,
     base: str = BF16,
     rank: int = 0,
+    seeing: float = 0.0,
 ) -> int:
     """The fewest layers that must be computed again for a step to fit in `limit` bytes. state, gradient: bytes of a
-    trained weight on the device. base: of frozen weights. rank: of adapters."""
+    trained weight on the device. base: of frozen weights. rank: of adapters. seeing: bytes that tower and resampler
+    keep."""
     held = held_alone(model, trained, state, gradient, base)
-    return fewest_recomputed(model, held, work_alone(model, tokens, rows, rank), limit)
+    return fewest_recomputed(model, held, work_alone(model, tokens, rows, rank, seeing), limit)

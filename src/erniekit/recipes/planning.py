@@ -27,6 +27,7 @@ from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
 from erniekit.recipes.adapters import settings_of
+from erniekit.recipes.memory_decisions import seeing_bytes
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
 
 
@@ -157,6 +158,7 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         reference=live_reference(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
+        seeing=seeing_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
     )
 
 

@@ -25,6 +25,7 @@ from erniekit.recipes.memory_decisions import (
     kept_bytes,
     layers_to_recompute,
     limit_of,
+    seeing_bytes,
     trained_share,
 )
 
@@ -135,6 +136,7 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
         *kept_bytes(cfg, model),
         base_of(cfg),
         cfg.lora.lora_rank if cfg.lora.lora else 0,
+        seeing_bytes(cfg, model, again=True),
     )
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"

@@ -35,7 +35,7 @@ from erniekit.recipes.reference import Reference
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.stage import Prepare, TrainingStage
-from erniekit.recipes.vision_features import KeptFeatures
+from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
 from erniekit.track import Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
@@ -238,6 +238,7 @@ def hooks_for(
         perplexity=stage.perplexity,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
         live_reference=isinstance(prepare, Reference) and not prepare.kept,
+        looking=looking(built, prepare),
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [hook for hook in (loads, saver.scales) if hook is not None]

@@ -148,6 +148,12 @@ def _rows(source: VisionSource) -> np.ndarray:
     return out
 
 
+def media_processes(cfg: RunConfig) -> int:
+    """That decode for this rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cfg.vision.media_num_proc or max(1, min(MOST_PROCESSES, cores))
+
+
 def vision_collate(
     cfg: RunConfig,
     tokenizer: Tokenizer,
@@ -161,8 +167,7 @@ def vision_collate(
     change: Callable[[Pack], Pack] | None = None
     if cfg.compat.erniekit_order:
         change = partial(_joined, flags=JoinedFlags(), end_id=tokenizer.end_id, at_once=packs_at_once)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = cfg.vision.media_num_proc or max(1, min(MOST_PROCESSES, cores))
+    count = media_processes(cfg)
     padding = cfg.compat.erniekit_rows
     tokens = VisionTokens.of(tokenizer)
     return VisionCollate(

@@ -22,11 +22,13 @@ from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, make_room
 from erniekit.errors import ConfigError
 from erniekit.log import say, warn_once
+from erniekit.models.costs import adapters_met_of
 from erniekit.models.layers.linear import HoldsWeight
 from erniekit.models.layers.seeing import TOKENS, TOWER
 from erniekit.models.vision_parts import part_of
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
+from erniekit.train.metrics import Looking
 
 GB = 10**9
 VERSION = 1  # of how features are computed: raise it when the same weights and pixels would give others
@@ -74,7 +76,7 @@ class KeptFeatures:
         rows = vision.patches
         for one in vision.unseen:
             features = self.eyes.look(one.pixels, one.grid, self.device)
-            laid_out = self.store.rows(features, one.grid)
+            laid_out = self.store.shape.laid_out(features, one.grid)
             rows[one.start : one.start + laid_out.shape[0]] = laid_out.to(rows.device)
             if one.medium is not None:
                 self.store.write(one.medium, features.cpu())
@@ -129,6 +131,38 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     for part in _seeing(built):
         part.kept = TOKENS if shape.tokens else TOWER
     return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {summary}")
+
+
+def seen_before(built: Built, batch: Batch) -> Batch:
+    """A batch as the cache gives it from the second time on: features in the place of pixels. For `erniekit bench`."""
+    vision, frozen = batch.vision, _frozen_parts(built)
+    assert vision is not None
+    assert "tower" in frozen
+    shape, eyes = _shape(built, "resampler" in frozen), _eyes(built, "resampler" in frozen)
+    for part in _seeing(built):
+        part.kept = TOKENS if shape.tokens else TOWER
+    grids = [(int(t), int(h), int(w)) for t, h, w in vision.grids.tolist()]
+    rows = []
+    for pixels, grid in zip(vision.patches.split([t * h * w for t, h, w in grids]), grids):
+        rows.append(shape.laid_out(eyes.look(pixels, grid, built.device.handle), grid).cpu())
+    return replace(batch, vision=vision._replace(patches=torch.cat(rows)))
+
+
+def looking(built: Built, kept: Any) -> Looking | None:
+    """How what sees is trained, for FLOPs; None: a model of text. kept: a run's `prepare`."""
+    config = built.folder.config
+    if config.vision is None:
+        return None
+    trained = [(part_of(n), "lora" in n.split(".")) for n, p in built.whole.named_parameters() if p.requires_grad]
+    sizes = ((name, p.numel()) for name, p in built.whole.named_parameters())
+    what = "" if not isinstance(kept, KeptFeatures) else TOKENS if kept.store.shape.tokens else TOWER
+    return Looking(
+        tower_trained=any(part == "tower" for part, _ in trained),
+        resampler_trained=("resampler", False) in trained,
+        adapted=("resampler", True) in trained,
+        adapters=adapters_met_of(config, sizes, vision=True),
+        kept=what,
+    )
 
 
 def _seeing(built: Built) -> list[Any]:

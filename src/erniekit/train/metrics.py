@@ -8,19 +8,44 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from erniekit.data.types import Shown
 from erniekit.devices.base import Device
+from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import Seen, mfu, step_flops
+from erniekit.models.layers.seeing import TOKENS
+from erniekit.models.vision_costs import Patches
 from erniekit.track import Trackers
+from erniekit.train.data_wait import DataWait
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
 if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Looking:
+    """How a model that sees is trained, as far as its FLOPs follow from it. kept: what of pictures that were looked at
+    before is here, the tower's answer or the resampler's; empty: none."""
+
+    tower_trained: bool
+    resampler_trained: bool
+    adapted: bool
+    adapters: int = 0  # LoRA weights that a vision token meets in the decoder
+    kept: str = ""
+
+    def flops(self, c: DecoderConfig, shown: Shown) -> float:
+        merged, tokens = shown.patches, shown.features
+        if self.kept == TOKENS:
+            merged, tokens = shown.looked_patches, shown.looked_features
+        seen = Patches(shown.looked_patches, shown.squares, tokens, merged)
+        return vision_costs.step_flops(c, seen, self.tower_trained, self.resampler_trained, self.adapted)
 
 
 class LogHook(Hook):
@@ -43,22 +68,26 @@ class LogHook(Hook):
         perplexity: bool = True,
         adapters: int = 0,
         live_reference: bool = False,
+        looking: Looking | None = None,
     ) -> None:
         """every 0: only the last step. `first`: step 1 whatever `every` says. frozen_base, further, adapters and
         live_reference: as in models/costs.step_flops. also: further numbers for each record.
-        perplexity: whether the loss has one."""
+        perplexity: whether the loss has one. looking: of a model that sees."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
-        self.trained_as = (frozen_base, adapters, further, live_reference)
+        self.frozen_base, self.adapters, self.looking = frozen_base, adapters, looking
+        self.more_of = (further, live_reference)
         self.extras: dict[str, float] = {}  # what the latest record tells beside loss and rates
         self.speed = 0.0  # tokens a second since the record before the latest
+        self._wait = DataWait()
         self._reset(time.perf_counter())
 
     def _reset(self, since: float) -> None:
         self._losses: list[float] = []
         self._extras: dict[str, list[float]] = {}
         self._tokens = self._trained = self._squares = self._steps = 0
+        self._shown, self._waited = Shown(), 0.0
         self._since = since
 
     def on_start(self, trainer: Trainer) -> None:
@@ -68,8 +97,17 @@ class LogHook(Hook):
     def waits_for(self, trainer: Trainer, step: int) -> bool:
         return False
 
+    def phase(self, name: str) -> None:
+        self._wait.came(time.perf_counter())
+        if name == "data":
+            self._wait.ask(time.perf_counter())
+        elif name == "restore":
+            self._wait.forget()
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
+        self._waited += self._wait.finished(result.finished_at)
+        self._shown = Shown(*map(sum, zip(self._shown, result.shown)))
         self._tokens += result.tokens
         self._trained += result.trained_tokens
         self._squares += result.sum_squares
@@ -89,11 +127,20 @@ class LogHook(Hook):
             self._reset(result.finished_at)
         self.trackers.advance(result.step)
 
+    def _flops(self) -> float:
+        """Since the latest record, of all ranks."""
+        seen, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
+        if looking is not None and seen:
+            adapters += (looking.adapters - adapters) * seen / self._tokens
+        counts = Seen(self._tokens, self._trained, self._squares, seen if looking is not None else 0)
+        own = step_flops(self.config, counts, self.frozen_base, adapters, *self.more_of)
+        return own if looking is None else own + looking.flops(self.config, self._shown)
+
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)
         self.speed = self._tokens / seconds
         loss = sum(self._losses) / len(self._losses)
-        flops = step_flops(self.config, Seen(self._tokens, self._trained, self._squares), *self.trained_as)
+        flops = self._flops()
         self.extras = {name: sum(values) / len(values) for name, values in self._extras.items()}
         return {
             "loss": loss,
@@ -105,6 +152,7 @@ class LogHook(Hook):
             "tokens_per_second": self.speed,
             "trained_tokens_per_second": self._trained / seconds,
             "mfu": mfu(flops, seconds, self.device.peak_flops.get(self.dtype), self.ranks),
+            "data_wait": min(1.0, self._waited / seconds),
             **self.device.memory(),
             "interval_runtime": seconds,
             "interval_samples_per_second": self._steps * self.packs_per_step / seconds,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from erniekit.data.types import Batch
+from erniekit.data.types import Batch, Shown
 from erniekit.devices.base import Device, Event
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.in_backward import BackwardUpdates
@@ -36,6 +36,7 @@ class StepResult:
     finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
     # With updates inside backward: not applied, yet the loss was a number; tensors with sound gradients were updated.
     partly: bool = False
+    shown: Shown = field(default_factory=Shown)  # of all ranks, in pictures
 
 
 class DeviceClock:
@@ -140,8 +141,8 @@ class TrainStep:
         # Waiting for other ranks does not count as this rank's own work: that is how a slow rank is found.
         self.phase("collective")
         batches = engine.send(batches)
-        counted = [(b.weight, b.num_label_tokens, b.num_tokens, b.sum_squares) for b in batches]
-        weight, trained, tokens, squares = engine.totals(*map(sum, zip(*counted)))
+        counted = [(b.weight, b.num_label_tokens, b.num_tokens, b.sum_squares, *b.shown()) for b in batches]
+        weight, trained, tokens, squares, *shown = engine.totals(*map(sum, zip(*counted)))
         self.phase("forward/backward")
         if self.prepare is not None:
             batches = self.prepare(batches)
@@ -177,7 +178,8 @@ class TrainStep:
             told = {name: value for name, value in zip(names, extras) if _finite(value)}
             applied = _finite(loss) and _finite(norm)
             partly = inside is not None and _finite(loss) and not applied
-            return StepResult(step, loss, norm, lr, tokens, trained, squares, applied, told, partly=partly)
+            counts = (tokens, trained, squares)
+            return StepResult(step, loss, norm, lr, *counts, applied, told, partly=partly, shown=Shown(*shown))
 
         return Launched(told, good, read, clock)
 

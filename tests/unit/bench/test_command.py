@@ -143,3 +143,20 @@ def test_rows_with_pictures_give_the_numbers_of_transformers_own_class(
     assert result["pictures"] == 4
     assert ours["pictures_per_s"] == pytest.approx(4 / ours["step_ms"] * 1000)
     assert "pictures)" in "\n".join(table([result]))
+
+
+@pytest.mark.full
+def test_kept_features_and_pictures_in_files_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = asdict(BenchOptions(steps=2, warmup=1, tiny=True))
+    names = ("V1", "V1-cached", "V1-input")
+    orders = [{"workload": name, "options": options, "file": str(tmp_path / f"{name}.json")} for name in names]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(order) + "\n" for order in orders)))
+    assert worker.main() == 0
+    plain, cached, files = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
+    assert cached["flops"] < plain["flops"] == files["flops"], "no picture is looked at again"
+    first = [result["runs"][0]["first_steps"][0]["loss"] for result in (plain, cached)]
+    assert first[0] == pytest.approx(first[1], abs=1e-5), "the same pictures, looked at before"
+    assert cached["runs"][1]["parity"]["equal"], cached["runs"][1]["parity"]
+    (ours,) = files["runs"]
+    assert 0 <= ours["data_wait"] <= 1
+    assert f"V1-input: erniekit waited for data {100 * ours['data_wait']:.1f} % of the time" in remarks([files])

@@ -16,7 +16,7 @@ from erniekit.devices.base import Device
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met
-from erniekit.train.metrics import LogHook
+from erniekit.train.metrics import LogHook, Looking
 from erniekit.train.step import StepResult
 
 
@@ -91,6 +91,28 @@ def test_the_trainers_metrics_and_bench_tell_one_and_the_same_mfu(name: str, cfg
     (record,) = logged
     expected = useful_flops(cfg, c, batch) / record["interval_runtime"] / 1e12
     assert record["mfu"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_trainer_counts_vision_tokens_and_the_tower_as_bench_does(trained: bool) -> None:
+    more = ("fine_tuning=Full",) if trained else ("fine_tuning=LoRA", "lora_rank=32", "freeze_config=freeze_vision")
+    work, cfg, logged = WORKLOADS["V1"], keys("stage=VL-SFT", *more), []
+    c = MODELS.get("ernie4_5_vl_moe").read_config(dict(work.model), "hf", False, "")
+    batch = make_steps(work.rows, 103424, 1, 0, PictureIds.of(work.model))[0].batch
+    trackers = SimpleNamespace(
+        log=lambda step, record, kind: logged.append(record), start=lambda **_: None, advance=lambda step: None
+    )
+    trainer = SimpleNamespace(max_steps=1, state=SimpleNamespace(step=0, packs=0))
+    met, seen = (0, 0) if trained else (adapters_met(c, 32), adapters_met(c, 32, vision=True))
+    hook = LogHook(
+        trackers, Device("a card", "cpu", 0, {torch.bfloat16: 1e15}), c, torch.bfloat16, 1, 1, 10, not trained,  # type: ignore[arg-type]
+        adapters=met, looking=Looking(trained, trained, adapted=not trained, adapters=seen),
+    )  # fmt: skip
+    hook.on_start(trainer)  # type: ignore[arg-type]
+    counts = (batch.num_tokens, batch.num_label_tokens, batch.sum_squares)
+    hook.after_step(trainer, StepResult(1, 2.0, 1.0, 1e-3, *counts, True, shown=batch.shown()))  # type: ignore[arg-type]
+    (record,) = logged
+    assert record["mfu"] == pytest.approx(useful_flops(cfg, c, batch) / record["interval_runtime"] / 1e15, rel=1e-9)
 
 
 def test_each_bank_counts_with_its_own_tokens_and_the_tower_with_its_patches() -> None:

@@ -13,7 +13,7 @@ from erniekit.config import load
 from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.errors import ConfigError
-from erniekit.models.config import MoEShape
+from erniekit.models.config import BankShape, MoEShape, VisionShape
 from erniekit.models.costs import optimizer_bytes, parameters
 from erniekit.recipes.memory_decisions import (
     GIB,
@@ -23,6 +23,7 @@ from erniekit.recipes.memory_decisions import (
     kept_bytes,
     least_bytes,
     numbers_of,
+    seeing_bytes,
 )
 from unit.recipes.test_speed_decisions import ALONE, LARGE, SMALL
 
@@ -130,3 +131,32 @@ def test_as_many_layers_as_asked_for_are_chosen_once_each(count: int) -> None:
     where = numbers_of(LARGE, count, "wint4/8")
     assert len(set(where)) == count == len(where)
     assert list(where) == sorted(where)
+
+
+# ERNIE-4.5-VL-28B-A3B
+SEEING = replace(
+    LARGE, family="ernie4_5_vl_moe", vision=VisionShape(depth=32, width=1280, heads=16, mlp_width=5120, patch=14),
+    moe=replace(LARGE.moe, vision=BankShape(64, 512)),
+)  # fmt: skip
+
+
+def test_a_tower_that_is_trained_keeps_what_a_pack_of_pictures_leaves_in_it() -> None:
+    whole = seeing_bytes(run("stage=VL-SFT"), SEEING, again=False) / GIB
+    patches = 4 * 8192
+    assert whole == pytest.approx(2 * patches * (32 * (10 * 1280 + 3 * 5120) + 1280 + 588 + 10 * 1280) / GIB)
+    assert 50 < whole < 60
+    assert seeing_bytes(run("stage=VL-SFT"), SEEING, again=True) / GIB < 6
+    assert seeing_bytes(run("stage=VL-SFT", "max_patches=4096"), SEEING, again=False) / GIB == pytest.approx(whole / 8)
+
+
+@pytest.mark.parametrize("words", [("freeze_config=freeze_vision",), ("fine_tuning=LoRA",)])
+def test_in_front_of_a_frozen_tower_the_resampler_alone_keeps_something(words: tuple[str, ...]) -> None:
+    kept = seeing_bytes(run("stage=VL-SFT", *words), SEEING, again=False)
+    assert kept == 2 * 8192 * 10 * 4 * 1280
+    assert seeing_bytes(run("stage=VL-SFT", "freeze_config=[freeze_vision,freeze_resampler]"), SEEING, False) == 0
+    assert seeing_bytes(run("stage=SFT"), SEEING, again=False) == 0, "text alone"
+
+
+def test_a_step_that_fits_is_one_with_the_towers_share() -> None:
+    frozen, trained = (least_bytes(run("stage=VL-SFT", *w), SEEING) for w in (("freeze_config=freeze_vision",), ()))
+    assert trained - frozen > GIB

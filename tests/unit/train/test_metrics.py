@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,3 +39,25 @@ def test_numbers_told_beside_the_loss_are_logged_as_means_since_the_last_record(
     assert [r["router_aux"] for r in logged] == [pytest.approx(2.0), pytest.approx(6.0)]
     assert [r["moe_load"] for r in logged] == [1.5, 1.5]
     assert [r["loss"] for r in logged] == [2.0, 2.0]
+
+
+def test_waiting_for_data_counts_where_the_device_had_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step launched at 2 and finished at 10: its successor's data, asked for at 3, came at 12, and the third's, asked
+    for at 13, at 14, while the second was computed until 20."""
+    now, logged = [0.0], list[dict[str, Any]]()
+    monkeypatch.setattr("erniekit.train.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trackers = SimpleNamespace(
+        log=lambda step, record, kind: logged.append(record), start=lambda **k: None, advance=lambda step: None
+    )
+    trainer = SimpleNamespace(max_steps=3, state=SimpleNamespace(step=0, packs=4))
+    hook = LogHook(trackers, make(), SPARSE, torch.float32, 3, 1, 10, False)  # type: ignore[arg-type]
+    hook.on_start(trainer)  # type: ignore[arg-type]
+    for step, (asked, came) in enumerate(((0.0, 2.0), (3.0, 12.0), (13.0, 14.0)), 1):
+        for name, when in (("data", asked), ("collective", came)):
+            now[0] = when
+            hook.phase(name)
+        if step > 1:
+            hook.after_step(trainer, replace(result(step - 1), finished_at=10.0 * (step - 1)))  # type: ignore[arg-type]
+    hook.after_step(trainer, replace(result(3), finished_at=40.0))  # type: ignore[arg-type]
+    (record,) = logged
+    assert record["data_wait"] == pytest.approx((2.0 + 2.0 + 0.0) / 40.0)

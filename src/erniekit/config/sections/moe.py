@@ -27,6 +27,15 @@ class MoeSection:
         0.0, "Weight of the loss that keeps the router's directions apart.", low=0, fixed=True
     )
     moe_z_loss_lambda: float = key(0.0, "Weight of the loss that keeps the router's logits small.", low=0, fixed=True)
+    moe_vision_aux_loss_lambda: float | None = key(
+        None, "moe_aux_loss_lambda of vision experts; the same as of text when not given.", low=0, fixed=True
+    )
+    moe_vision_orthogonal_loss_lambda: float | None = key(
+        None, "moe_orthogonal_loss_lambda of vision experts; the same as of text when not given.", low=0, fixed=True
+    )
+    moe_vision_z_loss_lambda: float | None = key(
+        None, "moe_z_loss_lambda of vision experts; the same as of text when not given.", low=0, fixed=True
+    )
     moe_use_aux_free: bool | None = key(
         None,
         "Choose experts with the bias that evens out their use; the model's own way when not given. False routes "

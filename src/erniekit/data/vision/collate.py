@@ -93,7 +93,7 @@ class VisionCollate:
     def _patches(self, medium: Medium) -> torch.Tensor | np.ndarray | MediaError:
         """Pixels; or the features kept of them, as rows of a batch."""
         if self.store is not None and (kept := self.store.read(medium)) is not None:
-            return self.store.rows(kept, medium.grid)
+            return self.store.shape.laid_out(kept, medium.grid)
         try:
             return self.pool.ask(ReadPatches(medium, self.limits), medium.places[0].name)
         except MediaError as error:

@@ -48,6 +48,15 @@ class FeatureShape:
     def bytes(self, grid: tuple[int, int, int]) -> int:
         return self.rows(grid) * self.width * self.dtype.itemsize + _OVERHEAD
 
+    def laid_out(self, features: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """[t * h * w, row_width]: as a batch holds them."""
+        if not self.tokens:
+            return features
+        t, h, w = grid
+        out = features.new_zeros(t * h * w, self.row_width)
+        out[: features.numel() // self.row_width] = features.reshape(-1, self.row_width)
+        return out
+
     @property
     def row_width(self) -> int:
         """Of a batch's rows, which are as many as the patches whatever is kept: a token's lie in merge^2 rows."""
@@ -108,15 +117,6 @@ class FeatureStore:
             with self._lock:
                 self.room = 0
             return False
-
-    def rows(self, features: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-        """[t * h * w, row_width]: as a batch holds them."""
-        if not self.shape.tokens:
-            return features
-        t, h, w = grid
-        out = features.new_zeros(t * h * w, self.shape.row_width)
-        out[: features.numel() // self.shape.row_width] = features.reshape(-1, self.shape.row_width)
-        return out
 
     def counts(self) -> dict[str, float]:
         """Since it was last asked: pictures whose features were read, and those that had to be computed."""

@@ -161,7 +161,7 @@ def _rows(
 
 
 def _warps(walk: Walk, width: int) -> int:
-    threads = triton.next_power_of_2(triton.cdiv(walk.step * width, walk.held))
+    threads: int = triton.next_power_of_2(triton.cdiv(walk.step * width, walk.held))
     return min(8, max(2, threads // 32))
 
 

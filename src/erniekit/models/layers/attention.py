@@ -34,6 +34,9 @@ class Context(NamedTuple):
     kernel: str | None = None  # which back end of kernels/packed_attention.py, where kernels for a card fit
     packs: Packs | None = None  # the documents once more, as it takes them
     modality: torch.Tensor | None = None  # uint8 [B, L], where some tokens are not text; None: all are
+    # How many tokens are text and how many are not, where the host knows: lengths of tensors that are not read. A
+    # number would be part of a compiled layer's program, and every batch would make its own.
+    lengths: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class InnerAttention(nn.Module):

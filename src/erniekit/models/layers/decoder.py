@@ -19,7 +19,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context, InnerAttention
 from erniekit.models.layers.head import LocalHead
 from erniekit.models.layers.mlp import MLP
-from erniekit.models.layers.modal import ModalMoE
+from erniekit.models.layers.modal import ModalMoE, lengths_of
 from erniekit.models.layers.moe import MoE
 from erniekit.models.layers.mtp import NextToken
 from erniekit.models.layers.norm import RMSNorm
@@ -154,7 +154,8 @@ class Decoder(nn.Module):
         if self.attends_itself():
             group = c.num_heads // c.num_kv_heads
             kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
-        return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality)
+        lengths = None if modality is None else lengths_of(modality, more.vision_tokens)
+        return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality, lengths)
 
     def attends_itself(self) -> bool:
         """False where the inner attention was replaced: a server's, over its cache, needs no kernels from here."""

@@ -49,9 +49,14 @@ class Experts(nn.Module):
         self.gate_up = ExpertLinear(experts, hidden, (("gate_proj", width), ("up_proj", width)))
         self.down = ExpertLinear(experts, width, (("down_proj", hidden),))
 
-    def forward(self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor | None, own: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Each token to its experts in this order; the sum of their answers, weighted by weights [T, K]. None: one
-        choice a token, whole."""
+        choice a token, whole. own: of Routing. Rows are cut here, where they are taken: what is compiled around this
+        module may end at it, and a length that differs must not pass from one program to the next."""
+        if own is not None and weights is not None:  # choices of no expert come last
+            order = order._replace(row_of=order.row_of[: own.shape[0] * weights.shape[1]])
         updates = {**self.gate_up.updates(), **self.down.updates()}
         three = [updates.get(part) for part, _ in (*self.gate_up.parts, *self.down.parts)]
         given: tuple[Any, ...] = (self.gate_up.matrices(), self.down.matrices(), *three)

@@ -1,14 +1,16 @@
 """The expert layer of a model that sees: text tokens and vision tokens have experts and a router of their own, of
 different widths, and share the shared experts.
 
-Each bank is asked about all tokens, with the choices of the other modality's marked as of no expert: shapes do not
-depend on how many there are, so nothing waits for the device. A batch without pictures asks the vision bank about no
-token, yet asks it: collectives and gradients are the same on every rank, whatever it reads.
+Each bank is asked about all tokens, with the choices of the other modality's marked as of no expert. Its experts have
+rows for its own tokens alone: how many those are is counted where the batch is made, in host memory, so that nothing
+waits for the device. A batch without pictures asks the vision bank about no token, yet asks it: collectives and
+gradients are the same on every rank, whatever it reads.
 Held by models/layers/decoder.py. B batch, L length, H hidden, T = B * L tokens, E experts.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +23,18 @@ from erniekit.models.layers.mlp import MLP
 from erniekit.models.layers.moe import MoE
 
 OF_VISION = "_vision"  # behind the names of what the vision bank records
+
+
+def lengths_of(modality: torch.Tensor, seen: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tensors as long as tokens are text, and as long as they are not: lengths that differ from batch to batch, which
+    compiled layers are told. seen: how many are not; None: not known."""
+    if seen is None:
+        return None
+    made = modality.new_empty(modality.numel() - seen), modality.new_empty(seen)
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would import the compiler
+        for one in made:
+            torch._dynamo.maybe_mark_dynamic(one, 0)
+    return made
 
 
 class Correction(nn.Module):
@@ -41,15 +55,17 @@ class Bank(MoE):
         super().__init__(replace(config, moe=shape), layer)
 
     def answer(
-        self, x_BLH: torch.Tensor, own_BL: torch.Tensor | None, bias: torch.Tensor | None, ctx: Any
-    ) -> torch.Tensor:
-        """[B, L, H], zero where a token is not its own. own None: all are."""
+        self, x_BLH: torch.Tensor, own_BL: torch.Tensor | None, bias: torch.Tensor | None, ctx: Any,
+        length: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[B, L, H], zero where a token is not its own. own None: all are. length: as many as are, on all ranks that
+        have a slice of these rows; None: not known."""
         x_TH = x_BLH.flatten(0, 1)
         routing = self.router(x_TH, bias)
         if own_BL is not None:
             own = own_BL.reshape(-1, 1)
             ids = torch.where(own, routing.ids, self.router.experts)
-            routing = routing._replace(ids=ids, weights=routing.weights * own)
+            routing = routing._replace(ids=ids, weights=routing.weights * own, own=length)
         y_TH = self.exchange(x_TH, routing, self.experts, self.router.experts)
         result: torch.Tensor = self.balance(y_TH.view_as(x_BLH), routing, self.router, ctx)
         return result
@@ -83,9 +99,10 @@ class ModalMoE(nn.Module):
             seen = modality != 0
             real_text, real_vision = (own if ctx.real is None else own & ctx.real for own in (~seen, seen))
             here_text, here_vision = (self._here(own, x_BLH) for own in (~seen, seen))
-            y_BLH = self.text.answer(x_BLH, here_text, text, ctx._replace(real=real_text))
+            of_text, of_vision = (None, None) if ctx.lengths is None else ctx.lengths
+            y_BLH = self.text.answer(x_BLH, here_text, text, ctx._replace(real=real_text), of_text)
             vision_ctx = ctx._replace(real=real_vision, record=sheet)
-            y_BLH = y_BLH + self.vision.answer(x_BLH, here_vision, vision, vision_ctx)
+            y_BLH = y_BLH + self.vision.answer(x_BLH, here_vision, vision, vision_ctx, of_vision)
         if sheet is not None:
             _merge(ctx.record, sheet)
         return y_BLH if self.shared is None else y_BLH + self.shared(x_BLH)

@@ -22,7 +22,7 @@ class LocalExchange(nn.Module):
     """All experts are here."""
 
     def forward(self, x_TH: torch.Tensor, routing: Routing, experts: nn.Module, count: int) -> torch.Tensor:
-        y_TH: torch.Tensor = experts(x_TH, by_expert(routing.ids, count), routing.weights)
+        y_TH: torch.Tensor = experts(x_TH, by_expert(routing.ids, count), routing.weights, routing.own)
         return y_TH
 
 

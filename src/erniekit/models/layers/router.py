@@ -20,6 +20,7 @@ class Routing(NamedTuple):
     probs: torch.Tensor  # fp32 [T, E]
     ids: torch.Tensor  # int64 [T, K]; E where a choice was dropped for want of room
     weights: torch.Tensor  # [T, K] in the tokens' dtype, summing to one
+    own: torch.Tensor | None = None  # as long as there are tokens with an expert, where the host knows; None: all may
 
 
 class Router(nn.Module):

@@ -40,3 +40,15 @@ def test_every_row_is_usable_from_the_archive(tmp_path: Path) -> None:
     source = open_vision_source(EXAMPLES / "shapes-eval.jsonl", None, tokenizer(), VisionRules(), **options)
     assert len(source) == 192
     assert set(source.patches) == {16}
+
+
+def test_erniekits_vl_recipes_have_rows_about_these_pictures(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_vl_demo", EXAMPLES / "make_vl_demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.make(tmp_path)
+    made = (tmp_path / module.NAME).read_text(encoding="utf-8")
+    assert made == (EXAMPLES / module.NAME).read_text(encoding="utf-8"), "run python examples/data/make_vl_demo.py"
+    options = dict(max_seq_len=128, cache_dir=tmp_path, num_proc=1, max_bad_fraction=0.0)
+    source = open_vision_source(EXAMPLES / module.NAME, None, tokenizer(), VisionRules(), **options)
+    assert len(source) == 288

@@ -114,6 +114,6 @@ def test_room_is_made_of_other_towers_oldest_files_alone(tmp_path: Path) -> None
 def test_tokens_of_pictures_and_videos_lie_in_as_many_rows_as_patches(tmp_path: Path) -> None:
     kept = store(tmp_path, shape=FeatureShape(8, torch.float32, tokens=True))
     for grid, tokens in (((1, 4, 6), 6), ((4, 4, 6), 12)):
-        rows = kept.rows(features(tokens), grid)
+        rows = kept.shape.laid_out(features(tokens), grid)
         assert rows.shape == (grid[0] * 24, 2)
         assert torch.equal(rows[: 4 * tokens].reshape(tokens, 8), features(tokens))
