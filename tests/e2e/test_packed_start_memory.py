@@ -1,4 +1,4 @@
-"""A packed base is read piece by piece: while it starts, memory grows by what is kept and one weight, whatever the files.
+"""A packed base is read piece by piece: a start takes what is kept and one weight, whatever the sizes of the files.
 
 What is kept lies on the device; here that is the host, so it is taken off. `RssAnon` is sampled: pages of files do not
 count, and the kernel records no peak of it.
@@ -35,8 +35,8 @@ pytestmark = [
 ]
 
 MB = 1 << 20
-# One weight of 16 MiB, plain and packed, a chunk of it as it is read, a second copy of the adapters, and what torch loads
-# at first use or malloc has not given back: the same for every size of model and file.
+# One weight of 16 MiB, plain and packed, a chunk of it as it is read, a second copy of the adapters, and what torch
+# loads at first use or malloc has not given back: the same for every size of model and file.
 LIMIT = 2 * 16 * MB + CHUNK + 96 * MB
 SHAPE = dict(
     vocab_size=2048, hidden_size=512, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2,
