@@ -133,7 +133,7 @@ class StoredWeight:
         return nf4.decode_flat(codes, absmax, count, self.dtype).view(state["shape"])
 
     def _same_table(self, read: Read, name: str, known: torch.Tensor) -> None:
-        """What codes stand for is in the file as well; with other numbers than bitsandbytes' they would be read wrong."""
+        """What codes stand for is in the file as well: with other numbers than bitsandbytes' they are read wrong."""
         held = self._part(read, name, torch.float32).flatten()
         # Its 8-bit numbers are sums of its own: the last bit may differ between its versions.
         if held.shape != known.shape or not torch.allclose(held, known, rtol=1e-6, atol=0):

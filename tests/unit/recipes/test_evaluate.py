@@ -87,10 +87,8 @@ def test_under_an_adapter_the_layers_are_packed_that_its_run_packed(model: Path,
     adapter = adapter_of(trained, settings_of(cfg), base=str(model))
     write_adapter(tmp_path / "adapter", adapter, trained)
     evaluated = find_model(tmp_path / "adapter").build(torch.float32, packed="int8")
-    layers = ModelFolder(model).config.num_layers
-    assert (
-        [*packed_layers(evaluated)] == [*packed_layers(trained)] == [f"layers.{n}.attn.out.base" for n in range(layers)]
-    )
+    adapted = [f"layers.{n}.attn.out.base" for n in range(ModelFolder(model).config.num_layers)]
+    assert [*packed_layers(evaluated)] == [*packed_layers(trained)] == adapted
 
 
 def test_pairs_are_compared_with_a_model_that_must_be_named(model: Path, tmp_path: Path) -> None:
