@@ -86,13 +86,17 @@ class Transformers(Runner):
             old = module._parameters[leaf]
             assert old is not None
             assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            module._parameters[leaf] = self.parameter(name, tensor, old.requires_grad)
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(task.device)
         if folder.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
         assert not left, f"no weights for {left[:3]}"
         return model
+
+    def parameter(self, name: str, tensor: torch.Tensor, trained: bool) -> nn.Parameter:
+        """As the model holds it."""
+        return nn.Parameter(tensor, requires_grad=trained)
 
     def attention(self) -> str:
         if self.flash4:
