@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.xdist_group("vllm")]
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300], list(range(50, 90))]
 NEW = 8
 # Kind -> how far below our best logit, in standard deviations of them, their choice may lie. It computes in bf16: an
-# activation may then fall to the next of int8's or fp8's values. Seen: 0.026, 0.096 and 0.21, on one place of 24 to three.
+# activation may then fall to the next of int8's or fp8's values. Seen: 0.026, 0.096 and 0.21.
 SERVED = {"w4a16": 0.05, "w8a8": 0.15, "fp8_dynamic": 0.3}
 # Kind -> a word of vLLM's reason.
 ON_CARDS_ONLY = {"w8a16": "WNA16", "fp8_static": "static_scaled_fp8_quant", "mxfp4": "MXFP4", "nf4": "bitsandbytes"}
