@@ -40,11 +40,9 @@ class Unsloth4Bit(Unsloth):
         """Packed as it comes: the model is never whole in 16 bits."""
         if not name.endswith(EXPERTS):
             return super().parameter(name, tensor, trained)
-        from bitsandbytes.nn import Params4bit
-
-        packed: Any = Params4bit(tensor, **HOW).to(tensor.device)
+        packed = in_4_bits(tensor)
         packed._original_shape = tensor.shape  # where unsloth-zoo looks for it
-        return packed  # type: ignore[no-any-return]
+        return packed
 
     def adapted(self, model: Any) -> Any:
         for layer in model.model.layers:
@@ -54,12 +52,20 @@ class Unsloth4Bit(Unsloth):
         return super().adapted(model)
 
     def _packed(self, linear: nn.Linear) -> nn.Module:
-        from bitsandbytes.nn import Linear4bit, Params4bit
+        from bitsandbytes.nn import Linear4bit
 
         with torch.device("meta"):
             made: nn.Module = Linear4bit(
                 linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=self.task.dtype
             )
-        made.weight = Params4bit(linear.weight.data, **HOW).to(linear.weight.device)
+        made.weight = in_4_bits(linear.weight.data)
         made.bias = linear.bias
         return made
+
+
+def in_4_bits(weight: torch.Tensor) -> Any:
+    """bitsandbytes packs when a weight is moved to a device, the one it is on as well."""
+    from bitsandbytes.nn import Params4bit
+
+    packed: Any = Params4bit(weight, **HOW)
+    return packed.to(weight.device)
