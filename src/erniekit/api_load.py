@@ -19,7 +19,7 @@ from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import say
-from erniekit.lora.adapter import attach
+from erniekit.lora.adapter import attach, places
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
 from erniekit.lora.frozen_base import packing
@@ -65,14 +65,19 @@ class Found:
     def build(
         self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", packed: str = BF16
     ) -> nn.Module:
-        """packed: the kind of base, as frozen_base names it, that weights are kept as."""
+        """packed: the kind of base, as frozen_base names it, that weights are kept as: those that an adapter sits on,
+        as in the run that trained it, or all."""
         if kinds := sorted({f"{w.scheme.format}, {w.scheme.bits} bits" for w in self.weights.quantised.values()}):
             static = any(w.scheme.static_inputs for w in self.weights.quantised.values())
             how = "computed as an FP8 engine does" if static else "dequantised as they are read"
             say(f"weights  quantised ({'; '.join(kinds)}), {how}")
-        model = self.weights.build(dtype, device, packing(self.weights, packed, device))
+        meta, adapter, only = self.weights.meta(), None, None
         if self.adapter is not None:
-            attach(model, read_adapter(self.adapter, model))
+            adapter = read_adapter(self.adapter, meta)
+            only = {projection.module for projection in places(meta, adapter)}
+        model = self.weights.build(dtype, device, packing(self.weights, packed, device, only=only))
+        if adapter is not None:
+            attach(model, adapter)
         model.eval()
         self.check(model)
         return model

@@ -29,8 +29,8 @@ TRAINED = [name for name in RECIPES if name.startswith(tuple(f"examples/configs/
 LEFT_OUT = {"disable_tqdm"}
 # Left out of the 0.3B ones besides: without effect on one device, or better left to us.
 LEFT_OUT_OF_SMALL = LEFT_OUT | {
-    "disable_ckpt_quant", "offload_optim", "pipeline_parallel_config", "quantization", "scale_loss",
-    "sharding", "tensor_parallel_config", "unified_checkpoint_config",
+    "disable_ckpt_quant", "offload_optim", "pipeline_parallel_config", "scale_loss", "sharding",
+    "tensor_parallel_config", "unified_checkpoint_config",
 }  # fmt: skip
 # Of the recipes of other devices and of pictures besides: words that all do nothing, and two switches that rules turn.
 LEFT_OUT_ELSEWHERE = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from erniekit.demo.tiny import FAMILIES, make_tiny_model
 from erniekit.errors import DataError
 from erniekit.kernels import attention as kernel
 from erniekit.recipes.doctor import DoctorError
@@ -57,6 +58,16 @@ def test_a_weight_without_gradient_is_named(train: Callable, tmp_path: Path, mon
 def test_lora_before_its_first_step_is_no_false_alarm(train: Callable, tmp_path: Path) -> None:
     """B is zero at the start, so A's gradient is zero too: that is how LoRA begins, not a fault."""
     train(tmp_path, max_steps=1, fine_tuning="LoRA")
+
+
+def test_a_router_of_one_expert_has_nothing_to_learn_and_that_is_said(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for key, value in (("moe_num_experts", 1), ("moe_k", 1), ("num_nextn_predict_layers", 0)):
+        monkeypatch.setitem(FAMILIES["ernie4_5_moe"], key, value)
+    model = make_tiny_model(tmp_path / "model", family="ernie4_5_moe")
+    train(tmp_path / "run", model_name_or_path=model, max_steps=1)
+    assert "(1 more are of routers with one expert, which have nothing to learn)" in capsys.readouterr().out
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_caught(train: Callable, tiny_model: Path, tmp_path: Path) -> None:

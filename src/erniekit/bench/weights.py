@@ -5,7 +5,7 @@ Called by ours.py, peers/hf.py and peers/peft_vl.py; nothing is written to disk 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -39,15 +39,23 @@ def peer_tensors(
             yield name, tensor.clone() if len(entry.theirs) > 1 else tensor.contiguous()
 
 
-def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Puts them in the place of a meta model's parameters, by name."""
+def plain_parameter(name: str, tensor: torch.Tensor, trained: bool) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=trained)
+
+
+def fill(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    made: Callable[[str, torch.Tensor, bool], nn.Parameter] = plain_parameter,
+) -> None:
+    """Puts them in the place of a meta model's parameters, by name. made: a parameter as the model holds it."""
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         old = module._parameters[leaf]
         assert old is not None
         assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        module._parameters[leaf] = made(name, tensor, old.requires_grad)
 
 
 def require_filled(model: nn.Module) -> None:

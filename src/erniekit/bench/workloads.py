@@ -152,8 +152,8 @@ _ALL = (
         apart={"loss": 0.01, "logits": 0.25}, note="every frozen product is off by 3.7 %, a peer's by 0.2 %",
     ),
     Workload(
-        "C2-45", "C1-85 over 4- and 8-bit weights (wint4/8)", ERNIE_21B, Rows(1, _8K), WINT, ("unsloth",),
-        together=False, limit_gib=45, target=24e3, apart=_ROUNDED, note=_OTHER_BASE,
+        "C2-45", "C1-85 over 4- and 8-bit weights (wint4/8)", ERNIE_21B, Rows(1, _8K), WINT,
+        ("unsloth-4bit", "unsloth"), together=False, limit_gib=45, target=24e3, apart=_ROUNDED, note=_OTHER_BASE,
     ),
     Workload(
         "C2-fp8", "the same, multiplied in fp8", ERNIE_21B, Rows(1, _8K), {**WINT, **IN_FP8}, ("unsloth",),

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from erniekit.checkpoint.safe import check_safetensors
-from erniekit.checkpoint.shards import readable_by_all
+from erniekit.checkpoint.shards import name_weights, readable_by_all
 from erniekit.data.collate import one_document
 from erniekit.data.types import IGNORE, IMAGE, Batch, More, Vision
 from erniekit.errors import CheckpointError
@@ -143,6 +143,7 @@ def save(folder: Path, probe: Probe) -> None:
     # float.hex keeps every bit of the loss in text. One entry: the library writes several in random order,
     # and two equal checkpoints should be equal files.
     said = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
+    name_weights(folder)
     save_file(tensors, str(folder / FILE), metadata={"probe": json.dumps(said)})
     readable_by_all(folder / FILE)
 

@@ -119,6 +119,7 @@ class StoredWeight:
         state, name = self._nf4_state(read), f"{self.module}.weight"
         nested, count = "nested_offset" in state, prod(state["shape"])
         codes = self._part(read, name, torch.uint8).reshape(-1)
+        self._same_table(read, f"{name}.quant_map", nf4.table(nf4.CPU))
         absmax = self._part(read, f"{name}.absmax", torch.uint8 if nested else torch.float32).reshape(-1)
         if codes.numel() != -(-count // 2) or absmax.numel() != -(-count // nf4.BLOCK):
             raise self.wrong("its codes and scales are not as many as its shape asks for")
@@ -127,8 +128,16 @@ class StoredWeight:
             scale = self._part(read, f"{name}.nested_absmax", torch.float32).reshape(-1)
             if scale.numel() != -(-absmax.numel() // nf4.NESTED_BLOCK):
                 raise self.wrong("its nested_absmax is not as long as its scales ask for")
+            self._same_table(read, f"{name}.nested_quant_map", nf4.dynamic_table(signed=True))
             absmax = nf4.decode_absmax(nf4.Nested(absmax, scale, offset))
         return nf4.decode_flat(codes, absmax, count, self.dtype).view(state["shape"])
+
+    def _same_table(self, read: Read, name: str, known: torch.Tensor) -> None:
+        """What codes stand for is in the file as well: with other numbers than bitsandbytes' they are read wrong."""
+        held = self._part(read, name, torch.float32).flatten()
+        # Its 8-bit numbers are sums of its own: the last bit may differ between its versions.
+        if held.shape != known.shape or not torch.allclose(held, known, rtol=1e-6, atol=0):
+            raise self.wrong(f"its {name.rpartition('.')[2]} is another than bitsandbytes' NF4 has")
 
     def wrong(self, what: str) -> CheckpointError:
         return CheckpointError(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from erniekit import heartbeat
+from erniekit.checkpoint.safe import check_safetensors
 
 GB = 1000**3
 
@@ -69,6 +70,17 @@ def write_shards(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / f"{stem}.safetensors.index.json", index)
     return files
+
+
+def name_weights(folder: Path) -> None:
+    """An index for a model in one file, before other tensors are put beside it: vLLM and SGLang take every .safetensors
+    of a folder that has none for weights."""
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if file.is_file() and not index.exists():
+        header = check_safetensors(file)
+        total = sum(entry.end - entry.start for entry in header.tensors.values())
+        weight_map = dict.fromkeys(sorted(header.tensors), file.name)
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _clear(folder: Path, stem: str) -> None:

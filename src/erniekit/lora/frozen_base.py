@@ -8,7 +8,7 @@ plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -49,12 +49,12 @@ def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
     return kind.unpack(kind.pack(weight), weight.dtype)
 
 
-def store_linears(model: nn.Module, base: str) -> list[str]:
-    """The same for a model that only answers: every linear and expert of its layers, adapted or not. The head, routers
-    and layers that predict further tokens stay plain."""
+def store_linears(model: nn.Module, base: str, only: Collection[str] | None = None) -> list[str]:
+    """The same for a model that only answers: every linear and expert of its layers, adapted or not, or those named
+    `only`. The head, routers and layers that predict further tokens stay plain."""
     left, kinds = [], kinds_of(base)
     for name, layer in model.named_modules():
-        if not name.startswith("layers.") or not isinstance(layer, HoldsWeight):
+        if not name.startswith("layers.") or not isinstance(layer, HoldsWeight) or (only and name not in only):
             continue
         kind, experts = kind_named(kinds[role_of(name)]), getattr(layer, "experts", 1)
         if kind.name == PLAIN:
@@ -68,9 +68,14 @@ def store_linears(model: nn.Module, base: str) -> list[str]:
 
 
 def packing(
-    weights: ModelFolder, base: str, device: str | torch.device, tell: Callable[[str], object] = say
+    weights: ModelFolder,
+    base: str,
+    device: str | torch.device,
+    tell: Callable[[str], object] = say,
+    only: Collection[str] | None = None,
 ) -> Callable[[nn.Module], None] | None:
-    """What `ModelFolder.build` takes to keep weights as `base` does; None: as they are."""
+    """What `ModelFolder.build` takes to keep weights as `base` does; None: as they are. only: these layers, as a run
+    does that packs what it adapts; else all."""
     if base == BF16:
         return None
     if weights.quantised:
@@ -79,10 +84,11 @@ def packing(
     check(base, BF16, torch.device(device), weights.config.moe is not None, str(weights.path))
 
     def store(model: nn.Module) -> None:
-        left = store_linears(model, base)
+        left = store_linears(model, base, only)
         kinds = sorted({layer.kind for layer in packed_layers(model).values()})
         odd = f"; {left[0]} and {len(left) - 1} more do not have the widths for it" if left else ""
-        tell(f"weights  packed as {base} when read: {' and '.join(kinds) or 'none'}, the rest as stored{odd}")
+        which = ", under the adapter alone" if only else ""
+        tell(f"weights  packed as {base} when read{which}: {' and '.join(kinds) or 'none'}, the rest as stored{odd}")
 
     return store
 

@@ -22,9 +22,11 @@ from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, paint, say, typed
 from erniekit.lora.inject import is_lora
+from erniekit.models.layers.router import Router
 from erniekit.models.vision_parts import part_of
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.in_backward import looked_at, seen_gradients
+from erniekit.parallel.apply import plain
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.recipes import run_summary, stage_of
@@ -216,7 +218,10 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
             heard.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
     heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
-    silent = sorted(name for name in here - heard if not _beside_text(name, built))
+    unheard = {name for name in here - heard if not _beside_text(name, built)}
+    routers = tuple(set().union(*built.world.gather(set(_routers_of_one(built)))))
+    alone = {name for name in unheard if name.startswith(routers)}
+    silent = sorted(unheard - alone)
     finite = all(built.world.gather(all(bool(gradient.finite) for gradient in seen.values())))
     optimizer.zero_grad()
     count = len(here)
@@ -227,11 +232,21 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
     return Check(
         "gradients",
         not silent,
-        f"gradients reach all {count} trainable tensors"
+        f"gradients reach all {count - len(alone)} trainable tensors"
+        + (f" ({len(alone)} more are of routers with one expert, which have nothing to learn)" if alone else "")
         if not silent
         else f"{len(silent)} of {count} trainable tensors get no gradient, e.g. {silent[0]}",
         "those weights would not be trained: check lora_target_modules and the first rows of the data",
     )
+
+
+def _routers_of_one(built: Built) -> Iterator[str]:
+    """How names begin of weights of routers with a single expert: it gets every token with weight 1, whatever they are,
+    so that no gradient is right."""
+    for part in built.engine.parts:
+        for name, module in part.named_modules():
+            if isinstance(module, Router) and module.experts == 1:
+                yield plain(f"{name}.")
 
 
 def _beside_text(name: str, built: Built) -> bool:

@@ -187,7 +187,18 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     if cfg.lora.packed_base and cfg.lora.frozen_base in MIXES and model.moe is None:
         kinds = ", ".join(dict.fromkeys(kinds_of(cfg.lora.frozen_base)[role] for role in ("attention", "mlp")))
         model_notes += (f"frozen_base: {cfg.lora.frozen_base} is {kinds} here: the model has no experts",)
+        cfg = _without_exact_weights(cfg)
     return RunPlan(cfg, device, world, folder, lora, further, model_notes)
+
+
+def _without_exact_weights(cfg: RunConfig) -> RunConfig:
+    """What the rules said of products counts on experts, whose weights alone are exact in fp8."""
+    cfg = replace(cfg, notes=tuple(note for note in cfg.notes if note.key != "frozen_products"))
+    if cfg.lora.frozen_products == BF16:
+        return cfg
+    return cfg.derive(
+        Note("frozen_products", cfg.lora.frozen_products, BF16, "only experts' weights are exact in fp8; here are none")
+    )
 
 
 def _refuse_oversized(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:

@@ -79,7 +79,7 @@ def whole_adapters(model: nn.Module, seed: int, adapter: Adapter | None) -> dict
     reset_lora(model, seed)
     if adapter is not None:
         load_adapter(model, adapter)
-    values = {name: tensor.detach().clone() for name, tensor in lora_state(model).items()}
+    values = {name: tensor.detach() for name, tensor in lora_state(model).items()}  # keeps the memory that meta leaves
     for _, module in lora_linears(model):
         module.lora.to("meta")
     return values

@@ -18,7 +18,7 @@ from erniekit.devices import pick
 
 WITH_ADAPTERS = [
     pytest.param(name, marks=pytest.mark.skipif(bool(absent(name)), reason=absent(name) or "-"))
-    for name in ("peft", "peft-attention", "unsloth")
+    for name in ("peft", "peft-attention", "unsloth", "unsloth-4bit")
 ]
 
 

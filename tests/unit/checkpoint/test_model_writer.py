@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Ernie4_5Config, Ernie4_5ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 
@@ -159,3 +160,16 @@ def test_each_tensor_is_asked_for_once_and_in_order(saved, tmp_path):
 
     write_model(tmp_path, folder.config, get)
     assert sorted(asked) == sorted(state)
+
+
+def test_a_model_in_one_file_is_named_by_an_index_where_a_probe_lies_beside_it(saved, tmp_path):
+    """Without one, vLLM and SGLang take the probe's tensors for weights."""
+    rewrite(saved, tmp_path)
+    before = all_tensors(tmp_path)
+    ids = torch.arange(8)[None]
+    probes.save(tmp_path, probes.Probe(ids, ids.roll(-1), 1.0, torch.zeros(4, 16), "", "here"))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(before, "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
+    built = ModelFolder(tmp_path).build().state_dict()
+    assert all(torch.equal(built[name], tensor) for name, tensor in ModelFolder(saved).build().state_dict().items())

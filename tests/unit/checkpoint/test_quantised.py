@@ -204,6 +204,9 @@ def test_a_part_of_another_shape_dtype_or_content_is_refused_and_never_decoded(
         ("weight", lambda t: t.float(), "weight is float32, uint8 belongs there"),
         ("weight.absmax", lambda t: t.float(), "absmax is float32, uint8 belongs there"),
         ("weight.nested_absmax", lambda t: t[:0], "nested_absmax is not as long"),
+        ("weight.quant_map", lambda t: t.flip(0), "its quant_map is another"),
+        ("weight.quant_map", lambda t: t[:8], "its quant_map is another"),
+        ("weight.nested_quant_map", lambda t: t * 0.5, "its nested_quant_map is another"),
         ("weight.quant_state.bitsandbytes__nf4", lambda t: t.long().sum() * 10**12, "quant_state"),
     ],
 )

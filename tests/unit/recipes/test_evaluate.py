@@ -12,18 +12,26 @@ import pytest
 import torch
 
 import erniekit
+from erniekit.api_load import find_model
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.cli.main import main
+from erniekit.config import load
 from erniekit.config.rules.frozen import PACKED
 from erniekit.data.collate import collate
 from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
+from erniekit.lora.adapter import adapter_of
+from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.frozen_base import on_grid
 from erniekit.losses.causal import causal_loss
-from erniekit.models.layers.linear import HoldsWeight
+from erniekit.models.layers.linear import HoldsWeight, packed_layers
+from erniekit.recipes import stage_of
+from erniekit.recipes.adapters import settings_of
+from erniekit.recipes.build import build
 from erniekit.recipes.evaluate import summary_of
+from erniekit.recipes.run_plan import plan_run
 from erniekit.track.results import write_results
 from support.jsonl import write_jsonl
 from support.recorded import tiny_folder
@@ -70,6 +78,17 @@ def test_packed_weights_have_the_loss_of_the_numbers_that_they_keep(model: Path,
     assert packed.metrics["eval_loss"] == pytest.approx(wanted, abs=1e-5)
     plain = erniekit.run("eval", model, output_dir=tmp_path / "plain", **words)
     assert packed.metrics["eval_loss"] != plain.metrics["eval_loss"]
+
+
+def test_under_an_adapter_the_layers_are_packed_that_its_run_packed(model: Path, tmp_path: Path) -> None:
+    words = ["fine_tuning=LoRA", "lora_target_modules=o_proj", "frozen_base=int8", "train_dataset_path=none"]
+    cfg = load([*words, f"model_name_or_path={model}", "device=cpu"])
+    trained = build(plan_run(cfg, alone=True), stage_of(cfg)).engine.parts[0]
+    adapter = adapter_of(trained, settings_of(cfg), base=str(model))
+    write_adapter(tmp_path / "adapter", adapter, trained)
+    evaluated = find_model(tmp_path / "adapter").build(torch.float32, packed="int8")
+    adapted = [f"layers.{n}.attn.out.base" for n in range(ModelFolder(model).config.num_layers)]
+    assert [*packed_layers(evaluated)] == [*packed_layers(trained)] == adapted
 
 
 def test_pairs_are_compared_with_a_model_that_must_be_named(model: Path, tmp_path: Path) -> None:

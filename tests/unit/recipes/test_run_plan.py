@@ -80,6 +80,20 @@ def test_a_mix_on_a_model_without_experts_is_what_is_left_of_it(moe: Path, tmp_p
     assert told not in planned(moe, *words).model_notes
 
 
+def test_products_in_fp8_are_spoken_of_only_where_experts_have_weights_for_them(moe: Path, tmp_path: Path) -> None:
+    words = ("fine_tuning=LoRA", "frozen_base=wint4/8")
+    dense = make_tiny_model(tmp_path / "dense")
+
+    def said(plan: run_plan.RunPlan) -> list[str]:
+        return [str(note) for note in plan.config.notes if note.key == "frozen_products"]
+
+    assert "int4 weights are exact in fp8" in said(planned(moe, *words))[0]
+    assert said(planned(dense, *words)) == []
+    asked = planned(dense, *words, "frozen_products=fp8")
+    assert asked.config.lora.frozen_products == "bf16"
+    assert said(asked) == ["frozen_products: fp8 -> bf16 (only experts' weights are exact in fp8; here are none)"]
+
+
 def test_what_a_run_builds_is_its_plan(moe: Path) -> None:
     plan = planned(moe, "fine_tuning=LoRA", "num_nextn_predict_layers=1")
     built = build(plan, stage_of(plan.config), "a digest")

@@ -26,6 +26,7 @@ PEERS = Registry(
         "peft-attention": "erniekit.bench.peers.peft:PeftAttention",
         "peft-vl": "erniekit.bench.peers.peft_vl:VisionPeft",
         "unsloth": "erniekit.bench.peers.unsloth:Unsloth",
+        "unsloth-4bit": "erniekit.bench.peers.unsloth_4bit:Unsloth4Bit",
     },
 )
 
@@ -46,6 +47,9 @@ NEEDS = {
     "peft-attention": Needs(("transformers", "peft"), "pip install peft"),
     "peft-vl": Needs(("transformers", "peft"), "pip install peft"),
     "unsloth": Needs(("transformers", "peft", "unsloth_zoo"), "pip install peft unsloth_zoo"),
+    "unsloth-4bit": Needs(
+        ("transformers", "peft", "unsloth_zoo", "bitsandbytes"), "pip install peft unsloth_zoo bitsandbytes"
+    ),
 }
 
 

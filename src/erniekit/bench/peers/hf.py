@@ -17,7 +17,7 @@ from torch import nn
 
 from erniekit.bench.data import PeerRows
 from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers
-from erniekit.bench.weights import fill, peer_tensors, require_filled
+from erniekit.bench.weights import fill, peer_tensors, plain_parameter, require_filled
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE
 
@@ -80,12 +80,17 @@ class Transformers(Runner):
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
         layout = "hf_fused" if folder.config.moe is not None else "hf"
-        fill(model, peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew))
+        tensors = peer_tensors(folder, layout, task.dtype, task.device, task.options.seed, work.skew)
+        fill(model, tensors, self.parameter)
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(task.device)
         if folder.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         require_filled(model)
         return model
+
+    def parameter(self, name: str, tensor: torch.Tensor, trained: bool) -> nn.Parameter:
+        """As the model holds it."""
+        return plain_parameter(name, tensor, trained)
 
     def attention(self) -> str:
         if self.flash4:

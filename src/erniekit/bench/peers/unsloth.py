@@ -35,14 +35,16 @@ class Unsloth(Peft):
         from peft.tuners.lora.layer import ParamWrapper
         from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeExperts
 
-        patch = type(self)._patch = type(self)._patch or Patch(
-            (Ernie4_5_MoeExperts, "forward"), (ParamWrapper, "forward")
-        )
-        with patch.on(lambda: _expert_path().patch_ernie4_5_moe()):
+        # One for all that inherit: it patches once a process.
+        patch = Unsloth._patch = Unsloth._patch or Patch((Ernie4_5_MoeExperts, "forward"), (ParamWrapper, "forward"))
+        with patch.on(lambda: expert_path("ernie4_5_moe").patch_ernie4_5_moe()):
             yield
 
 
-def _expert_path() -> Any:
+def expert_path(name: str) -> Any:
+    """A module of its patches, the package around it replaced by a bare one."""
+    if PATCHES in sys.modules:
+        return importlib.import_module(f"{PATCHES}.{name}")
     found = find_spec(ROOT)
     assert found is not None
     assert found.origin is not None
@@ -53,7 +55,7 @@ def _expert_path() -> Any:
     # What its own start would have found out about the machine.
     vars(root).update(DEVICE_TYPE="cuda", DEVICE_TYPE_TORCH="cuda", DEVICE_COUNT=1, ALLOW_PREQUANTIZED_MODELS=False)
     _bare_package(PATCHES, home / "temporary_patches")
-    return importlib.import_module(f"{PATCHES}.ernie4_5_moe")
+    return importlib.import_module(f"{PATCHES}.{name}")
 
 
 def _bare_package(name: str, folder: Path) -> ModuleType:
