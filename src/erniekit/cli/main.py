@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
         "start",
         "train, resume, merge, export and ask a tiny model; offline, one minute",
         (
-            "erniekit demo [--dir DIR]",
+            "erniekit demo [--dir DIR] [--device WORD]",
             "erniekit demo vision [--dir DIR]   a tiny model that sees learns shapes, colours and counts; two minutes",
         ),
         ("output_dir",),
@@ -70,8 +70,11 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "erniekit.recipes.doctor:doctor_command",
         "train",
-        "check a recipe before spending: labels, leaks, gradients, disk",
-        ("erniekit doctor RECIPE.yaml [key=value ...]",),
+        "check this machine's devices, or a recipe before spending: labels, leaks, gradients, disk",
+        (
+            "erniekit doctor [device=WORD]                  the devices: drivers, packages, what works when tried",
+            "erniekit doctor RECIPE.yaml [key=value ...]    a recipe, on its first batch",
+        ),
     ),
     "plan": Command(
         "erniekit.recipes.plan_command:plan_command",

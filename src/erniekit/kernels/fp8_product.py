@@ -12,12 +12,10 @@ from erniekit.kernels.available import has_triton
 from erniekit.kernels.grouped_gemm import spans
 from erniekit.kernels.quantised_rows import dequantised
 
-_HAS_TRITON = has_triton()
-
 
 def transposed(image: torch.Tensor) -> torch.Tensor:
     """fp8 [.., out, in] -> [.., in, out], contiguous: both sides of a product lie along what it sums over."""
-    if image.is_cuda and _HAS_TRITON:
+    if image.is_cuda and has_triton():
         from erniekit.kernels.triton import fp8_rows
 
         return fp8_rows.transposed(image)

@@ -97,12 +97,11 @@ def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
 
 
 def choose_devices(cfg: RunConfig) -> None:
-    """`devices` as the variable that torch and the ranks read."""
+    """`devices` as the variables that torch and the ranks read; without it those that are set, cleared of blanks."""
     if wrong := [d for d in cfg.launch.devices if not (d.isdecimal() or d.startswith(("GPU-", "MIG-")))]:
         fix = "numbers with commas between, such as 0,1"
         raise ConfigError(f"{wrong[0]!r} is no device", where=cfg.origin("devices"), fix=fix)
-    if cfg.launch.devices and (variable := entry_of(cfg.train.device, os.environ).visible):
-        os.environ[variable] = ",".join(cfg.launch.devices)
+    os.environ.update(entry_of(cfg.train.device, os.environ).show(os.environ, cfg.launch.devices))
 
 
 def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
