@@ -71,12 +71,7 @@ def _one(word: str, entry: DeviceEntry, asked: bool) -> bool:
     present = module.present()
     found: list[Finding] = module.findings() if hasattr(module, "findings") else []
     say(f"{paint('device', 'bold')}   {word}: " + (f"{module.count()} here" if present else "none that torch sees"))
-    if entry.module.startswith("erniekit."):
-        from erniekit.devices.evidence import EVIDENCE
-
-        say(f"         {EVIDENCE[entry.module.rpartition('.')[2]]}")
-    else:
-        say(f"         {entry.module}, named by {OTHERS}")
+    say(f"         {getattr(module, 'EVIDENCE', f'{entry.module}, named by {OTHERS}')}")
     for finding in found:
         _say(finding)
     if not present:
@@ -90,22 +85,17 @@ def _one(word: str, entry: DeviceEntry, asked: bool) -> bool:
         if name in tried.lacks:
             _say(Finding(False, capabilities.line(name, tried.lacks[name])))
     if tried.problem:
-        _say(
-            Finding(
-                False, tried.problem, f"{WITHOUT}=NAME skips one; NAME is any of {', '.join(capabilities.CAPABILITIES)}"
-            )
-        )
+        names = ", ".join(capabilities.CAPABILITIES)
+        _say(Finding(False, tried.problem, f"{WITHOUT}=NAME leaves one out; NAME is any of {names}"))
     elif not tried.lacks:
         say(f"         {paint('ok', 'green')}: all that it claims works")
     return all(f.ok for f in found) and not tried.problem
 
 
 def _say(finding: Finding) -> None:
-    mark = paint("ok", "green") if finding.ok else paint("no", "yellow")
-    say(
-        f"         {mark}   {finding.what}"
-        + (f"\n              fix: {finding.fix}" if finding.fix and not finding.ok else "")
-    )
+    say(f"         {paint('ok', 'green') if finding.ok else paint('no', 'yellow')}   {finding.what}")
+    if finding.fix and not finding.ok:
+        say(f"              fix: {finding.fix}")
 
 
 def try_in_a_process(word: str, seconds: float = SECONDS) -> Tried:

@@ -27,6 +27,7 @@ from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.costs import weight_bytes
 from erniekit.parallel.mesh import World
+from erniekit.parallel.self_test import check_collectives
 from erniekit.parallel.world import check_model, check_schedule, open_world
 from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
@@ -102,6 +103,7 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
         world = open_world(cfg.parallel, device, cfg.moe.moe_group)
         cfg = for_world(cfg, world.layout.data_ranks)
         same_run.check_settings(cfg, world)
+        check_collectives(world, device)
     return decide(cfg, device, world, open_model(cfg))
 
 
