@@ -63,8 +63,8 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "capabilities", "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "quant_schemes",
-    "registry", "version", "weight_kinds",
+    "capabilities", "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract",
+    "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 
