@@ -1,5 +1,5 @@
-"""Before a run trusts its ranks: every collective that the layout uses, and the mean of sharded gradients, on tensors of
-a few numbers whose results are known. Called once by recipes/run_plan.py, after the ranks have met.
+"""Before a run trusts its ranks: every collective that the layout uses, and the mean of sharded gradients, on tensors
+of a few numbers whose results are known. Called once by recipes/run_plan.py, after the ranks have met.
 
 A build of torch or a vendor's library may lack a collective, or compute something else without an error: torch 2.7.1
 hands fully_shard's gradients on as sums over gloo where the mean was asked for. What is wrong is refused by name, on
@@ -24,6 +24,7 @@ from erniekit.parallel.fsdp import shard_options
 from erniekit.parallel.mesh import AXES, USER_WORDS, World
 
 ANSWER = timedelta(seconds=60)  # for one exchange of a few numbers; ranks may still be importing
+ROUNDING = 1e-3  # a mean over three ranks is not exact
 # A test gives back what is wrong, or None.
 Test = Callable[[], str | None]
 
@@ -71,17 +72,15 @@ def _tests(world: World, on: torch.device, compute: torch.dtype) -> Iterator[tup
 
 
 def _numbers(rank: int, on: torch.device) -> torch.Tensor:
-    """Four that say whose they are; sums and differences of them are exact in every format."""
+    """Four that say whose they are."""
     return torch.arange(4, dtype=torch.float32, device=on) + 10 * rank
 
 
 def _differs(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
     found, wanted = found.detach().float().cpu(), wanted.detach().float().cpu()
-    return (
-        None
-        if torch.equal(found, wanted)
-        else f"{found.flatten().tolist()} came where {wanted.flatten().tolist()} should"
-    )
+    if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=ROUNDING):
+        return None
+    return f"{found.flatten()[:4].tolist()} came where {wanted.flatten()[:4].tolist()} should"
 
 
 def _all(group: ProcessGroup, on: torch.device) -> list[torch.Tensor]:
