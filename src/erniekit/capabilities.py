@@ -12,7 +12,7 @@ from collections.abc import Mapping
 CAPABILITIES: dict[str, tuple[str, str]] = {
     "bf16": ("products in bf16", "computed in fp32"),
     "triton": ("Triton kernels", "kernels in plain torch, layers are not compiled"),
-    "grouped": ("a grouped product of experts", "products of blocks of rows, without waiting for the device"),
+    "grouped": ("grouped product of experts", "products of blocks of rows, without waiting for the device"),
     "varlen": ("attention over packed documents", "attention with a mask, in pieces"),
     "wide": ("16-bit products with fp32 results", "products in fp32"),
     "fp8": ("products in fp8", "compute_type fp8 and fp8 weights are refused or computed in 16 bits"),

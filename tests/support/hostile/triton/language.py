@@ -1,0 +1,5 @@
+"""What signatures of kernels name."""
+
+from __future__ import annotations
+
+constexpr = int
