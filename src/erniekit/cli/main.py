@@ -71,10 +71,7 @@ COMMANDS: dict[str, Command] = {
         "erniekit.recipes.doctor:doctor_command",
         "train",
         "check this machine's devices, or a recipe before spending: labels, leaks, gradients, disk",
-        (
-            "erniekit doctor [device=WORD]                  the devices: drivers, packages, what works when tried",
-            "erniekit doctor RECIPE.yaml [key=value ...]    a recipe, on its first batch",
-        ),
+        ("erniekit doctor [RECIPE.yaml] [key=value ...]   without a recipe: this machine's devices, tried",),
     ),
     "plan": Command(
         "erniekit.recipes.plan_command:plan_command",

@@ -14,7 +14,7 @@ import torch
 BLOCK = 64  # rows; each expert wastes half of one on average
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """Where rows go. All on the device, with shapes that follow from those of the arguments."""
 
     place: torch.Tensor  # int64 [R], of a row among the blocks' rows; past them for a row of no expert
@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
     count: int
 
 
-def blocks_of(rows: int, ends: torch.Tensor) -> Blocks:
+def blocks_of(rows: int, ends: torch.Tensor) -> RowBlocks:
     experts = ends.numel()
     count = rows // BLOCK + experts
     ends = ends.long()
@@ -34,12 +34,12 @@ def blocks_of(rows: int, ends: torch.Tensor) -> Blocks:
     inside = owner.clamp(max=experts - 1)
     place = (last - used)[inside] * BLOCK + token - starts[inside]
     place = torch.where(owner < experts, place, count * BLOCK)
-    # Blocks that nothing fills meet the last expert: zeros times its matrix.
+    # RowBlocks that nothing fills meet the last expert: zeros times its matrix.
     expert = torch.searchsorted(last, torch.arange(count, device=ends.device), right=True).clamp(max=experts - 1)
-    return Blocks(place, expert, count)
+    return RowBlocks(place, expert, count)
 
 
-def _laid_out(rows: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def _laid_out(rows: torch.Tensor, blocks: RowBlocks) -> torch.Tensor:
     """[blocks, BLOCK, D]; the one row behind them takes what belongs to no expert."""
     out = rows.new_zeros(blocks.count * BLOCK + 1, rows.shape[1])
     return out.index_copy_(0, blocks.place.clamp(max=blocks.count * BLOCK), rows)[:-1].view(blocks.count, BLOCK, -1)
