@@ -1,5 +1,5 @@
-"""On a real card: what is tried at the start costs little and finds nothing missing; and a hostile vendor that says cuda
-(tests/support/hostile) trains a model with experts to the CPU's losses, on plain paths that never wait."""
+"""On a real card: what is tried at the start costs little and finds nothing missing; and a hostile vendor that says
+cuda (tests/support/hostile) trains a model with experts to the CPU's losses, on plain paths that never wait."""
 
 from __future__ import annotations
 
