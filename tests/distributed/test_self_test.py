@@ -1,4 +1,4 @@
-"""What ranks try before the first step: right collectives pass in every layout, a wrong one is refused on every rank."""
+"""What ranks try before the first step: right collectives pass in every layout, a wrong one is refused on all ranks."""
 
 from __future__ import annotations
 

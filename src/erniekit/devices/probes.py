@@ -45,7 +45,8 @@ def find_lacks(device: Device) -> dict[str, str]:
         raise _unknown(sorted(unknown))
     if device.vendor == "cpu":
         return {}
-    unclaimed = dict.fromkeys(set(CLAIMED_BY) - set(device.claims), UNCLAIMED)
+    # A device that does not claim fast bf16 may have a slow one, which users may ask for.
+    unclaimed = dict.fromkeys(set(CLAIMED_BY) - {"bf16", *device.claims}, UNCLAIMED)
     lacks = {**unclaimed, **device.lacks, **dict.fromkeys(left_out, f"{WITHOUT} says so")}
     todo = [name for name in device.claims if name not in lacks and name not in device.proven]
     if todo and "LOCAL_RANK" in os.environ:

@@ -137,6 +137,6 @@ def answer() -> None:
         elif name in device.claims:
             tell(trying=name)
             tell(name=name, why=try_one(name, device))
-        elif name in CLAIMED_BY and device.vendor != "cpu":
+        elif name in CLAIMED_BY and name != "bf16" and device.vendor != "cpu":
             tell(name=name, why=UNCLAIMED)
     tell(end=True)
