@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.config import load, not_yet_supported, refuse_later
+from erniekit.config import load, refuse_later
 
 DATA = Path(__file__).parents[1] / "data" / "migrate"
 SCRIPTS = sorted(path.name for path in DATA.glob("*.sh"))

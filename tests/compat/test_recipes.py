@@ -12,7 +12,6 @@ from erniekit.config import load, not_yet_supported, refuse_later
 from erniekit.config.convert import convert
 from erniekit.config.flat import DEFAULTS, KEYS, canonical, is_known
 from erniekit.config.ignored_keys import IGNORED_KEYS
-from erniekit.errors import LaterError
 
 DATA = Path(__file__).parents[1] / "data" / "recipes"
 RECORDED = json.loads((DATA / "erniekit-recipes.json").read_text())

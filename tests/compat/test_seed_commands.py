@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.config import for_world, load, not_yet_supported, refuse_later
+from erniekit.config import for_world, load, refuse_later
 from erniekit.config.flat import KEYS
 from erniekit.errors import LaterError
 
