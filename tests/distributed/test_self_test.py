@@ -40,7 +40,7 @@ def checked(layout: Layout) -> str:
 
 
 def checked_with_wrong_sums(layout: Layout) -> str:
-    """As torch 2.7.1 has it over gloo: where a mean is asked for, a sum comes. Only rank 1's library is so."""
+    """As torch 2.7 and 2.8 have it over gloo: where a mean is asked for, a sum comes. Only rank 1's library is so."""
     right = dist.all_reduce
 
     def wrong(tensor: torch.Tensor, *args: object, **more: object) -> object:

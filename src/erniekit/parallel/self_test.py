@@ -1,8 +1,8 @@
 """Before a run trusts its ranks: every collective that the layout uses, and the mean of sharded gradients, on tensors
 of a few numbers whose results are known. Called once by recipes/run_plan.py, after the ranks have met.
 
-A build of torch or a vendor's library may lack a collective, or compute something else without an error: torch 2.7.1
-hands fully_shard's gradients on as sums over gloo where the mean was asked for. What is wrong is refused by name, on
+A build of torch or a vendor's library may lack a collective, or compute something else without an error: torch 2.7
+and 2.8 hand fully_shard's gradients on as sums over gloo where the mean was asked for. What is wrong is refused by name, on
 every rank, before the first step.
 """
 
