@@ -19,7 +19,7 @@ class RowBlocks(NamedTuple):
 
     place: torch.Tensor  # int64 [R], of a row among the blocks' rows; past them for a row of no expert
     expert: torch.Tensor  # int64 [blocks]
-    count: int
+    number: int
 
 
 def blocks_of(rows: int, ends: torch.Tensor) -> RowBlocks:
@@ -41,8 +41,8 @@ def blocks_of(rows: int, ends: torch.Tensor) -> RowBlocks:
 
 def _laid_out(rows: torch.Tensor, blocks: RowBlocks) -> torch.Tensor:
     """[blocks, BLOCK, D]; the one row behind them takes what belongs to no expert."""
-    out = rows.new_zeros(blocks.count * BLOCK + 1, rows.shape[1])
-    return out.index_copy_(0, blocks.place.clamp(max=blocks.count * BLOCK), rows)[:-1].view(blocks.count, BLOCK, -1)
+    out = rows.new_zeros(blocks.number * BLOCK + 1, rows.shape[1])
+    return out.index_copy_(0, blocks.place.clamp(max=blocks.number * BLOCK), rows)[:-1].view(blocks.number, BLOCK, -1)
 
 
 def blocked_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -62,6 +62,6 @@ def blocked_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -
     a, b = _laid_out(left, blocks).transpose(1, 2), _laid_out(right, blocks)
     wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     out = torch.zeros(step, left.shape[1], right.shape[1], dtype=wide, device=left.device)
-    for at in range(0, blocks.count, step):
+    for at in range(0, blocks.number, step):
         out.index_add_(0, blocks.expert[at : at + step], torch.bmm(a[at : at + step], b[at : at + step]).to(wide))
     return out.to(torch.promote_types(left.dtype, right.dtype))

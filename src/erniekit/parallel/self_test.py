@@ -2,8 +2,8 @@
 of a few numbers whose results are known. Called once by recipes/run_plan.py, after the ranks have met.
 
 A build of torch or a vendor's library may lack a collective, or compute something else without an error: torch 2.7
-and 2.8 hand fully_shard's gradients on as sums over gloo where the mean was asked for. What is wrong is refused by name, on
-every rank, before the first step.
+and 2.8 hand fully_shard's gradients on as sums over gloo where the mean was asked for. What is wrong is refused by
+name, on every rank, before the first step.
 """
 
 from __future__ import annotations

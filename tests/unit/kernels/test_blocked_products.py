@@ -41,6 +41,6 @@ def test_shapes_do_not_depend_on_how_rows_are_dealt() -> None:
     """Which is why the host need not wait: the same count for every routing, and room for the worst."""
     for sizes in ([300, 0, 0], [100, 100, 100], [1, 298, 1]):
         blocks = blocks_of(300, torch.tensor(sizes).cumsum(0).to(torch.int32))
-        assert blocks.count == 300 // BLOCK + 3
-        assert int(blocks.place.max()) < blocks.count * BLOCK
+        assert blocks.number == 300 // BLOCK + 3
+        assert int(blocks.place.max()) < blocks.number * BLOCK
         assert blocks.place.unique().numel() == 300
