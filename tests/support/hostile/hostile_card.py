@@ -1,5 +1,5 @@
 """The hostile vendor on a real card: torch calls it cuda, and it has no bf16 product, no grouped product, no packed
-attention and a Triton that cannot compile (beside this file). make() breaks them for the whole process."""
+attention and a Triton that cannot compile. make() breaks them for the whole process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Any, ClassVar
 
 import torch
+from hostile_triton import break_triton
 
 from erniekit.devices import cuda_family
 from erniekit.devices.base import Device
@@ -33,6 +34,7 @@ def make() -> Device:
         library.impl("mm", _mm, "CUDA", allow_override=True)
         library.impl("_grouped_mm", _grouped, "CUDA", allow_override=True)
         sys.modules["torch.nn.attention.varlen"] = None  # type: ignore[assignment]  # an import of it fails
+        break_triton()
         _kept.append(library)
     return cuda_family.make(HostileCard)
 

@@ -1,7 +1,7 @@
 """A vendor's device that claims much and has little, as a plug-in of another package: this file, and its name in
 ERNIEKIT_DEVICES. It says cuda, computes on the CPU, and really has no bf16 product and no grouped product: make() puts
-operators in their place that raise, where every caller in the process meets them. Its Triton, beside this file, cannot
-compile a kernel. Graphs and packed attention are claimed and not there.
+operators in their place that raise, where every caller in the process meets them. Its Triton cannot compile a
+kernel. Graphs and packed attention are claimed and not there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from hostile_triton import break_triton
 
 from erniekit.capabilities import CAPABILITIES
 from erniekit.devices.base import GIB, Device
@@ -29,7 +30,7 @@ class HostileDevice(Device):
 
     @property
     def claims(self) -> tuple[str, ...]:
-        return tuple(CAPABILITIES)
+        return tuple(name for name in CAPABILITIES if name != "nvidia")
 
     def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
         return lambda *given: module(*inputs) + 1  # replays, and computes something else
@@ -46,6 +47,7 @@ def count() -> int:
 def make() -> Device:
     if not _kept:
         _break_products()
+        break_triton()
     return HostileDevice("Hostile 9000", "cuda", 8 * GIB)
 
 

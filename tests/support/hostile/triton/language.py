@@ -1,5 +1,0 @@
-"""What signatures of kernels name."""
-
-from __future__ import annotations
-
-constexpr = int
