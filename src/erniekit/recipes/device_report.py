@@ -19,7 +19,7 @@ from typing import Any
 from erniekit import capabilities
 from erniekit.config import RunConfig
 from erniekit.devices import AUTO, DEVICES, FAMILIES, OTHERS, DeviceEntry, named
-from erniekit.devices.base import Finding
+from erniekit.devices.base import CLAIMED_BY, Finding
 from erniekit.devices.probes import WITHOUT
 from erniekit.log import paint, say
 
@@ -124,7 +124,7 @@ def _ended(code: int) -> str:
 
 def answer() -> None:
     """In the process of its own: sys.argv[1] is the word."""
-    from erniekit.devices.probes import CLAIMED_BY, UNCLAIMED, skipped, try_one
+    from erniekit.devices.probes import UNCLAIMED, skipped, try_one
 
     def tell(**what: Any) -> None:
         print(f"\n{_TRIED}{json.dumps(what)}", flush=True)
