@@ -22,6 +22,7 @@ test: lint types
 
 # Heavier sizes of the fault tests (their results: docs/faults.md), every command of the docs, and GGUF files in
 # llama.cpp: the first run builds it (cmake, a C++ compiler, some minutes) into build/llama-cpp.
+# ERNIEKIT_TORCHES=/a/bin/python:/b/bin/python also trains with their versions of torch (docs/adding-a-device.md).
 test-full: lint types
 	FAULT_TABLE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
 

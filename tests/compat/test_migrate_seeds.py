@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.config import load, not_yet_supported, refuse_later
+from erniekit.config import load, refuse_later
 
 DATA = Path(__file__).parents[1] / "data" / "migrate"
 SCRIPTS = sorted(path.name for path in DATA.glob("*.sh"))
@@ -29,11 +29,10 @@ def starts(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_its_recipe_resolves_and_only_its_device_is_not_there_yet(migrated, name):
+def test_its_recipe_resolves_and_needs_no_later_version(migrated, name):
     cfg, out = migrated(name)
     assert not cfg.ignored
-    assert {item.key for item in not_yet_supported(cfg) if item.stops} <= {"device"}
-    refuse_later(cfg.replace(device="gpu"))
+    refuse_later(cfg)
     assert "no counterpart" not in out
     assert "they do not fit" not in out
 

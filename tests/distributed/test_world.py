@@ -67,7 +67,7 @@ def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
     for code, said in start(["cpu", "gpu", "cpu"], {2: "reads late"}):
         assert "different devices" in said
         assert "cpu: ranks [0, 2]" in said
-        assert "gpu: ranks [1]" in said
+        assert "nvidia: ranks [1]" in said
         assert code == 2
 
 

@@ -28,7 +28,7 @@ COMMANDS: dict[str, Command] = {
         "start",
         "train, resume, merge, export and ask a tiny model; offline, one minute",
         (
-            "erniekit demo [--dir DIR]",
+            "erniekit demo [--dir DIR] [--device WORD]",
             "erniekit demo vision [--dir DIR]   a tiny model that sees learns shapes, colours and counts; two minutes",
         ),
         ("output_dir",),
@@ -60,8 +60,8 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "erniekit.recipes.doctor:doctor_command",
         "train",
-        "check a recipe before spending: labels, leaks, gradients, disk",
-        ("erniekit doctor RECIPE.yaml [key=value ...]",),
+        "check this machine's devices, or a recipe before spending: labels, leaks, gradients, disk",
+        ("erniekit doctor [RECIPE.yaml] [key=value ...]   without a recipe: this machine's devices, tried",),
     ),
     "plan": Command(
         "erniekit.recipes.plan_command:plan_command",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config.note import shown
-from erniekit.devices import later as later_devices
 from erniekit.errors import LaterError
 from erniekit.weight_kinds import SERVED
 
@@ -71,12 +70,6 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
     ("train", "eval", "doctor"): (
         _Row(("stage",), _one_of("OCR-VL-SFT"), "training of OCR models", "VL-SFT trains ERNIE-4.5-VL"),
         _Row(("compute_type",), _one_of("fp16"), "fp16 training", "use bf16"),
-        _Row(
-            ("device",),
-            _one_of(*later_devices()),
-            "training on this kind of device",
-            "use gpu or cpu",
-        ),
         _Row(("moe_group_experts",), bool, "choosing experts within groups", "leave it out"),
         _Row(("dataset_type",), _one_of("map"), "data packed beforehand", "use iterable"),
         _Row(("split_multi_turn", "encode_one_turn"), bool, "one example per turn", "leave it out"),

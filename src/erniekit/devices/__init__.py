@@ -1,6 +1,7 @@
 """DEVICES: the words of the key `device` -> the file that drives each. Imports no torch: config and launcher read it.
 
-docs/adding-a-device.md says what such a file holds.
+A word names a vendor, not torch's device type: five vendors' builds of torch call their cards cuda. FAMILIES are words
+that several vendors share. docs/adding-a-device.md says what a device's file holds.
 """
 
 from __future__ import annotations
@@ -12,22 +13,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from erniekit.errors import DeviceError, LaterError
+from erniekit.errors import DeviceError
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
 
 OTHERS = "ERNIEKIT_DEVICES"  # names devices of other packages; a variable, because every rank inherits it
 AUTO = "auto"
+# Say which device `auto` is: ours, and the one that ERNIEKit's launch scripts export.
+CHOSEN_BY = ("ERNIEKIT_DEVICE", "PADDLE_XCCL_BACKEND")
 
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """module: has make() -> Device, present() and count(); empty for a word whose device a later version brings."""
+    """module: has make() -> Device, present() and count()."""
 
-    module: str = ""
+    module: str
     visible: str = ""  # the variable that says which of the machine's devices are ours
     files: str = ""  # its device files in /dev, one for each device; counted without asking a driver
+    also_visible: tuple[str, ...] = ()  # variables that the vendor's own scripts set in its place
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return (self.visible, *self.also_visible) if self.visible else ()
 
     def load(self) -> Any:
         try:
@@ -38,7 +46,7 @@ class DeviceEntry:
 
     def count_visible(self, env: Mapping[str, str]) -> int:
         """Devices of this machine that are ours, without asking the driver: by variable, else by device file."""
-        listed = env.get(self.visible) if self.visible else None
+        listed = next((env[name] for name in self.variables if name in env), None)
         if listed is None:
             return len(list(Path("/dev").glob(self.files))) if self.files else 0
         count = 0
@@ -47,6 +55,14 @@ class DeviceEntry:
                 break
             count += 1
         return count
+
+    def show(self, env: Mapping[str, str], chosen: tuple[str, ...] = ()) -> dict[str, str]:
+        """The variables as ranks should have them: `chosen`, else as they are without blanks, at which Ascend's runtime
+        stops reading ("0, 1" would be device 0 alone)."""
+        if chosen:
+            given = [name for name in self.variables[1:] if name in env]
+            return dict.fromkeys([*self.variables[:1], *given], ",".join(chosen))
+        return {name: "".join(env[name].split()) for name in self.variables if name in env}
 
 
 def others(text: str) -> dict[str, DeviceEntry]:
@@ -61,51 +77,84 @@ def others(text: str) -> dict[str, DeviceEntry]:
     return found
 
 
-# In the order in which `auto` looks for them; the CPU is taken when none is there.
+_OURS = "erniekit.devices"
+_CUDA = "CUDA_VISIBLE_DEVICES"
+_ILUVATAR = DeviceEntry(f"{_OURS}.iluvatar", _CUDA, "iluvatar[0-9]*")
+_METAX = DeviceEntry(f"{_OURS}.metax", _CUDA)
+_KUNLUNXIN = DeviceEntry(f"{_OURS}.kunlunxin", "XPU_VISIBLE_DEVICES", "xpu[0-9]*", (_CUDA,))
+_ASCEND = DeviceEntry(f"{_OURS}.ascend", "ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*")
+_NVIDIA = DeviceEntry(f"{_OURS}.cuda", _CUDA, "nvidia[0-9]*")
+
+# In the order in which `auto` looks for them; the CPU is taken when none is there. NVIDIA's file takes the cuda cards
+# that no other vendor has marked. Words of one line are one device.
 DEVICES: dict[str, DeviceEntry] = {
     **others(os.environ.get(OTHERS, "")),
-    "gpu": DeviceEntry("erniekit.devices.cuda", "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*"),
-    "cpu": DeviceEntry("erniekit.devices.cpu"),
-    "xpu": DeviceEntry(visible="XPU_VISIBLE_DEVICES"),
-    "npu": DeviceEntry(visible="ASCEND_RT_VISIBLE_DEVICES"),
-    "iluvatar_gpu": DeviceEntry(visible="CUDA_VISIBLE_DEVICES"),
-    "metax_gpu": DeviceEntry(visible="CUDA_VISIBLE_DEVICES"),
+    "gpu": _NVIDIA,
+    **dict.fromkeys(("iluvatar_gpu", "iluvatar"), _ILUVATAR),
+    **dict.fromkeys(("metax_gpu", "metax"), _METAX),
+    **dict.fromkeys(("xpu", "kunlunxin"), _KUNLUNXIN),
+    **dict.fromkeys(("npu", "ascend"), _ASCEND),
+    "musa": DeviceEntry(f"{_OURS}.moore_threads", "MUSA_VISIBLE_DEVICES", "mtgpu.[0-9]*"),
+    "amd": DeviceEntry(f"{_OURS}.amd", "HIP_VISIBLE_DEVICES", "", ("ROCR_VISIBLE_DEVICES", _CUDA)),
+    "nvidia": _NVIDIA,
+    "intel": DeviceEntry(f"{_OURS}.intel", "ZE_AFFINITY_MASK"),
+    "mps": DeviceEntry(f"{_OURS}.apple"),
+    "generic": DeviceEntry(f"{_OURS}.generic"),
+    "cpu": DeviceEntry(f"{_OURS}.cpu"),
 }
-
-
-def later() -> tuple[str, ...]:
-    return tuple(word for word, entry in DEVICES.items() if not entry.module)
+# gpu: whatever vendor's card torch calls cuda. xpu: Kunlunxin in Paddle, Intel in torch; what is present is taken.
+FAMILIES = {"gpu": ("iluvatar", "metax", "kunlunxin", "amd", "nvidia"), "xpu": ("kunlunxin", "intel")}
 
 
 def accelerators() -> Iterator[tuple[str, DeviceEntry]]:
     """What `auto` may take before the CPU, in its order."""
-    return ((word, entry) for word, entry in DEVICES.items() if entry.module and word != "cpu")
+    return ((word, entry) for word, entry in DEVICES.items() if word != "cpu" and word not in FAMILIES)
+
+
+def named(word: str, env: Mapping[str, str]) -> str:
+    """The word of a `device` value: of `auto`, what a variable says if one does."""
+    if word == AUTO:
+        said = (env.get(name, "").partition(":")[0] for name in CHOSEN_BY)
+        return next((each for each in said if each in DEVICES), AUTO)
+    return word
 
 
 def entry_of(word: str, env: Mapping[str, str]) -> DeviceEntry:
     """Of a `device` value. Of `auto`: the first that is visible, else the first that has a variable to be chosen by."""
-    if word != AUTO:
+    word = named(word, env)
+    if word in FAMILIES:
+        known = [DEVICES[word], *(DEVICES[each] for each in FAMILIES[word])]
+    elif word == AUTO:
+        known = [*(entry for _, entry in accelerators()), DEVICES["cpu"]]
+        brought = [entry for entry in known if not entry.module.startswith(_OURS)]
+        known = [*brought, DEVICES["gpu"], *known]  # CUDA_VISIBLE_DEVICES alone: NVIDIA's files are counted, too
+    else:
         return DEVICES[word]
-    known = [entry for _, entry in accelerators()]
     visible = (entry for entry in known if entry.count_visible(env))
     return next(visible, next((entry for entry in known if entry.visible), DEVICES["cpu"]))
 
 
 def pick(word: str = AUTO, no_cuda: bool = False) -> Device:
-    """The device for a `device` value. `auto` takes the accelerator that is here, else the CPU."""
-    if no_cuda:
-        word = "cpu"
+    """The device for a `device` value, with what it lacks found out. `auto` takes the accelerator that is here, else
+    the CPU."""
+    from erniekit.devices.probes import probed
+
+    word = "cpu" if no_cuda else named(word, os.environ)
+    asked = word
     if word == AUTO:
         word = next((name for name, entry in accelerators() if entry.load().present()), "cpu")
-    entry = DEVICES[word]
-    if not entry.module:
-        raise LaterError(f"device {word!r} is not in this version", where="device", fix="use gpu or cpu")
-    module = entry.load()
+    elif word in FAMILIES:
+        word = next((each for each in FAMILIES[word] if DEVICES[each].load().present()), FAMILIES[word][-1])
+    module = DEVICES[word].load()
     if not module.present():
-        raise DeviceError(
-            f"device {word!r} was asked for and torch finds none here",
-            where="device",
-            fix=getattr(module, "WHEN_ABSENT", "run with device=cpu"),
-        )
+        raise _absent(asked, module)
     made: Device = module.make()
-    return made
+    return probed(made)
+
+
+def _absent(asked: str, module: Any) -> DeviceError:
+    wanted = f"device {asked!r} was asked for and torch finds none here"
+    if asked == "xpu":
+        wanted += ": neither Kunlunxin's (Paddle's xpu; write kunlunxin) nor Intel's (torch's xpu; write intel)"
+    fix = getattr(module, "WHEN_ABSENT", "run with device=cpu")
+    return DeviceError(wanted, where="device", fix=fix)

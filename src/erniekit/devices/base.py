@@ -1,20 +1,34 @@
 """Device: what the rest of the project may ask of the hardware. One file per kind beside this; listed in __init__.py.
 
 What a kind can do is a class attribute, so that it is known without a card; what differs between cards of one kind is a
-field. Streams, graphs and memory figures are asked for only where the attributes above them say that they are there.
+field. Claims are tried by probes.py, and `without` switches off what does not work. Streams, graphs and memory figures
+are asked for only where the attributes above them say that they are there.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
 GIB = 1024**3
+# Capabilities (erniekit/capabilities.py) that a class attribute claims; the others are claimed by every accelerator.
+CLAIMED_BY = {"triton": "triton", "bf16": "fast_bf16", "graphs": "records_graphs"}
+
+AnyDevice = TypeVar("AnyDevice", bound="Device")
+
+
+class Finding(NamedTuple):
+    """Of `erniekit doctor`: what was looked at on this machine, and what to do where it is not well."""
+
+    ok: bool
+    what: str
+    fix: str = ""
 
 
 class Event(Protocol):
@@ -50,7 +64,7 @@ class Device:
     total_memory: int  # bytes
     peak_flops: dict[torch.dtype, float] = field(default_factory=dict)  # dense, per second; empty = unknown
 
-    vendor: ClassVar[str] = ""  # the word in DEVICES; ranks of one run must have the same
+    vendor: ClassVar[str] = ""  # who made it: a word in DEVICES; ranks of one run must have the same
     backend: ClassVar[str] = "gloo"  # of torch.distributed; must also carry tensors of the host
     asynchronous: ClassVar[bool] = False  # calls return before the work is done: streams and events are real
     pins_memory: ClassVar[bool] = False  # copies from and to pinned host memory run beside the host's work
@@ -60,6 +74,30 @@ class Device:
     records_graphs: ClassVar[bool] = False  # `graphed` works
     # A loss is multiplied by its scale where its gradients are formed, which saves a pass over them; elsewhere after.
     scales_in_loss: ClassVar[bool] = False
+    # Capability -> why this kind has it not: known from its vendor's documentation, and not tried.
+    lacks: ClassVar[Mapping[str, str]] = {}
+    proven: ClassVar[frozenset[str]] = frozenset()  # capabilities that ran on cards of this kind: not tried again
+    quiet_lacks: ClassVar[frozenset[str]] = frozenset()  # no news to a user of this kind: no line says so
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """Capabilities that this device may have, and that are tried unless proven. A CPU runs the definitions: of the
+        operations that need an accelerator it claims none."""
+        from erniekit.capabilities import CAPABILITIES
+
+        card = self.handle.type != "cpu"
+        return tuple(n for n in CAPABILITIES if (getattr(self, CLAIMED_BY[n]) if n in CLAIMED_BY else card))
+
+    def without(self: AnyDevice, lacks: Mapping[str, str]) -> AnyDevice:
+        """This device with what was claimed and does not work switched off."""
+        if not lacks:
+            return self
+        made = copy.copy(self)
+        for name in lacks:
+            if name in CLAIMED_BY:
+                object.__setattr__(made, CLAIMED_BY[name], False)  # over the class's claim, in this one alone
+        object.__setattr__(made, "lacks", dict(lacks))
+        return made
 
     @property
     def handle(self) -> torch.device:

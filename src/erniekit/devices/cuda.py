@@ -1,15 +1,18 @@
-"""One NVIDIA card. TF32 stays off: fp32 means fp32 (ERNIEKit's launcher sets the same)."""
+"""One NVIDIA card, and what the other vendors share whose build of torch calls their cards cuda (cuda_family.py). TF32
+stays off: fp32 means fp32 (ERNIEKit's launcher sets the same)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 
-from erniekit.devices.base import Device, Event
+from erniekit.devices import cuda_family
+from erniekit.devices.base import Device, Event, Finding
+from erniekit.devices.findings import tool_finding
 
 # Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s, by a word in the card's name.
 BF16_PEAK = {
@@ -20,11 +23,12 @@ BF16_PEAK = {
     "A800": 312e12,
     "L40S": 362e12,
 }
+EVIDENCE = "ran on one H200; several cards in one machine are described, not run"
 WHEN_ABSENT = "check the driver (nvidia-smi), or run with device=cpu"
 
 
 class CudaDevice(Device):
-    vendor: ClassVar[str] = "gpu"
+    vendor: ClassVar[str] = "nvidia"
     backend: ClassVar[str] = "cpu:gloo,cuda:nccl"
     asynchronous: ClassVar[bool] = True
     pins_memory: ClassVar[bool] = True
@@ -33,6 +37,8 @@ class CudaDevice(Device):
     triton: ClassVar[bool] = True
     records_graphs: ClassVar[bool] = True
     scales_in_loss: ClassVar[bool] = True
+    # Ran on an H200. Triton needs a C compiler and Python's headers, the three others a torch that has them: tried.
+    proven: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8", "graphs", "nvidia"})
 
     def bind(self, index: int) -> None:
         torch.cuda.set_device(index)
@@ -100,8 +106,23 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state)
 
 
+class CudaLikeDevice(CudaDevice):
+    """Another vendor's card that torch calls cuda: nothing is proven, and NVIDIA's own questions have no answer."""
+
+    proven: ClassVar[frozenset[str]] = frozenset()
+    lacks: ClassVar[Mapping[str, str]] = {"nvidia": "not an NVIDIA card"}
+    quiet_lacks: ClassVar[frozenset[str]] = frozenset({"fp8", "graphs", "nvidia"})
+
+    def capability(self) -> tuple[int, int] | None:
+        return None
+
+    def smi_id(self) -> str | None:
+        return None
+
+
 def present() -> bool:
-    return torch.cuda.is_available()
+    """Cards that torch calls cuda and that no other vendor has marked."""
+    return torch.cuda.is_available() and cuda_family.maker() == "nvidia"
 
 
 def count() -> int:
@@ -109,13 +130,13 @@ def count() -> int:
 
 
 def make() -> Device:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    properties = torch.cuda.get_device_properties(0)
-    peak = next((rate for word, rate in BF16_PEAK.items() if word in properties.name), None)
-    return CudaDevice(
-        name=properties.name,
-        type="cuda",
-        total_memory=properties.total_memory,
-        peak_flops={torch.bfloat16: peak} if peak else {},
-    )
+    return cuda_family.make(CudaDevice, BF16_PEAK)
+
+
+def findings() -> list[Finding]:
+    if torch.version.cuda is None:
+        return [Finding(False, f"torch {torch.__version__} is no CUDA build", "install a CUDA build of torch")]
+    return [
+        Finding(True, f"torch {torch.__version__} for CUDA {torch.version.cuda}"),
+        tool_finding("nvidia-smi", "the driver's tool is not on PATH; without a driver torch sees no card"),
+    ]

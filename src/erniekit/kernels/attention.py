@@ -11,6 +11,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from erniekit import capabilities
+
+MASKED = 64 * 1024 * 1024  # scores at once: 256 MiB in fp32
 PADDED = 4  # up to so many keys more per query, unused queries are cheaper than a mask
 
 
@@ -61,6 +64,8 @@ def attention(
     if backend == "varlen" or (backend == "auto" and _varlen_fits(q)):
         longest = max_doc if max_doc is not None else int(cu_seqlens.diff().max())
         return _varlen(q, k, v, cu_seqlens, key_bounds, longest, longest if shared is None else shared.longest)
+    if backend == "masked" or (backend == "auto" and _host_would_wait(q)):
+        return _with_a_mask(q, k, v, cu_seqlens, key_bounds)
     return _per_document(q, k, v, cu_seqlens, key_bounds)
 
 
@@ -126,7 +131,37 @@ def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return _causal(F.pad(q, (0, 0, 0, 0, earlier, 0))[None], k[None], v[None])[0, earlier:]
 
 
+def _host_would_wait(q: torch.Tensor) -> bool:
+    """Documents one by one: the host has to know their bounds. Where nothing else is there, a mask costs less."""
+    return q.device.type != "cpu" and not (q.is_cuda and capabilities.has("varlen"))
+
+
+def _with_a_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor
+) -> torch.Tensor:
+    """Every query against all keys, with who sees whom in a mask, some queries at a time: no wait, and at most
+    MASKED scores at once where a device forms them. k, v are flat."""
+    flat = q.flatten(0, 1)
+    tokens, keys, heads = flat.shape[0], k.shape[0], flat.shape[1]
+    key = torch.arange(keys, device=q.device)
+    key_doc = torch.searchsorted(key_bounds.to(key.dtype), key, right=True)
+    step = max(1, min(tokens, MASKED // max(1, keys * heads)))
+    k, v = (t.transpose(0, 1)[None] for t in (k, v))
+    out = []
+    for at in range(0, tokens, step):
+        query = torch.arange(at, min(at + step, tokens), device=q.device)
+        doc = torch.searchsorted(bounds.to(query.dtype), query, right=True)
+        # A document's last query sees its last key, the one before it the key before that.
+        last_key = key_bounds[doc].long() - (bounds[doc].long() - query)
+        seen = (key_doc[None] == doc[:, None]) & (key[None] <= last_key[:, None])
+        part = flat[at : at + step].transpose(0, 1)[None]
+        out.append(F.scaled_dot_product_attention(part, k, v, seen, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out).view_as(q)
+
+
 def _varlen_fits(q: torch.Tensor) -> bool:
+    if not capabilities.has("varlen"):
+        return False
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
 
 

@@ -15,39 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch.library import custom_op, triton_op
 
+from erniekit import capabilities
+
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@cache
-def why_no_triton() -> str | None:
-    """Why Triton kernels cannot be built; None: they can."""
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if not os.environ.get("CC") and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
-        return "no C compiler, with which Triton builds what starts its kernels; apt install gcc"
-    return None
-
-
-@cache
-def has_triton() -> bool:
-    return why_no_triton() is None
-
-
-def kernel_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator of an operator whose body launches Triton kernels; compiled layers see into it.
-
-    Without a card or without triton it is only declared, as an opaque one: to look for kernels in a triton_op torch
-    imports its compiler at once (seconds), and without triton it logs a warning for each.
-    """
-    launches = find_spec("triton") is not None and torch.cuda.is_available()
-    made: Callable[[Callable[..., Any]], Any] = (triton_op if launches else custom_op)(name, mutates_args=())
-    return made
-
-
-def shapes_of(name: str) -> Callable[[Function], Function]:
-    """Decorator of what an operator answers when it is traced: tensors of the right shapes, without memory."""
-    made: Callable[[Function], Function] = torch.library.register_fake(name)
-    return made
 
 
 def loaded(name: str, *needed: str) -> ModuleType | None:
@@ -57,3 +27,47 @@ def loaded(name: str, *needed: str) -> ModuleType | None:
     except Exception:  # a version that does not fit the driver, Python or torch raises whatever it likes
         return None
     return module if all(hasattr(module, each) for each in needed) else None
+
+
+if find_spec("torch_xmlir") is not None:  # Kunlunxin's: has to come before the first question to torch.cuda
+    loaded("torch_xmlir")
+
+
+@cache
+def _why_not_built() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not os.environ.get("CC") and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return "no C compiler, with which Triton builds what starts its kernels; apt install gcc"
+    if torch.cuda.is_available() and loaded("triton", "jit") is None:
+        return "triton does not load"
+    return None
+
+
+def why_no_triton() -> str | None:
+    """Why Triton kernels cannot run: nothing to build them with, or one was tried on this device; None: they can."""
+    return _why_not_built() or capabilities.why_not("triton")
+
+
+_BUILT = _why_not_built() is None  # a constant for who compiles what asks
+
+
+def has_triton() -> bool:
+    return _BUILT and capabilities.has("triton")
+
+
+def kernel_op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator of an operator whose body launches Triton kernels; compiled layers see into it.
+
+    Without a card or without triton it is only declared, as an opaque one: to look for kernels in a triton_op torch
+    imports its compiler at once (seconds), and without triton it logs a warning for each.
+    """
+    launches = _BUILT and torch.cuda.is_available()
+    made: Callable[[Callable[..., Any]], Any] = (triton_op if launches else custom_op)(name, mutates_args=())
+    return made
+
+
+def shapes_of(name: str) -> Callable[[Function], Function]:
+    """Decorator of what an operator answers when it is traced: tensors of the right shapes, without memory."""
+    made: Callable[[Function], Function] = torch.library.register_fake(name)
+    return made

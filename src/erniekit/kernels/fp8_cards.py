@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from erniekit import capabilities
+
 ALIGNED = 16  # widths of a weight are multiples of this: what the tensor cores' kernels load
 OLDEST = (8, 9)  # NVIDIA's capability: the first with fp8
 GROUPED = (9, 0)  # the only one whose grouped products torch has in fp8 with scales by row
@@ -15,6 +17,8 @@ def why_not(device: torch.device, experts: bool) -> str | None:
         return None
     if device.type != "cuda" or torch.version.cuda is None:
         return "fp8 products run on NVIDIA cards (and, slowly, on a CPU)"
+    if problem := capabilities.why_not("fp8"):
+        return problem
     major, minor = capability = torch.cuda.get_device_capability(device)
     name = f"{torch.cuda.get_device_name(device)} (capability {major}.{minor})"
     if capability < OLDEST:

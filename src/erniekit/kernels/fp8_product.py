@@ -17,12 +17,11 @@ Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor 
 
 HIGHEST_RANK = 64  # of low-rank updates whose factors fit beside the tiles of a product
 ALL_IN_TRITON = True  # products without low-rank updates too
-_HAS_TRITON = has_triton()
 
 
 def transposed(image: torch.Tensor) -> torch.Tensor:
     """fp8 [.., out, in] -> [.., in, out], contiguous: both sides of a product lie along what it sums over."""
-    if image.is_cuda and _HAS_TRITON:
+    if image.is_cuda and has_triton():
         from erniekit.kernels.triton import fp8_rows
 
         return fp8_rows.transposed(image)

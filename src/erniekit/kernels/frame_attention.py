@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from erniekit import capabilities
+
 
 def frame_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """q, k, v [P, N, D] -> [P, N, D]. sizes: the patches of each frame, on the host."""
     if not sizes:
         return q + k + v  # no rows; gradients of none reach all three
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
+    if q.is_cuda and capabilities.has("varlen") and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
         return _varlen(q, k, v, sizes)
     return _by_size(q, k, v, sizes)
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels import quack_gemm
+from erniekit.kernels.blocked_products import blocked_outer, blocked_product
 from erniekit.kernels.selection import ALIGNED, ProductFacts, chosen
 
 
@@ -30,6 +31,8 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     by = implementation(rows, weight)
     if by == "loop":
         return product_reference(rows, weight, ends)
+    if by == "blocks":
+        return blocked_product(rows, weight, ends)
     width = weight.shape[2]
     more, wider = -weight.shape[1] % ALIGNED, -width % ALIGNED
     if more or wider:
@@ -43,8 +46,11 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -
     """left [R, M], right [R, N] -> left^T @ right, expert by expert [E, M, N]."""
     if not left.shape[0]:
         return left.new_zeros(ends.shape[0], left.shape[1], right.shape[1])
-    if implementation(left, right) == "loop":
+    by = implementation(left, right)
+    if by == "loop":
         return outer_reference(left, right, ends)
+    if by == "blocks":
+        return blocked_outer(left, right, ends)
     M, N = left.shape[1], right.shape[1]
     left, right = _aligned(left), _aligned(right)
     out = F.grouped_mm(left.t(), right, offs=ends)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from erniekit import capabilities
 from erniekit.kernels import quack_gemm
 from erniekit.kernels.selection import ProductFacts, chosen
 from erniekit.kernels.softmax import in_place, softmax_gradient
@@ -116,7 +117,8 @@ class HeadGradients:
             self.b += grad.sum(0, dtype=torch.float32)
 
     def _add_to_weight(self, low_VR: torch.Tensor, x: torch.Tensor) -> None:
-        wide = x.is_cuda and x.dtype != torch.float32  # 16-bit products that leave the tensor cores in fp32
+        # 16-bit products that leave the tensor cores in fp32
+        wide = x.is_cuda and x.dtype != torch.float32 and capabilities.has("wide")
         if self.w is None:
             fp32_sum = wide and not self.single
             self.w = torch.mm(low_VR, x, out_dtype=torch.float32) if fp32_sum else low_VR @ x

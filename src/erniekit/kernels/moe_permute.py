@@ -13,8 +13,6 @@ import torch
 from erniekit.kernels import expert_reference
 from erniekit.kernels.available import has_triton
 
-_HAS_TRITON = has_triton()
-
 
 class Order(NamedTuple):
     """A stable sort of the T * K choices by expert."""
@@ -40,7 +38,7 @@ def count(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 def sum_choices(rows: torch.Tensor, order: Order, k: int) -> torch.Tensor:
     """[T, H]: each token's K rows added, in fp32 and in a fixed order: no atomics, the same bits always."""
-    if rows.is_cuda and _HAS_TRITON and rows.shape[0]:
+    if rows.is_cuda and has_triton() and rows.shape[0]:
         from erniekit.kernels.triton import expert_rows
 
         return expert_rows.sum_choices(rows, order.place_of, k, order.ends)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from erniekit import capabilities
 from erniekit.kernels.available import has_triton, shapes_of
-
-_HAS_TRITON = has_triton()
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H], weight [E, H] -> fp32 [T, E]."""
-    if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
+    if x.is_cuda and capabilities.has("wide") and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
         result: torch.Tensor = torch.ops.erniekit.router_logits(x, weight)
         return result
     return F.linear(x.float(), weight.float())
@@ -35,7 +34,7 @@ def parts_of(value: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 def side_by_side(value: torch.Tensor, which: tuple[int, int, int], dim: int) -> torch.Tensor:
     """The parts `which` of an fp32 matrix (0 the largest), one after the other along `dim`."""
-    if value.is_cuda and _HAS_TRITON:
+    if value.is_cuda and has_triton():
         from erniekit.kernels.triton import bf16_split
 
         return bf16_split.side_by_side(value, which, dim)

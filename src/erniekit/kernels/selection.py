@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from erniekit import capabilities
 from erniekit.kernels import cudnn_packed, flash4, fp8_cards, quack_gemm
 from erniekit.kernels.available import why_no_triton
 
@@ -89,13 +90,18 @@ def _no_triton(device: torch.device) -> str | None:
     return _no_card(device) or why_no_triton()
 
 
+def _no_nvidia(device: torch.device) -> str | None:
+    """Of libraries for NVIDIA cards: other vendors' cards have capabilities of their own numbers, or none."""
+    return _no_triton(device) or capabilities.why_not("nvidia")
+
+
 def _not_bf16(dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else f"for bf16, not {str(dtype).removeprefix('torch.')}"
 
 
 def _no_flash4(packed: bool) -> Callable[[AttentionFacts], str | None]:
     def why_not(f: AttentionFacts) -> str | None:
-        if problem := _no_triton(f.device):
+        if problem := _no_nvidia(f.device):
             return problem
         if f.same_bits:
             return "does not give the same bits each time"
@@ -111,7 +117,7 @@ def _no_rows(f: AttentionFacts) -> str | None:
 
 
 def _no_cudnn_packs(f: AttentionFacts) -> str | None:
-    if problem := _no_triton(f.device):
+    if problem := _no_nvidia(f.device):
         return problem
     if f.same_bits:
         return "takes up to 32 GiB for the same bits each time"
@@ -133,9 +139,18 @@ def _no_expert_kernels(f: ExpertFacts) -> str | None:
 
 
 def _no_grouped(f: ProductFacts) -> str | None:
-    if problem := _no_card(f.device) or _not_bf16(f.dtype):
+    if problem := _no_card(f.device) or capabilities.why_not("grouped") or _not_bf16(f.dtype):
         return problem
     return None if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no grouped_mm"
+
+
+def _no_blocks(f: ProductFacts) -> str | None:
+    """A CPU has its numbers at hand, and fp32 on a card keeps the loop's order of sums where products are to be had."""
+    if f.device.type == "cpu":
+        return "no wait to be saved on a CPU"
+    if f.device.type == "cuda" and capabilities.has("grouped") and capabilities.has("bf16"):
+        return f"only where there is no grouped product of any kind, not for {str(f.dtype).removeprefix('torch.')}"
+    return None
 
 
 def _no_fp8(f: Fp8Facts) -> str | None:
@@ -154,13 +169,13 @@ def _no_fp8_tiles(f: Fp8Facts) -> str | None:
 
 def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
     def why_not(f: ProductFacts) -> str | None:
-        return _no_grouped(f) or quack_gemm.why_not(what, f.device)
+        return _no_nvidia(f.device) or _no_grouped(f) or quack_gemm.why_not(what, f.device)
 
     return why_not
 
 
 def _no_gated(f: GateUpFacts) -> str | None:
-    if problem := _no_triton(f.device):
+    if problem := _no_nvidia(f.device):
         return problem
     if not f.whole:
         return "adapters, a bias, another kind of weight or a collective are between"
@@ -180,7 +195,8 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "packed attention": (
         Implementation("flash4", _no_flash4(packed=True)),
         Implementation("cudnn", _no_cudnn_packs),
-        Implementation("flash", lambda f: _no_triton(f.device)),  # FlashAttention-2, as torch has it
+        # FlashAttention-2, as torch has it
+        Implementation("flash", lambda f: _no_triton(f.device) or capabilities.why_not("varlen")),
         Implementation("sdpa", _none),
     ),
     "feed-forward": (Implementation("quack", _no_gated), Implementation("product and swiglu", _none)),
@@ -188,6 +204,7 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "grouped products": (
         Implementation("quack", _no_quack("experts")),
         Implementation("torch", _no_grouped),
+        Implementation("blocks", _no_blocks),
         Implementation("loop", _none),
     ),
     # Emulated: fp8 values multiplied in fp32, rounded once.
@@ -209,12 +226,17 @@ def force(choices: Mapping[str, str]) -> None:
             raise ValueError(f"no implementation {name!r} of {operation}: one of {', '.join(names)}")
     _forced.clear()
     _forced.update(choices)
-    select.cache_clear()
+    _select.cache_clear()
+
+
+def select(operation: str, facts: Any) -> Choice:
+    """Its first implementation that can, and why not those before it."""
+    return _select(operation, facts, capabilities.version())
 
 
 @functools.cache
-def select(operation: str, facts: Any) -> Choice:
-    """Its first implementation that can, and why not those before it."""
+def _select(operation: str, facts: Any, version: int) -> Choice:
+    """version: of what the device is known to lack."""
     reasons: list[str] = []
     for name, why_not in OPERATIONS[operation]:
         wanted = _forced.get(operation)

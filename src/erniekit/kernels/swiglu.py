@@ -46,10 +46,7 @@ def reference_gradient(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool =
 
 
 def _on_card(gate_up: torch.Tensor) -> bool:
-    return gate_up.is_cuda and gate_up.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
-
-
-HAS_TRITON = has_triton()  # a constant for who compiles this
+    return gate_up.is_cuda and gate_up.dtype in (torch.bfloat16, torch.float16) and has_triton()
 
 
 @kernel_op("erniekit::swiglu")

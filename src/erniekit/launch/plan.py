@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.config import RunConfig
-from erniekit.devices import entry_of
+from erniekit.devices import AUTO, entry_of
 from erniekit.errors import ConfigError, DeviceError
 
 DEFAULT_PORT = 8080
@@ -97,12 +97,11 @@ def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
 
 
 def choose_devices(cfg: RunConfig) -> None:
-    """`devices` as the variable that torch and the ranks read."""
+    """`devices` as the variables that torch and the ranks read; without it those that are set, cleared of blanks."""
     if wrong := [d for d in cfg.launch.devices if not (d.isdecimal() or d.startswith(("GPU-", "MIG-")))]:
         fix = "numbers with commas between, such as 0,1"
         raise ConfigError(f"{wrong[0]!r} is no device", where=cfg.origin("devices"), fix=fix)
-    if cfg.launch.devices and (variable := entry_of(cfg.train.device, os.environ).visible):
-        os.environ[variable] = ",".join(cfg.launch.devices)
+    os.environ.update(entry_of(cfg.train.device, os.environ).show(os.environ, cfg.launch.devices))
 
 
 def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
@@ -112,9 +111,11 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
         return asked or 1
     entry = entry_of(device, env)
     there = entry.count_visible(env)
-    if there > 1 and entry.module:  # worth asking torch, which is imported next anyway
+    if there > 1:  # worth asking torch, which is imported next anyway
         import_torch()
-        there = min(there, entry.load().count())
+        seen = entry.load().count()
+        # Of a vendor that was named and is not there the ranks say so; what is planned is what the variable lists.
+        there = there if not seen and device not in (AUTO, "gpu") else min(there, seen)
     if there and asked and asked > there:
         raise DeviceError(
             f"nproc_per_node is {asked} and {there} devices are visible here",

@@ -13,14 +13,11 @@ from torch import nn
 from erniekit.parallel.mesh import World
 
 
-def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offload: bool) -> int:
-    """Shards in place. Returns how many ranks a gradient is averaged over: the loss is multiplied by it."""
-    layout = world.layout
-    if layout.fsdp == 1:
-        return 1
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+def shard_options(world: World, compute: torch.dtype, offload: bool = False) -> dict[str, Any]:
+    """Of every fully_shard of this world: over which ranks, in which numbers, where shards live."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    mesh = world.mesh
+    layout, mesh = world.layout, world.mesh
     if layout.cp > 1:
         shard = mesh["fsdp", "cp"]._flatten("shard")
         mesh = mesh["dp", "shard"] if layout.dp > 1 else shard
@@ -29,11 +26,21 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     # Trained weights stay fp32, their own masters, and are gathered in the compute dtype; frozen ones come in it.
     # Inputs stay as they are: fp32 ones, such as the cosines of positions, are meant to be.
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = dict(
+    return dict(
         mesh=mesh,
         mp_policy=precision if compute != torch.float32 else MixedPrecisionPolicy(),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
+
+
+def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offload: bool) -> int:
+    """Shards in place. Returns how many ranks a gradient is averaged over: the loss is multiplied by it."""
+    layout = world.layout
+    if layout.fsdp == 1:
+        return 1
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options = shard_options(world, compute, offload)
     again = layout.sharding_stage == 3
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     in_fp32: dict[str, Any] = {**options, "mp_policy": MixedPrecisionPolicy()}

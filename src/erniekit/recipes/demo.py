@@ -14,6 +14,7 @@ from pathlib import Path
 from erniekit.demo.folder import seal, take_folder
 from erniekit.demo.other_stack import OtherStack
 from erniekit.demo.victim import Victim
+from erniekit.devices import DEVICES, pick
 from erniekit.errors import ConfigError
 from erniekit.files import own
 from erniekit.log import paint, say, typed
@@ -30,19 +31,33 @@ def demo_command(args: list[str]) -> int:
         from erniekit.recipes.demo_vision import vision_demo
 
         return vision_demo(folder_from(args[1:], "erniekit-demo-vision"))
+    args, device = device_from(args)
     root = take_folder(folder_from(args))
     say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
-    say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
+    on = "the CPU" if device == "cpu" else pick(device).name  # which tells what that device lacks
+    say(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
     other = OtherStack(own(root / "logs" / "transformers.log"))
     try:
-        run_stages(root, other, began)
+        run_stages(root, other, began, device)
     finally:
         other.close()
     seal(root)
     say(paint("every proof holds", "green", "bold") + "\n")
     say("\n".join(next_lines(root)))
     return 0
+
+
+def device_from(args: list[str]) -> tuple[list[str], str]:
+    """The other words, and the word after --device (or device=WORD); the CPU when none is given."""
+    words = [part for word in args for part in word.split("=", 1)]
+    at = next((k for k, word in enumerate(words) if word.removeprefix("--") == "device"), None)
+    if at is None or at + 1 == len(words):
+        return args, "cpu"
+    word = words[at + 1]
+    if word not in DEVICES:
+        raise ConfigError(f"no device is called {word!r}", where="--device", fix=f"one of {', '.join(DEVICES)}")
+    return words[:at] + words[at + 2 :], word
 
 
 def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
@@ -52,12 +67,14 @@ def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
         return Path(default)
     if len(words) != 2 or words[0].removeprefix("--") not in ("dir", "output_dir"):
         raise ConfigError(
-            f"demo does not know {' '.join(args)!r}", where="command line", fix="erniekit demo [vision] [--dir DIR]"
+            f"demo does not know {' '.join(args)!r}",
+            where="command line",
+            fix="erniekit demo [vision] [--dir DIR] [--device WORD]",
         )
     return Path(words[1])
 
 
-def run_stages(root: Path, other: OtherStack, began: float) -> None:
+def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu") -> None:
     import torch
 
     from erniekit.demo.tiny import make_tiny_model
@@ -66,7 +83,7 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
         say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
 
     # The same run twice: here, and side by side in a process that will not live to its end.
-    words = sft_words(root, root / "killed")
+    words = sft_words(root, root / "killed", device)
     victim = Victim(["train", *words], root / "killed", own(root / "logs" / "killed.log"))
     threads = torch.get_num_threads()
     # Runs are bit-identical only with equal numbers of threads; for so small a model one is fastest, too.
@@ -77,13 +94,13 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
         show("model", describe(root / "model"))
 
         killing = victim.start_and_kill(KILL_AFTER)
-        logged_train(sft_words(root, root / "sft"), root / "logs" / "sft.log")
+        logged_train(sft_words(root, root / "sft", device), root / "logs" / "sft.log")
         show("SFT", loss_fell(root / "sft", STEPS, root / "data" / "sft.jsonl"))
         killing.join()
         show("kill -9", was_killed(victim))
 
         again = victim.start()
-        logged_train(lora_words(root), root / "logs" / "lora.log")
+        logged_train(lora_words(root, device), root / "logs" / "lora.log")
         again.wait()
         show("resume", same_bits(victim, root / "sft"))
         learnt = loss_fell(root / "lora", LORA_STEPS, root / "data" / "persona.jsonl")
@@ -103,7 +120,7 @@ def run_stages(root: Path, other: OtherStack, began: float) -> None:
 # ---- what is run: the words a user would type
 
 
-def sft_words(root: Path, output: Path) -> list[str]:
+def sft_words(root: Path, output: Path, device: str) -> list[str]:
     return [
         f"model_name_or_path={root / 'model'}",
         f"train_dataset_path={root / 'data' / 'sft.jsonl'}",
@@ -113,11 +130,11 @@ def sft_words(root: Path, output: Path) -> list[str]:
         "warmup_steps=5",
         f"max_steps={STEPS}",
         f"save_steps={SAVE_STEPS}",
-        *shared_words(root),
+        *shared_words(root, device),
     ]
 
 
-def lora_words(root: Path) -> list[str]:
+def lora_words(root: Path, device: str) -> list[str]:
     return [
         f"model_name_or_path={root / 'sft'}",
         f"train_dataset_path={root / 'data' / 'persona.jsonl'}",
@@ -126,17 +143,18 @@ def lora_words(root: Path) -> list[str]:
         "lora_rank=8",
         "learning_rate=2e-2",
         f"max_steps={LORA_STEPS}",
-        *shared_words(root),
+        *shared_words(root, device),
     ]
 
 
-def shared_words(root: Path) -> list[str]:
+def shared_words(root: Path, device: str) -> list[str]:
     return [
         "lr_scheduler_type=cosine",
         "adam_beta2=0.95",
         "max_seq_len=512",
         "compute_type=fp32",
-        "device=cpu",
+        f"device={device}",
+        *([] if device == "cpu" else ["deterministic=True"]),  # two runs are compared bit for bit
         "report_to=none",
         "dataset_num_proc=1",
         f"cache_dir={root / 'cache'}",

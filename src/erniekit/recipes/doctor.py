@@ -29,7 +29,7 @@ from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.apply import plain
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
-from erniekit.recipes import run_summary, stage_of
+from erniekit.recipes import device_report, run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import MOVED_BY_ROUNDING, Check
@@ -330,6 +330,8 @@ def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
 
 def doctor_command(args: list[str]) -> int:
     cfg = load(args, "train")
+    if not (cfg.model.model_name_or_path or cfg.data.train_dataset_path):
+        return device_report.report(cfg)
     refuse_later(cfg)
     output = take_output(cfg, create=False)
     plan = plan_run(cfg, alone=True)

@@ -27,6 +27,7 @@ from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.costs import weight_bytes
 from erniekit.parallel.mesh import World
+from erniekit.parallel.self_test import check_collectives
 from erniekit.parallel.world import check_model, check_schedule, open_world
 from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
@@ -102,6 +103,7 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
         world = open_world(cfg.parallel, device, cfg.moe.moe_group)
         cfg = for_world(cfg, world.layout.data_ranks)
         same_run.check_settings(cfg, world)
+        check_collectives(world, device)
     return decide(cfg, device, world, open_model(cfg))
 
 
@@ -109,16 +111,22 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
     device = pick(cfg.train.device, cfg.train.no_cuda)
     kind = cfg.precision.compute_type
+    slow = f"bf16 is slow on {'a CPU' if device.vendor == 'cpu' else device.name}"
+    if why := device.lacks.get("bf16"):
+        slow = f"{device.name} has no bf16"
+        if kind == BF16 and cfg.given("compute_type"):
+            raise DeviceError(
+                f"{slow} ({why})", where=cfg.origin("compute_type"), fix="compute_type: fp32, or leave it out"
+            )
     if not device.fast_bf16 and (kind in PACKED or (kind == BF16 and not cfg.given("compute_type"))):
-        where = "a CPU" if device.vendor == "cpu" else device.name
         base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
         otherwise = f"; write compute_type: bf16{base} to have it" if cfg.train.do_train or not base else ""
-        note = Note("compute_type", kind, "fp32", f"bf16 is slow on {where}{otherwise}")
+        note = Note("compute_type", kind, "fp32", slow + ("" if why else otherwise))
         say(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
     if not device.fast_bf16 and cfg.precision.compute_type == "fp8" and not cfg.given("bf16"):
-        note = Note("bf16", True, False, f"bf16 is slow on {device.name}: what is not fp8 is fp32")
+        note = Note("bf16", True, False, f"{slow}: what is not fp8 is fp32")
         say(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
     if cfg.train.do_train and cfg.optim.master_weights != "fp32" and not cfg.precision.bf16:

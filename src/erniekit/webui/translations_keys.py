@@ -106,7 +106,7 @@ HELP_ZH: dict[str, str] = {
     "eval_steps": "两次评估之间的步数。",
     "max_evaluate_steps": "最多评估多少批；-1 表示全部。",
     "seed": "种子相同，结果相同。",
-    "device": "gpu 或 cpu；auto 在有 GPU 时用 GPU。",
+    "device": "gpu、cpu，或厂商的名称，如 iluvatar_gpu、npu、xpu；auto 使用本机的加速器。",
     "fine_tuning": "只训练 LoRA，或训练全部权重（Full）。",
     "lora_rank": "LoRA 的秩；示例配置中为 32。",
     "lora_alpha": "LoRA 的缩放；-1 表示秩的 2 倍，rslora 时为 4。",

@@ -52,7 +52,8 @@ def test_a_tiny_workload_is_the_same_kind_of_work() -> None:
         assert small.model["model_type"] == work.model["model_type"]
         assert small.rows.tokens <= 256
         assert small.keys.keys() == work.keys.keys()
-        assert small.peers, "every workload is compared with somebody"
+        # What steps wait for data is a share of our own time.
+        assert small.peers or work.name == "V1-input", "every workload is compared with somebody"
 
 
 def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

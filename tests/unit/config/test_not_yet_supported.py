@@ -17,7 +17,6 @@ from erniekit.errors import ConfigError, LaterError
         "compute_type=fp16",
         "moe_group_experts=1",
         "moe_dropout_prob=0.1",
-        "device=npu",
         "dataset_type=map",
         "use_global_causal_attn=1",
         "model_config={use_fp8_mlp: true}",

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from erniekit import devices
+from erniekit import capabilities, devices
 from erniekit.bench.measure import Gauge
 from erniekit.demo import tiny
-from erniekit.devices import DEVICES, DeviceEntry, entry_of, others, pick
-from erniekit.errors import DeviceError, LaterError
+from erniekit.devices import DEVICES, DeviceEntry, entry_of, others, pick, probes
+from erniekit.errors import DeviceError
 from erniekit.train.step import DeviceClock, Launched, StepResult
 from support import toy_device
 
@@ -91,18 +91,20 @@ def test_auto_takes_the_first_that_is_present_and_else_the_cpu(toy: str, monkeyp
     assert pick("auto").name == "Toy"
     assert pick("auto", no_cuda=True).vendor == "cpu"
     monkeypatch.setenv("TOY_ABSENT", "1")
-    assert pick("auto").vendor == ("gpu" if torch.cuda.is_available() else "cpu")
+    assert pick("auto").vendor == ("nvidia" if torch.cuda.is_available() else "cpu")
 
 
-def test_a_device_that_is_absent_or_of_a_later_version_is_refused_with_a_way_out(
-    toy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_absent_is_refused_with_a_way_out(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_ABSENT", "1")
     with pytest.raises(DeviceError, match="'toy' was asked for") as error:
         pick(toy)
     assert "device=cpu" in (error.value.fix or "")
-    with pytest.raises(LaterError, match="'npu' is not in this version"):
-        pick("npu")
+    for word, fix in (("npu", "npu-smi"), ("iluvatar_gpu", "ixsmi"), ("musa", "mthreads-gmi"), ("mps", "macOS")):
+        with pytest.raises(DeviceError, match=f"'{word}' was asked for") as error:
+            pick(word)
+        assert fix in (error.value.fix or "")
+    with pytest.raises(DeviceError, match=r"neither Kunlunxin's .*nor Intel's"):
+        pick("xpu")
 
 
 def test_the_variable_names_modules_and_what_is_wrong_with_it_is_said_on_use() -> None:
@@ -149,3 +151,72 @@ def test_a_cache_may_take_what_the_share_of_all_memory_leaves() -> None:
     assert made.usable_memory(0.9) == int(free - 0.1 * total)
     assert made.usable_memory(0.1) == 0, "others use more than the share already"
     assert 0 < pick("cpu").usable_memory(0.9) <= pick("cpu").free_memory()[1]
+
+
+def test_every_word_of_the_seeds_and_of_their_scripts_names_a_vendor() -> None:
+    vendors = {"gpu": "cuda", "iluvatar_gpu": "iluvatar", "npu": "ascend", "xpu": "kunlunxin", "metax_gpu": "metax"}
+    for word, module in vendors.items():
+        assert DEVICES[word].module == f"erniekit.devices.{module}"
+    exported = {"PADDLE_XCCL_BACKEND": "iluvatar_gpu"}
+    assert devices.named("auto", exported) == "iluvatar_gpu"
+    assert devices.named("auto", {**exported, "ERNIEKIT_DEVICE": "npu:0"}) == "npu"
+    assert devices.named("cpu", exported) == "cpu", "what was typed is what counts"
+    assert devices.named("auto", {"PADDLE_XCCL_BACKEND": "mlu"}) == "auto"
+
+
+def test_visible_devices_reach_the_ranks_in_the_words_each_runtime_reads() -> None:
+    npu = entry_of("npu", {})
+    # torch_npu stops reading at the first character that is no digit and no comma.
+    assert npu.show({"ASCEND_RT_VISIBLE_DEVICES": "0, 1, 2"}) == {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}
+    assert npu.show({}, ("4", "5")) == {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}
+    assert npu.show({}) == {}
+    kunlunxin = entry_of("kunlunxin", {})
+    both = {"XPU_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
+    assert kunlunxin.show(both, ("1", "2")) == {"XPU_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1,2"}
+    assert kunlunxin.count_visible({"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
+    assert entry_of("auto", {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}).visible in (
+        "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES",  # the second where this machine has NVIDIA's files
+    )  # fmt: skip
+
+
+def test_every_vendors_file_loads_and_answers_where_its_device_is_not() -> None:
+    """Without its driver and package: no traceback, a finding with a fix."""
+    for word, entry in DEVICES.items():
+        module = entry.load()
+        assert module.EVIDENCE, word
+        if not module.present() and word not in devices.FAMILIES:
+            assert module.count() == 0 or word in ("cpu", "nvidia"), word
+            bad = [finding for finding in module.findings() if not finding.ok]
+            assert word == "generic" or any(finding.fix for finding in bad), word
+
+
+def test_the_vendor_of_a_cuda_card_is_read_from_the_build_and_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from erniekit.devices import cuda_family
+
+    names = {
+        "NVIDIA H200": "nvidia", "Iluvatar BI-V150": "iluvatar", "IX BI-V100": "iluvatar", "MetaX C500": "metax",
+        "P800 OAM": "kunlunxin", "": "nvidia",
+    }  # fmt: skip
+    for name, vendor in names.items():
+        monkeypatch.setattr(cuda_family, "_name", lambda name=name: name.lower())
+        assert cuda_family.maker() == vendor, name
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert cuda_family.maker() == "amd"
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch, "corex", True, raising=False)
+    assert cuda_family.maker() == "iluvatar"
+
+
+def test_a_capability_that_is_left_out_by_hand_is_not_tried(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_known", {})
+    monkeypatch.setattr(toy_device.ToyDevice, "fast_bf16", True)
+    monkeypatch.setenv("ERNIEKIT_WITHOUT", "bf16, graphs")
+    device = pick("toy")
+    assert device.lacks["bf16"] == "ERNIEKIT_WITHOUT says so"
+    assert not device.fast_bf16
+    assert toy_device.ToyDevice.fast_bf16, "the kind's claim stands; this device is without"
+    monkeypatch.setattr(probes, "_known", {})
+    monkeypatch.setenv("ERNIEKIT_WITHOUT", "tritn")
+    with pytest.raises(DeviceError, match="no capability is called tritn"):
+        pick("toy")
+    capabilities.set_lacks({})

@@ -67,7 +67,7 @@ def test_a_pack_of_one_token_documents_returns_the_values_themselves():
     torch.testing.assert_close(out, v.repeat_interleave(2, dim=2), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "masked", "reference"])
 def test_no_backend_attends_across_documents(backend):
     q, k, v = inputs(1, 12, 4, 2, head_dim=8)
     bounds = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
@@ -236,3 +236,25 @@ def test_varlen_on_a_card_shares_prompts_as_the_reference_does(heads):
     again = [t.detach().requires_grad_() for t in low]
     attention(*again, bounds, longest, "varlen", shared).backward(upstream.bfloat16())
     assert torch.equal(again[1].grad, low[1].grad)  # a prompt's gradients are added in one order
+
+
+@pytest.mark.parametrize("most", [1, 200, 1 << 26])  # scores at once: one query, some, all
+def test_attention_with_a_mask_is_the_definition_for_packs_and_for_shared_keys(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from erniekit.kernels import attention as kernels
+
+    monkeypatch.setattr(kernels, "MASKED", most)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 12, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 5, 6, 6, 12], dtype=torch.int32)  # one of a single token, one of none
+    out = kernels.attention(q, k, v, bounds, backend="masked")
+    torch.testing.assert_close(out, kernels.reference(q, k, v, bounds))
+    # Two answers that see one prompt: documents of 4, 3 and 5 tokens with the keys 0-3, 0-6 and 0-3 with 7-11.
+    index = torch.tensor([*range(4), *range(7), *range(4), *range(7, 12)])
+    shared = SimpleNamespace(index=index, bounds=torch.tensor([0, 4, 11, 20], dtype=torch.int32), longest=9)
+    bounds = torch.tensor([0, 4, 7, 12], dtype=torch.int32)
+    out = kernels.attention(q, k, v, bounds, backend="masked", shared=shared)
+    torch.testing.assert_close(out, kernels.reference(q, k, v, bounds, shared))

@@ -58,7 +58,7 @@ class TrainSection:
     )
     device: str = key(
         "auto",
-        "gpu, cpu; auto takes the GPU when there is one.",
+        "gpu, cpu, or a vendor's word such as iluvatar_gpu, npu, xpu; auto takes the accelerator that is there.",
         choices=(AUTO, *DEVICES),
         basic=True,
     )

@@ -15,7 +15,6 @@ from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.fp8 import MultipliedInFp8
 
 HIGHEST = 7
-_HAS_TRITON = has_triton()
 
 
 class Int4(WeightKind):
@@ -37,7 +36,7 @@ class Int4(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", weight.scale, dtype)
@@ -54,14 +53,14 @@ class Int4InFp8(MultipliedInFp8, Int4):
         return Int4.fits(self, out, width) and MultipliedInFp8.fits(self, out, width)
 
     def image(self, weight: Stored) -> torch.Tensor:
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", None, torch.float8_e4m3fn)
         return unpack_signed(weight.data).to(torch.float8_e4m3fn)
 
     def turned_image(self, weight: Stored) -> torch.Tensor:
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", None, torch.float8_e4m3fn, turned=True)

@@ -17,7 +17,6 @@ GROUP = 64
 LOW, HIGH = -8, 7
 KEPT = tuple(1 - step / 20 for step in range(11))  # shares of the largest number that are tried as the highest integer
 CHUNK = 1024  # rows at a time, each tried with every share
-_HAS_TRITON = has_triton()
 
 
 class Int4Group(WeightKind):
@@ -39,7 +38,7 @@ class Int4Group(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", weight.scale, dtype)

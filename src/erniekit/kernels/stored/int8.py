@@ -10,7 +10,6 @@ from erniekit.kernels.available import has_triton
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
 HIGHEST = 127
-_HAS_TRITON = has_triton()
 
 
 class Int8(WeightKind):
@@ -27,7 +26,7 @@ class Int8(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import eight_bit
 
             return eight_bit.unpacked(weight.data.contiguous(), weight.scale.contiguous(), dtype)

@@ -17,7 +17,6 @@ from erniekit.kernels.stored.fp8 import MultipliedInFp8
 TOP = 6  # 6, the largest of e2m1, times 2 ** 6 is below 448
 RANGE = 14  # powers below the top at which 0.5 and 1.5 are still exact: 2 ** -9 and 1.5 * 2 ** -8
 LEAST = 32  # a row's largest scale counts as this byte at least, so that its fp32 scale is normal
-_HAS_TRITON = has_triton()
 
 
 class Mxfp4(WeightKind):
@@ -32,7 +31,7 @@ class Mxfp4(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "e2m1", weight.scale, dtype)
@@ -65,7 +64,7 @@ class Mxfp4InFp8(MultipliedInFp8, Mxfp4):
     def image(self, weight: Stored) -> torch.Tensor:
         assert weight.scale is not None
         assert weight.extra is not None
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "e2m1", weight.scale, torch.float8_e4m3fn, weight.extra)
@@ -73,7 +72,7 @@ class Mxfp4InFp8(MultipliedInFp8, Mxfp4):
         return mxfp4.decode(weight.data, above, torch.float32).to(torch.float8_e4m3fn)
 
     def turned_image(self, weight: Stored) -> torch.Tensor:
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             fp8 = torch.float8_e4m3fn

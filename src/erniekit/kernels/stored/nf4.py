@@ -13,8 +13,6 @@ from erniekit.kernels import integers, nf4
 from erniekit.kernels.available import has_triton
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
-_HAS_TRITON = has_triton()
-
 
 class Nf4(WeightKind):
     """`scale` has codes of the blocks' largest magnitudes, `extra` the row's, fp32."""
@@ -36,7 +34,7 @@ class Nf4(WeightKind):
         assert weight.scale is not None
         assert weight.extra is not None
         absmax = nf4.dynamic_values(weight.scale, signed=False) * weight.extra
-        if weight.data.is_cuda and _HAS_TRITON:
+        if weight.data.is_cuda and has_triton():
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "nf4", absmax, dtype)

@@ -1,0 +1,57 @@
+"""An accelerator that no file here names, as torch.accelerator finds it: nothing of it is known, all is tried.
+
+Collectives: torch's default backend for its type, if it names one; else several ranks are refused when they meet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from erniekit.devices import accelerator
+from erniekit.devices.accelerator import AcceleratorDevice
+from erniekit.devices.base import Device, Finding
+
+EVIDENCE = "whatever torch.accelerator finds; nothing of it is known"
+WHEN_ABSENT = "torch.accelerator finds none; import the vendor's plug-in first, or run with device=cpu"
+# Types that have a file of their own here; a new vendor's type is another word.
+OWN = ("cuda", "npu", "xpu", "mps", "musa", "cpu", "meta")
+
+
+class GenericDevice(AcceleratorDevice):
+    vendor: ClassVar[str] = "generic"
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """As torch maps it; read when ranks meet, which imports torch.distributed anyway."""
+        from torch.distributed import Backend
+
+        known: dict[str, Any] = getattr(Backend, "default_device_backend_map", {})
+        return f"cpu:gloo,{self.type}:{known[self.type]}" if self.type in known else "gloo"
+
+
+def kind() -> str:
+    """torch's word for it; empty where there is none."""
+    try:
+        # How torch was built is no answer: only what is available counts.
+        found = torch.accelerator.current_accelerator(check_available=True)
+    except Exception:
+        return ""
+    return found.type if found is not None and found.type not in OWN else ""
+
+
+def present() -> bool:
+    return bool(kind())
+
+
+def count() -> int:
+    return accelerator.count_of(kind()) if kind() else 0
+
+
+def make() -> Device:
+    return accelerator.make(GenericDevice, kind(), f"accelerator {kind()!r}")
+
+
+def findings() -> list[Finding]:
+    return [Finding(True, f"torch calls it {kind()!r}; no file of ours describes it, all that it can do is tried")]
