@@ -180,10 +180,8 @@ class Engine:
         if self.pipeline is None:
             out: torch.Tensor | None = measure(self.model, mine)
         else:
-            out = self.pipeline.forward(mine, self._hidden_shape, measure=measure)
-            out = torch.empty(size, device=self.device) if out is None else out.contiguous()
-            last = (self.pipeline.count - 1) % self.world.layout.pp
-            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+            found = self.pipeline.forward(mine, self._hidden_shape, measure=measure)
+            out = self.pipeline.from_last(found, (size,), torch.float32)
         reshard(self.parts, self.world)
         assert out is not None
         return out
@@ -201,14 +199,9 @@ class Engine:
         if self.pipeline is None:
             out = self.model(mine.input_ids, mine.positions, mine.documents(), mine.max_doc, more=mine.more())
         else:
-            last_words = self.pipeline.forward(mine, self._hidden_shape, logits=True)
+            found = self.pipeline.forward(mine, self._hidden_shape, logits=True)
             config: Any = self.model.config
-            shape = (*mine.input_ids.shape, config.vocab_size)
-            if last_words is None:
-                last_words = torch.empty(shape, dtype=self.dtype, device=self.device)
-            out = last_words.contiguous()
-            last = (self.pipeline.count - 1) % layout.pp
-            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+            out = self.pipeline.from_last(found, (*mine.input_ids.shape, config.vocab_size), self.dtype)
         reshard(self.parts, self.world)
         if layout.cp > 1:
             parts = [torch.empty_like(out) for _ in range(layout.cp)]

@@ -30,17 +30,16 @@ def resolved(name: str, stages_each: int) -> str:
     """`auto` decided: 1F1B, interleaved where ranks hold several stages."""
     if name == "auto":
         return "interleaved" if stages_each > 1 else "1f1b"
-    return "interleaved" if name == "1f1b" and stages_each > 1 else name
+    return "interleaved" if name in ("gpipe", "1f1b") and stages_each > 1 else name
 
 
 @cache
 def computations(name: str, ranks: int, stages_each: int, micro_batches: int) -> tuple[Order, ...]:
     """Of each rank, in order, transfers left out."""
     name = resolved(name, stages_each)
-    if name == "gpipe" and stages_each == 1:
+    if name == "gpipe":
         return tuple(gpipe(ranks, micro_batches, rank) for rank in range(ranks))
-    if name not in SCHEDULES[1:]:
-        raise ValueError(f"no schedule {name!r} of {stages_each} stages a rank")
+    assert name in SCHEDULES, name
     each = tuple(one_forward_one_backward(ranks, stages_each, micro_batches, rank) for rank in range(ranks))
     if name != "zero_bubble":
         return each

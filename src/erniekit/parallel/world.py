@@ -102,22 +102,22 @@ def check_model(layout: Layout, num_layers: int, experts: int = 0) -> Layout:
     return layout
 
 
-def check_schedule(schedule: str, layout: Layout, further: bool = False) -> None:
+def check_schedule(schedule: str, layout: Layout, further: bool = False, runner: str = "erniekit") -> None:
     """Whether the layout's pipeline can work in this order. further: the model trains layers that predict further
-    tokens."""
+    tokens; runner: whose schedules run."""
     if layout.pp == 1 or schedule != "zero_bubble":
         return
-    if layout.fsdp > 1:  # torch's finds no gradients of what is gathered again
+    if layout.fsdp > 1:  # a backward pass in two would gather and reduce a layer twice
         raise PlanError(
             "the zero_bubble schedule does not work with sharded weights",
             where="pp_schedule, sharding_parallel_degree",
             fix="use pp_schedule: interleaved, or data_parallel_degree instead of sharding_parallel_degree",
         )
-    if further:  # torch's goes through a graph twice where two losses share the head
+    if runner == "torch" and further:  # torch's goes through a graph twice where two losses share the head
         raise PlanError(
-            "the zero_bubble schedule does not work with layers that predict further tokens",
-            where="pp_schedule, num_nextn_predict_layers",
-            fix="use pp_schedule: interleaved, or num_nextn_predict_layers: 0 to leave those layers as they are",
+            "torch's zero_bubble schedule does not work with layers that predict further tokens",
+            where="pp_runner, pp_schedule, num_nextn_predict_layers",
+            fix="leave pp_runner out, or use pp_schedule: interleaved",
         )
 
 

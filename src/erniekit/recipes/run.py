@@ -38,7 +38,7 @@ def check_world(cfg: RunConfig, ranks: int) -> None:
 
     layout = fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
     trained = cfg.model.num_nextn_predict_layers > 0 and cfg.model.multi_token_pred_lambda > 0
-    check_schedule(cfg.parallel.pp_schedule, layout, trained)
+    check_schedule(cfg.parallel.pp_schedule, layout, trained, cfg.parallel.pp_runner)
     for_world(cfg, layout.data_ranks)
 
 

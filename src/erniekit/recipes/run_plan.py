@@ -168,7 +168,7 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     model = folder.config
     further = mtp_tokens(cfg, model)
     world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
-    check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0)
+    check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0, cfg.parallel.pp_runner)
     lora, notes = adapters.decide(cfg, folder)
     memory_decisions.check_backward_updates(cfg, world)
     speed_decisions.force_kernels(cfg)

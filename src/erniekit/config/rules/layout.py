@@ -77,7 +77,8 @@ def schedule_fits_the_stages(run: View) -> Iterator[Note]:
     schedule, virtual = run["pp_schedule"], run["virtual_pp_degree"]
     if run["pipeline_parallel_degree"] == 1:
         return
-    if schedule in ("interleaved", "zero_bubble") and virtual == 1:
+    several = ("interleaved", "zero_bubble") if run["pp_runner"] == "torch" else ("interleaved",)
+    if schedule in several and virtual == 1:
         raise ConfigError(
             f"pp_schedule {schedule} needs several stages a device; virtual_pp_degree is 1",
             where=run.origin("pp_schedule"),

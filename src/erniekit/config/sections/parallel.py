@@ -63,9 +63,14 @@ class ParallelSection:
     )
     pp_schedule: str = key(
         "auto",
-        "Order of a pipeline's work; auto takes 1f1b, interleaved with virtual_pp_degree above 1, gpipe with too few "
-        "micro-batches. zero_bubble waits least and needs virtual_pp_degree above 1.",
+        "Order of a pipeline's work; auto takes 1f1b, or interleaved with virtual_pp_degree above 1. zero_bubble waits "
+        "least; layers that are computed again or compiled lose what it gains.",
         choices=("auto", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+    )
+    pp_runner: str = key(
+        "erniekit",
+        "What executes a pipeline's work; torch takes torch's own schedules, to compare with.",
+        choices=("erniekit", "torch"),
     )
     pp_seg_method: tuple[str, ...] = key(
         (),
