@@ -27,6 +27,7 @@ class Job:
     reference: bool = False  # a live one: DPO's forward pass without gradient
     compute: int = 2  # bytes
     offload_optimiser: bool = False
+    schedule: str = "auto"  # of a pipeline
 
     @property
     def documents(self) -> float:

@@ -157,6 +157,7 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         reference=live_reference(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
+        schedule=cfg.parallel.pp_schedule,
     )
 
 

@@ -69,8 +69,9 @@ def pipeline_keys_need_a_pipeline(run: View) -> Iterator[Note]:
         return
     if run["virtual_pp_degree"] > 1:
         yield from run.set("virtual_pp_degree", 1, "pipeline_parallel_degree is 1")
-    if run["pp_schedule"] != "auto":
-        yield from run.remark("pp_schedule", "without effect: pipeline_parallel_degree is 1")
+    for name, default in (("pp_schedule", "auto"), ("pp_runner", "erniekit")):
+        if run[name] != default:
+            yield from run.remark(name, "without effect: pipeline_parallel_degree is 1")
 
 
 def schedule_fits_the_stages(run: View) -> Iterator[Note]:
