@@ -74,6 +74,8 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
     if job.length % layout.length_multiple:
         what = f"rows of {job.length} tokens do not divide by {layout.length_multiple}"
         return Candidate(layout, micro_batches, what, "length")
+    if job.schedule == "zero_bubble" and layout.pp > 1 and layout.fsdp > 1:
+        return Candidate(layout, micro_batches, "pp_schedule: zero_bubble and sharded weights", "schedule")
     stages = stages_of(job.model.num_layers, layout)
     tokens = job.rows * job.length // layout.cp
     per_rank, again, worst, away = [], [], 0.0, 0.0

@@ -109,7 +109,7 @@ def alone(stages: int, m: int, factors: list[float]) -> tuple[float, list[torch.
             x = part(x)
         total = total + loss(parts[-1], batch, x) * factor
     total.backward()
-    return float(total), [p.grad for part in parts for p in part.parameters()]
+    return float(total.detach()), [p.grad for part in parts for p in part.parameters()]
 
 
 def together(name: str, ranks: int, each: int, m: int, factors: list[float], splits: bool = True) -> Any:
