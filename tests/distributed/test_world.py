@@ -18,7 +18,7 @@ from erniekit.errors import DeviceError
 from erniekit.parallel.world import leave, open_world
 section = SimpleNamespace(pipeline_parallel_degree=1, data_parallel_degree=1, sharding_parallel_degree=1,
     context_parallel_degree=1, sep_parallel_degree=1, tensor_parallel_degree=1, sequence_parallel=False, sharding=(),
-    virtual_pp_degree=1, pp_seg_method=())
+    virtual_pp_degree=1, pp_seg_method=(), islands=())
 devices = {"cpu": CpuDevice("CPU", "cpu", 0), "gpu": CudaDevice("card", "cuda", 0)}
 import torch.distributed as dist
 real, (device, habit) = dist.TCPStore.get, sys.argv[1:]

@@ -74,8 +74,8 @@ def test_torchs_zero_bubble_with_layers_that_predict_further_tokens_is_refused_b
     models: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     more = dict(
-        STAGES, pp_schedule="zero_bubble", pp_runner="torch", model_name_or_path=models / "ernie4_5_moe", num_nextn_predict_layers=1,
-        train_dataset_path=tmp_path / "never-opened.jsonl",
+        STAGES, pp_schedule="zero_bubble", pp_runner="torch", model_name_or_path=models / "ernie4_5_moe",
+        num_nextn_predict_layers=1, train_dataset_path=tmp_path / "never-opened.jsonl",
     )  # fmt: skip
     for code, said in ranks.run(2, train, str(models), str(tmp_path / "out"), more):
         assert code == 2

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
-from erniekit.parallel.boundary import DirectBoundary
+from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import ContextAttention
 from erniekit.parallel.cuda_graphs import GraphedLayers
@@ -140,7 +140,7 @@ def _pipeline(
     group = world.group("pp")
     if group is None:
         return None
-    boundary = DirectBoundary(group, device.handle)
+    boundary = boundary_of(world, device, group)
     if options.runner == "torch":
         from erniekit.parallel.torch_pipeline import TorchPipeline  # torch's schedules import its compiler: seconds
 

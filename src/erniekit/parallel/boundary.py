@@ -7,6 +7,7 @@ ends started them. Callers keep to pipeline_schedule.py's order, in which nothin
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
+from erniekit.parallel.mesh import World
 
 MOST_SENT = 8  # tensors under way, whose memory is held
 
@@ -68,21 +70,25 @@ class _Received:
 class DirectBoundary:
     """Ranks of one kind of device: point-to-point calls of its own collective library, one tensor at a time."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group, self.device, self.sent = group, device, _Sent()
+    def __init__(self, group: ProcessGroup, device: torch.device, first: int = 0) -> None:
+        """first: the pipeline rank that is the group's first."""
+        self.group, self.device, self.first, self.sent = group, device, first, _Sent()
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         tensor = tensor.contiguous()
-        self.sent.add(dist.isend(tensor, dist.get_global_rank(self.group, rank), group=self.group), tensor)
+        self.sent.add(dist.isend(tensor, self._global(rank), group=self.group), tensor)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Arriving:
         room = torch.empty(shape, dtype=dtype, device=self.device)
-        return _Received(dist.irecv(room, dist.get_global_rank(self.group, rank), group=self.group), room)
+        return _Received(dist.irecv(room, self._global(rank), group=self.group), room)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         tensor = tensor.contiguous()
-        dist.broadcast(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+        dist.broadcast(tensor, self._global(rank), group=self.group)
         return tensor
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank - self.first)
 
     def finish(self) -> None:
         self.sent.finish()
@@ -115,11 +121,50 @@ class HostBoundary:
             return tensor.contiguous()
         room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.pins_memory)
         room.copy_(tensor, non_blocking=self.device.pins_memory)
-        self.device.synchronise()  # gloo reads it from another thread
+        copied = self.device.event()
+        copied.record()
+        copied.synchronize()  # gloo reads it from another thread
         return room
 
     def finish(self) -> None:
         self.sent.finish()
+
+
+class IslandBoundary:
+    """A pipeline over islands of unlike devices: direct inside one, through the host between them."""
+
+    def __init__(self, wires: Sequence[str], here: int, direct: Boundary | None, host: Boundary) -> None:
+        """wires: of each pipeline rank; direct: None where this one is its island's only."""
+        self.wires, self.here, self.direct, self.host = list(wires), here, direct, host
+
+    def _to(self, rank: int) -> Boundary:
+        inside = self.direct is not None and self.wires[rank] == self.wires[self.here]
+        return self.direct if inside and self.direct is not None else self.host
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self._to(rank).send(tensor, rank)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Arriving:
+        return self._to(rank).receive(shape, dtype, rank)
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.host.broadcast(tensor, rank)
+
+    def finish(self) -> None:
+        for each in (self.direct, self.host):
+            if each is not None:
+                each.finish()
+
+
+def boundary_of(world: World, device: Device, group: ProcessGroup) -> Boundary:
+    """group: this rank's pipeline. All ranks must ask."""
+    if world.islands is None:
+        return DirectBoundary(group, device.handle)
+    wires = world.islands.stage_wires(world.layout)
+    here = world.at["pp"]
+    near = world.island_group()
+    direct = DirectBoundary(near, device.handle, wires.index(wires[here])) if near is not None else None
+    return IslandBoundary(wires, here, direct, HostBoundary(group, device))
 
 
 class _OnHost:

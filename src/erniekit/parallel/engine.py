@@ -18,6 +18,7 @@ from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
+from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Engine:
 
     def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
         if self.loss_group is not None:
-            dist.all_reduce(value, group=self.loss_group)
+            all_reduce(value, self.loss_group)
         return value
 
     @torch.no_grad()

@@ -159,4 +159,3 @@ def test_zero_bubble_with_backward_in_one_gives_the_same() -> None:
     _, found = together("zero_bubble", 2, 1, 4, factors, splits=False)
     for a, b in zip(found, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-

@@ -93,6 +93,8 @@ def test_interleaved_computations_are_torchs() -> None:
     for ranks, each, m in ((2, 2, 4), (4, 2, 8), (4, 3, 12)):
         for rank in range(ranks):
             theirs = Stages(ranks, each, m)._calculate_single_rank_operations(rank)
-            named = [(FORWARD if a.computation_type.name == "FORWARD" else BACKWARD, a) for a in theirs if a is not None]
+            named = [
+                (FORWARD if a.computation_type.name == "FORWARD" else BACKWARD, a) for a in theirs if a is not None
+            ]
             order = [(kind, a.stage_index, a.microbatch_index) for kind, a in named]
             assert order == [tuple(a) for a in computations("interleaved", ranks, each, m)[rank]]

@@ -78,6 +78,12 @@ class ParallelSection:
         "embedding, each layer, norm and head. Give the last stage fewer layers: it has the head and the loss.",
         commas=True,
     )
+    islands: tuple[str, ...] = key(
+        (),
+        "One job on unlike devices, with a pipeline across: DEVICE:RANKS of each in order (gpu:8,iluvatar_gpu:8). "
+        "gpu:8:3 also says how fast one is beside the others, gpu:8:3:79G its memory; what is not said is measured.",
+        commas=True,
+    )
     pipeline_parallel_config: tuple[str, ...] = key(
         (),
         _WORDS.format("pipeline"),
