@@ -28,14 +28,6 @@ STEPS, RATE, LAYERS = 3, 0.05, 4
 def train(axes: dict[str, Any], wires: tuple[str, ...], lora: bool) -> tuple[list[float], list[float], Any, list[str]]:
     """Losses, norms, every weight this rank owns, and what went through the host (by peer). Plain gradient descent: the
     optimiser's own states are fp32."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        return _train(axes, wires, lora)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _train(axes: dict[str, Any], wires: tuple[str, ...], lora: bool) -> Any:
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
     islands = Islands(wires, ("gloo",) * len(wires)) if len(set(wires)) > 1 else None

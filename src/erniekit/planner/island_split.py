@@ -19,8 +19,8 @@ from erniekit.planner.memory import GIB, USABLE, Bytes, recomputing, step_bytes
 
 def even_time(seconds: Sequence[float], extra: Sequence[float], most: Sequence[int], layers: int) -> list[int]:
     """Layers of each stage such that the slowest stage is as fast as can be. seconds: of a layer there; extra: of what
-    a stage has beside its layers; most: layers that it may have, at least one. Each layer goes where it ends first, which
-    is exact: no other choice makes the slowest stage faster."""
+    a stage has beside its layers; most: layers that it may have, at least one. Each layer goes where it ends first;
+    that is exact, as no other choice makes the slowest stage faster."""
     counts = [1] * len(seconds)
     for _ in range(layers - len(seconds)):
         free = [s for s in range(len(seconds)) if counts[s] < most[s]]
