@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from erniekit.data.collate import collate, one_document
+from erniekit.data.types import IGNORE, Batch
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
-from erniekit.losses.causal import causal_loss
 from erniekit.parallel import boundary
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.islands import Islands
@@ -45,8 +46,18 @@ def train(axes: dict[str, Any], wires: tuple[str, ...], lora: bool) -> tuple[lis
         for box in sharding.boxes(name, rank):
             piece[box.local_slices] = whole[box.global_slices]
 
+    told: list[float] = []
+
+    def loss(model: Any, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """In float64, as ours is fp32, and noted: an engine adds losses up in fp32."""
+        x = batch.input_ids if hidden is None else hidden
+        logits = model(x, batch.positions, batch.documents(), batch.max_doc, more=batch.more()).double()
+        total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        told.append(float(total.detach()))
+        return total
+
     engine = parallelise(
-        model, sharding, world, device, torch.float64, causal_loss, fill, one_document, SpreadOptions()
+        model, sharding, world, device, torch.float64, loss, fill, one_document, SpreadOptions()
     )  # fmt: skip
     staged = watched(engine)
     named = {plain(n): p for part in engine.parts for n, p in part.named_parameters() if p.requires_grad}
@@ -55,7 +66,9 @@ def train(axes: dict[str, Any], wires: tuple[str, ...], lora: bool) -> tuple[lis
         rows = packs(step)[layout.data_rank(rank) :: layout.data_ranks]
         batches = [collate([pack], pad_to=LENGTH) for pack in rows]
         (weight,) = engine.totals(sum(b.weight for b in batches))
-        losses.append(float(engine.sum_losses(engine.forward_backward(batches, [weight] * len(batches)))))
+        told.clear()
+        engine.forward_backward(batches, [weight] * len(batches))
+        losses.append(sum(world.gather(sum(told))) / weight / layout.tp)
         grads = {name: p.grad for name, p in named.items()}
         if engine.sync is not None:
             engine.sync.reduce(grads)
@@ -112,10 +125,11 @@ def test_two_vendors_in_one_job_train_as_one_process_does(name: str, lora: bool,
         _alone[lora] = train({}, ("toy",), lora)
     losses, norms, want, _ = _alone[lora]
     axes, wires = CASES[name]
+    close = 1e-6 if "tp" in axes else 1e-9  # a cut product is added up in fp32 by the norm that follows
     answers = ranks.run(len(wires), train, axes, wires, lora)
     found: dict[str, torch.Tensor] = {}
     for rank, (got, lengths, owned, staged) in enumerate(answers):
-        assert got == pytest.approx(losses, rel=1e-9)
+        assert got == pytest.approx(losses, rel=close)
         assert lengths == pytest.approx(norms, rel=1e-6)  # told in fp32
         assert all(wire != wires[rank] for wire in staged), "within an island nothing goes through the host"
         for piece, boxes in owned.items():
@@ -125,6 +139,8 @@ def test_two_vendors_in_one_job_train_as_one_process_does(name: str, lora: bool,
     assert any(staged for *_, staged in answers)
     assert found.keys() == want.keys()
     for piece, boxes in want.items():
-        torch.testing.assert_close(found[piece], boxes[0][1], rtol=1e-9, atol=1e-12, msg=lambda m, n=piece: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[piece], boxes[0][1], rtol=close, atol=close * 1e-2, msg=lambda m, n=piece: f"{n}: {m}"
+        )
     start = {n: whole_value(n, tuple(v.shape)) for n, v in found.items()}
     assert not any(torch.equal(found[n], value.double()) for n, value in start.items()), "it must really have trained"

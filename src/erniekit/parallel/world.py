@@ -179,11 +179,16 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool) -> 
     islands = Islands(wires, backends) if len(set(wires)) > 1 else None
     if islands is not None:
         _check(islands, layout, mixes, store, rank)
-    device.bind(int(os.environ.get("LOCAL_RANK", "0")))
+    device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), wires))
     prefix = dist.PrefixStore("erniekit", store)
     backend = device.backend if islands is None else ACROSS
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
     return islands
+
+
+def index_on_node(rank: int, local: int, wires: Sequence[str]) -> int:
+    """Which device of its kind a rank takes: unlike ranks before it on the same machine take others."""
+    return sum(wires[r] == wires[rank] for r in range(rank - local, rank))
 
 
 def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int) -> None:
