@@ -1,4 +1,4 @@
-"""An NVIDIA card and a CPU in one job: two processes, NCCL's and gloo's own groups, hidden states through pinned memory.
+"""An NVIDIA card and a CPU in one job: two processes, hidden states through pinned memory and gloo.
 
 The card is the first stage and the CPU the second, then the other way round; both against one CPU process.
 """
@@ -33,9 +33,8 @@ def train(models: Path, output: Path, **more: Any) -> tuple[list[float], str]:
         lr_scheduler_type="constant", num_nextn_predict_layers=0, save_steps=STEPS,
     )  # fmt: skip
     words = [sys.executable, "-m", "erniekit", "train", *(f"{k}={v}" for k, v in {**keys, **more}.items())]
-    done = subprocess.run(
-        words, env={**os.environ, "OMP_NUM_THREADS": "4"}, capture_output=True, text=True, timeout=600
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "4"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
@@ -45,7 +44,7 @@ def train(models: Path, output: Path, **more: Any) -> tuple[list[float], str]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
-    tiny.make_tiny_model(folder / "tiny", family="ernie4_5_moe", num_hidden_layers=4)
+    tiny.make_tiny_model(folder / "tiny", family="ernie4_5_moe", layers=4)
     return folder
 
 

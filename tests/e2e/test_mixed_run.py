@@ -57,7 +57,7 @@ def curve(output: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
-    tiny.make_tiny_model(folder / "tiny", family="ernie4_5_moe", num_hidden_layers=4)
+    tiny.make_tiny_model(folder / "tiny", family="ernie4_5_moe", layers=4)
     return folder
 
 

@@ -12,6 +12,7 @@ from erniekit.data.collate import collate, one_document
 from erniekit.data.types import IGNORE, Batch
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
+from erniekit.losses.causal import causal_loss
 from erniekit.parallel import boundary
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.islands import Islands
@@ -49,7 +50,12 @@ def train(axes: dict[str, Any], wires: tuple[str, ...], lora: bool) -> tuple[lis
     told: list[float] = []
 
     def loss(model: Any, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """In float64, as ours is fp32, and noted: an engine adds losses up in fp32."""
+        """In float64, as ours is fp32, and noted: an engine adds losses up in fp32. Logits of a cut head have no
+        gradient, so there it is ours."""
+        if layout.tp > 1:
+            total = causal_loss(model, batch, hidden)
+            told.append(float(total.detach()))
+            return total
         x = batch.input_ids if hidden is None else hidden
         logits = model(x, batch.positions, batch.documents(), batch.max_doc, more=batch.more()).double()
         total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
