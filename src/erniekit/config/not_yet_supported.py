@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.config.note import shown
 from erniekit.devices import later as later_devices
+from erniekit.devices.islands import parse_islands
 from erniekit.errors import LaterError
 from erniekit.weight_kinds import SERVED
 
@@ -61,6 +62,10 @@ def _fp8(model_config: Mapping[str, Any] | None) -> bool:
     return any((model_config or {}).get(name) for name in ("use_fp8_mlp", "use_fp8_fuse_node"))
 
 
+def _names_later(islands: tuple[str, ...]) -> bool:
+    return any(island.device in later_devices() for island in parse_islands(islands))
+
+
 SPREAD = (
     "tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree", "data_parallel_degree",
     "context_parallel_degree",
@@ -77,6 +82,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "training on this kind of device",
             "use gpu or cpu",
         ),
+        _Row(("islands",), _names_later, "training on one of these kinds of device", "name gpu or cpu"),
         _Row(("moe_group_experts",), bool, "choosing experts within groups", "leave it out"),
         _Row(("dataset_type",), _one_of("map"), "data packed beforehand", "use iterable"),
         _Row(("split_multi_turn", "encode_one_turn"), bool, "one example per turn", "leave it out"),
