@@ -144,7 +144,7 @@ def _pipeline(
     if options.runner == "torch":
         from erniekit.parallel.torch_pipeline import TorchPipeline  # torch's schedules import its compiler: seconds
 
-        return TorchPipeline(group, parts, world, boundary, device.handle, loss, name=options.schedule)
+        return TorchPipeline(group, parts, world, boundary, device.handle, loss, options.schedule)
     splits = not (options.recompute or options.compile or options.graphed)
     return Pipeline(parts, world, boundary, device.handle, loss, options.schedule, splits)
 

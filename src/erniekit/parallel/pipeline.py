@@ -188,6 +188,7 @@ class _Step:
         x = self.inputs.pop((stage, m), None)
         grad = None if stage == self.pipeline.count - 1 else self._taken(Action(RECEIVE_GRADIENT, stage, m))
         sync_gradients([module.part], m == len(self.batches) - 1, self.pipeline.world)
+        passed: torch.Tensor | None
         if apart and x is not None:
             passed, self.waiting[stage, m] = backward_of_input(out, grad, x, module.parameters())
         else:

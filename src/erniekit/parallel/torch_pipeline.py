@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -18,8 +19,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from erniekit.parallel.boundary import Boundary
 from erniekit.parallel.fsdp import sync_gradients
-from erniekit.parallel.pipeline import HiddenShape, Pipeline, StageModule
+from erniekit.parallel.mesh import World
+from erniekit.parallel.pipeline import HiddenShape, Loss, Pipeline, StageModule
 from erniekit.parallel.world import check_schedule
 
 
@@ -53,8 +56,17 @@ class QueuedStage(StageModule):
 
 
 class TorchPipeline(Pipeline):
-    def __init__(self, group: ProcessGroup, *args: Any, name: str = "auto") -> None:
-        super().__init__(*args, name=name)
+    def __init__(
+        self,
+        group: ProcessGroup,
+        parts: list[tuple[int, nn.Module]],
+        world: World,
+        boundary: Boundary,
+        device: torch.device,
+        loss: Loss,
+        name: str = "auto",
+    ) -> None:
+        super().__init__(parts, world, boundary, device, loss, name)
         check_schedule(name, self.world.layout, any(stage.part.mtp_weight for stage in self.modules.values()), "torch")
         self.group, self.asked = group, name
         self.queued = {number: QueuedStage(stage) for number, stage in self.modules.items()}

@@ -244,11 +244,11 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
     reach = layout.size // layout.pp + 1
     send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
     ideal = max(m * sum(forward[s] + backward[s] for s in range(r, len(stages), layout.pp)) for r in range(layout.pp))
-    times = StageTimes(forward, backward, send) if layout.pp > 1 else None
-    if times is None:
+    piped = StageTimes(forward, backward, send) if layout.pp > 1 else None
+    if piped is None:
         seconds = ideal
     elif exact:
-        seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, times)
+        seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, piped)
     else:
         one = max(f + b for f, b in zip(forward, backward)) + 2 * send
         seconds = ideal + (layout.pp - 1) * one
@@ -263,5 +263,5 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
         bubble=max(0.0, 1 - ideal / seconds) if seconds else 0.0,
         waits=min(1.0, (m * layers * waiting + max(0.0, beside - seconds) + after) / total),
         exact=exact or layout.pp == 1,
-        times=times,
+        times=piped,
     )
