@@ -25,7 +25,7 @@ def test_a_stage_on_two_kinds_of_device_is_refused_with_both_names() -> None:
         with pytest.raises(PlanError, match="gpu and iluvatar_gpu"):
             check_islands(CARDS, layout)
     uneven = Islands(("gpu",) * 2 + ("iluvatar_gpu",) * 6, ("gloo",) * 8)
-    with pytest.raises(PlanError, match=r"stage 0 .* ranks 0 to 3"):
+    with pytest.raises(PlanError, match=r"stage 0 .*\(ranks 0 to 3\)"):
         check_islands(uneven, Layout(pp=2, tp=4))
     check_islands(uneven, Layout(pp=4, tp=2))
 
