@@ -57,8 +57,8 @@ def fitted(
         for s in over:
             if counts[s] == 1:
                 raise PlanError(
-                    f"one layer in stage {s} takes {found[s].total / GIB:.1f} GiB of {USABLE * rooms[s] / GIB:.1f} that "
-                    "are usable",
+                    f"one layer in stage {s} takes {found[s].total / GIB:.1f} GiB of the "
+                    f"{USABLE * rooms[s] / GIB:.1f} that are usable",
                     where="islands",
                     fix="a shorter max_seq_len, recompute: True, or more tensor_parallel_degree",
                 )

@@ -95,9 +95,10 @@ class BlockingBoundary:
 
 
 def batches(count: int) -> list[Micro]:
-    """Micro-batches of different lengths: shapes are known where they arrive."""
-    torch.manual_seed(5)
-    return [Micro(torch.randint(0, 11, (1, 3 + m % 2))) for m in range(count)]
+    """Micro-batches of different lengths: shapes are known where they arrive. A generator of its own, as every rank
+    thread calls this."""
+    own = torch.Generator().manual_seed(5)
+    return [Micro(torch.randint(0, 11, (1, 3 + m % 2), generator=own)) for m in range(count)]
 
 
 def alone(stages: int, m: int, factors: list[float]) -> tuple[float, list[torch.Tensor]]:
