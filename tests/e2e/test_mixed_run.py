@@ -99,12 +99,12 @@ def test_two_kinds_of_device_train_as_one_and_the_side_that_is_left_goes_on_alon
     assert kept >= 4
     told = run(command(models, output, max_steps=kept + 2))
     assert f"checkpoint-{kept} at step {kept} of {kept + 2}" in told
-    assert "second" not in told
+    assert "islands" not in told
     assert len(curve(output)) == kept + 2
     assert curve(output)[:6] == pytest.approx(curve(tmp_path / "one"), abs=2e-6)
 
 
-def test_ranks_on_unlike_devices_that_no_recipe_names_are_refused_by_all(models: Path, tmp_path: Path) -> None:
+def test_islands_of_another_number_of_ranks_are_refused_before_any_starts(models: Path, tmp_path: Path) -> None:
     words = command(models, tmp_path / "out", **{**MIXED, "islands": "toy:2,second:1"})
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
