@@ -290,3 +290,8 @@ def test_an_embedding_is_on_the_last_stage_too_where_further_tokens_are_embedded
 @pytest.mark.parametrize("name", named(full=("sharding 2", "pp2")))
 def test_layers_that_predict_further_tokens_may_rest(name: str, ranks: Ranks) -> None:
     assert not any(n.startswith("mtp.") for n in check(ranks, AHEAD[name], {}, mtp="rests"))
+
+
+@pytest.mark.full
+def test_a_head_that_two_losses_share_trains_the_same_with_backward_in_two(ranks: Ranks) -> None:
+    check(ranks, dict(pp=2), dict(schedule="zero_bubble"), mtp="trains")

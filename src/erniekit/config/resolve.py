@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     layout.sep_is_context_parallel,
     layout.sequence_parallel_needs_tp,
     layout.pipeline_keys_need_a_pipeline,
+    layout.islands_are_devices_with_a_pipeline_across,
     layout.schedule_fits_the_stages,
     layout.cuts_are_even_or_rising_bounds,
     layout.experts_have_a_group,

@@ -59,12 +59,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny_model(folder: str | Path, seed: int = 0, family: str = "ernie4_5", layout: str = "hf") -> Path:
-    """`folder` with config.json, fp32 weights in `layout` and a tokenizer; the same bytes for the same arguments."""
+def make_tiny_model(
+    folder: str | Path, seed: int = 0, family: str = "ernie4_5", layout: str = "hf", layers: int = 0
+) -> Path:
+    """`folder` with config.json, fp32 weights in `layout` and a tokenizer; the same bytes for the same arguments.
+    layers: another number of them than SHAPE's."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     spec = MODELS.get(family)
     raw = {"model_type": family, **SHAPE, **FAMILIES[family]}
+    raw["num_hidden_layers"] = layers or raw["num_hidden_layers"]
     config = spec.read_config(raw, "hf", not raw["tie_word_embeddings"], str(folder))
     model = spec.build(config)
     init_weights(model, seed, config.init_std)

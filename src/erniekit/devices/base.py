@@ -64,7 +64,8 @@ class Device:
     total_memory: int  # bytes
     peak_flops: dict[torch.dtype, float] = field(default_factory=dict)  # dense, per second; empty = unknown
 
-    vendor: ClassVar[str] = ""  # who made it: a word in DEVICES; ranks of one run must have the same
+    vendor: ClassVar[str] = ""  # who made it: a word in DEVICES
+    fabric: ClassVar[str] = ""  # what its collective library can talk to, where that is not its vendor's word: see wire
     backend: ClassVar[str] = "gloo"  # of torch.distributed; must also carry tensors of the host
     asynchronous: ClassVar[bool] = False  # calls return before the work is done: streams and events are real
     pins_memory: ClassVar[bool] = False  # copies from and to pinned host memory run beside the host's work
@@ -102,6 +103,11 @@ class Device:
     @property
     def handle(self) -> torch.device:
         return torch.device(self.type)
+
+    @property
+    def wire(self) -> str:
+        """Ranks with the same one can form a group over their own collective library."""
+        return self.fabric or self.vendor
 
     def bind(self, index: int) -> None:
         """This process uses the machine's device of that number from now on."""

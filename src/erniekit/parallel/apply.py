@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
+from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import KeysOfAll
 from erniekit.parallel.cuda_graphs import GraphedLayers
@@ -25,6 +26,7 @@ from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.host_layers import HostLayers
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.packed_shards import PackedShards, is_packed_bytes, weight_of
+from erniekit.parallel.pipeline import Pipeline
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.sharding import Heads, Sharding
@@ -39,6 +41,7 @@ class SpreadOptions:
     compile: bool = False
     graphed: tuple[int, int, int] | None = None  # GraphedLayers' rows, length and micro-batches
     schedule: str = "auto"
+    runner: str = "erniekit"  # of pipelines: erniekit | torch
     offload: bool = False  # of what fully_shard spreads
     offload_recompute_inputs: bool = False
     attention: str = "auto"
@@ -132,14 +135,24 @@ def parallelise(
                     done.add(id(param))
                     fill(plain(name), local(param))
     names = list(dict.fromkeys(n for part in modules for n, p in part.named_parameters() if p.requires_grad))
-    pipeline_group = world.group("pp")
-    pipeline = None
-    if pipeline_group is not None:
-        from erniekit.parallel.pipeline import Pipeline  # torch's schedules import its compiler: seconds
-
-        pipeline = Pipeline(parts, world, pipeline_group, device.handle, loss, options.schedule)
+    pipeline = _pipeline(parts, world, device, loss, options)
     sync = GradientSync([plain(n) for n in names], sharding, world) if world.size > 1 else None
     return Engine(parts, world, device, loss, sync, averaged_over, pipeline, compute, one_document)
+
+
+def _pipeline(
+    parts: list[tuple[int, nn.Module]], world: World, device: Device, loss: Loss, options: SpreadOptions
+) -> Pipeline | None:
+    group = world.group("pp")
+    if group is None:
+        return None
+    boundary = boundary_of(world, device, group)
+    if options.runner == "torch":
+        from erniekit.parallel.torch_pipeline import TorchPipeline  # torch's schedules import its compiler: seconds
+
+        return TorchPipeline(group, parts, world, boundary, device.handle, loss, options.schedule)
+    splits = not (options.recompute or options.compile or options.graphed)
+    return Pipeline(parts, world, boundary, device.handle, loss, options.schedule, splits)
 
 
 def _pack(

@@ -18,6 +18,7 @@ from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
+from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -182,17 +183,15 @@ class Engine:
         if self.pipeline is None:
             out: torch.Tensor | None = measure(self.model, mine)
         else:
-            out = self.pipeline.forward(mine, self._hidden_shape, measure=measure)
-            out = torch.empty(size, device=self.device) if out is None else out.contiguous()
-            last = (self.pipeline.count - 1) % self.world.layout.pp
-            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+            found = self.pipeline.forward(mine, self._hidden_shape, measure=measure)
+            out = self.pipeline.from_last(found, (size,), torch.float32)
         reshard(self.parts, self.world)
         assert out is not None
         return out
 
     def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
         if self.loss_group is not None:
-            dist.all_reduce(value, group=self.loss_group)
+            all_reduce(value, self.loss_group)
         return value
 
     @torch.no_grad()
@@ -203,14 +202,9 @@ class Engine:
         if self.pipeline is None:
             out = self.model(mine.input_ids, mine.positions, mine.documents(), mine.max_doc, more=mine.more())
         else:
-            last_words = self.pipeline.forward(mine, self._hidden_shape, logits=True)
+            found = self.pipeline.forward(mine, self._hidden_shape, logits=True)
             config: Any = self.model.config
-            shape = (*mine.input_ids.shape, config.vocab_size)
-            if last_words is None:
-                last_words = torch.empty(shape, dtype=self.dtype, device=self.device)
-            out = last_words.contiguous()
-            last = (self.pipeline.count - 1) % layout.pp
-            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+            out = self.pipeline.from_last(found, (*mine.input_ids.shape, config.vocab_size), self.dtype)
         reshard(self.parts, self.world)
         if layout.cp > 1:
             parts = [torch.empty_like(out) for _ in range(layout.cp)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from erniekit.parallel.mesh import AXES, World
+from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.sharding import Box, Sharding
 
 BUCKET = 64 * 1024 * 1024  # elements reduced in one call
@@ -109,7 +110,7 @@ class GradientSync:
             device = next((local(g).device for g in grads.values()), torch.device("cpu"))
             total = torch.zeros((), dtype=torch.float64, device=device)
         if self.model_group is not None:
-            dist.all_reduce(total, group=self.model_group)
+            all_reduce(total, self.model_group)
         return total.sqrt().float()
 
 
@@ -133,7 +134,7 @@ def _all_reduce(tensors: list[torch.Tensor], group: ProcessGroup | None) -> None
         held += tensor.numel()
         if held >= BUCKET or k == len(tensors) - 1:
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            dist.all_reduce(flat, group=group)
+            all_reduce(flat, group)
             for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
                 t.copy_(part.view_as(t))
             bucket, held = [], 0

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from erniekit.parallel.islands import Islands
+
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 USER_WORDS = {
     "pp": "pipeline_parallel_degree",
@@ -175,8 +177,15 @@ def _divisors_that_fit(world: int, layout: Layout) -> list[str]:
 class World:
     """This process among the ranks. With one rank there is no process group, and a reduction is the value itself."""
 
-    def __init__(self, layout: Layout | None = None, rank: int = 0, device_type: str = "cpu") -> None:
-        self.layout = layout or Layout()
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        rank: int = 0,
+        device_type: str = "cpu",
+        islands: Islands | None = None,
+    ) -> None:
+        """islands: of a job on unlike devices; the default group then carries tensors of the host alone."""
+        self.layout, self.islands = layout or Layout(), islands
         self.rank, self.size, self.device_type = rank, self.layout.size, device_type
         self.at = self.layout.coords(rank)
         self.leaders = [0]  # the first rank of each node
@@ -208,7 +217,21 @@ class World:
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None where there is no other."""
-        return self.mesh.get_group(axis) if getattr(self.layout, axis) > 1 else None
+        if getattr(self.layout, axis) == 1:
+            return None
+        return self.mesh.get_group(axis) if self.islands is None else self._axis_groups[axis]
+
+    @cached_property
+    def _axis_groups(self) -> dict[str, ProcessGroup | None]:
+        """Where a mesh cannot make them, as it has one backend for all; of all axes at once, as all ranks must ask."""
+        return {axis: self.joined(axis) for axis in AXES}
+
+    def island_group(self) -> ProcessGroup | None:
+        """Pipeline ranks of one column that share an island; None where there is no other. All ranks must ask."""
+        assert self.islands is not None
+        wires = self.islands.wires
+        mine = self._parted(lambda rank: (wires[rank], *(v for a, v in self.layout.coords(rank).items() if a != "pp")))
+        return mine if mine is not None and mine.size() > 1 else None
 
     def joined(self, *axes: str, only: tuple[int, ...] = ()) -> ProcessGroup | None:
         """The ranks that differ from this one in `axes` only; None where there is no other.
@@ -231,7 +254,8 @@ class World:
 
         mine = None
         for ranks in self._parts(key):
-            group = dist.new_group(ranks)
+            backend = None if self.islands is None else self.islands.backend(ranks)
+            group = dist.new_group(ranks, backend=backend)
             mine = group if self.rank in ranks else mine
         return mine
 

@@ -1,63 +1,47 @@
-"""Pipeline parallelism: torch's schedules run over the stages of stages.py. Called by apply.py and engine.py.
+"""Pipeline parallelism: this rank's list of actions, executed over the stages of stages.py. Called by engine.py.
 
-Every rank reads the batch itself, so only hidden states travel; a stage finds its batch by counting its forward calls.
+Every rank reads the batch itself, so only hidden states and their gradients travel (boundary.py), and their shapes are
+known before they arrive. The lists are pipeline_schedule.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from erniekit.errors import PlanError
+from erniekit.parallel.boundary import Arriving, Boundary
 from erniekit.parallel.fsdp import sync_gradients
 from erniekit.parallel.mesh import World
+from erniekit.parallel.pipeline_actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    WEIGHT,
+    Action,
+)
+from erniekit.parallel.pipeline_schedule import resolved, schedule
+from erniekit.parallel.split_backward import Waiting, backward_of_input
 from erniekit.parallel.world import check_schedule
 
 Loss = Callable[..., torch.Tensor]  # (part, batch, hidden states) -> the sum of token losses
 HiddenShape = Callable[[Any], tuple[tuple[int, ...], torch.dtype]]  # of what travels between stages
 
 
-class LayerStage(PipelineStage):
-    """torch's stage, for what it does not know: a model that fully_shard has spread, and fp32 sums of gradients."""
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        sync_gradients([self.submod.part], last_backward, self.submod.world)  # type: ignore[list-item, arg-type]
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        super().backward_weight_one_chunk(*args, **kwargs)
-        # The zero-bubble schedule sets weight gradients past autograd's hooks, where the sums are made.
-        for param in self.submod.parameters():
-            if param.grad is not None:
-                for hook in (param._post_accumulate_grad_hooks or {}).values():
-                    hook(param)
-
-
 class StageModule(nn.Module):
-    """One stage as a schedule calls it: hidden states (or ids) in; out go hidden states, or from the last stage the sum
-    of losses [1]. The batch comes from the queue."""
+    """One stage: hidden states (or ids) in; out go hidden states, or from the last stage the sum of losses [1]."""
 
     def __init__(self, part: nn.Module, loss: Loss, world: World) -> None:
         super().__init__()
         self.part, self.loss, self.world = part, loss, world
-        self.queue: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.on(x, self.queue.pop(0))
 
     def on(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
         if self.part.last:
@@ -71,83 +55,51 @@ class Pipeline:
         self,
         parts: list[tuple[int, nn.Module]],
         world: World,
-        group: ProcessGroup,
+        boundary: Boundary,
         device: torch.device,
         loss: Loss,
-        schedule: str = "auto",
+        name: str = "auto",
+        splits: bool = True,
     ) -> None:
-        check_schedule(schedule, world.layout, any(part.mtp_weight for _, part in parts))
-        self.world, self.group, self.device, self.schedule = world, group, device, schedule
-        self.count = world.layout.pp * world.layout.virtual_stages
-        self.modules = [(number, StageModule(part, loss, world)) for number, part in parts]
-        self._built: dict[tuple[int, ...], Any] = {}
-        self._factors: Sequence[float] = []
+        """name: of the schedule. splits: gradients of inputs and of weights can be computed apart, which layers that
+        are computed again or compiled cannot; there a zero-bubble schedule has both at once."""
+        check_schedule(name, world.layout)
+        self.world, self.boundary, self.device, self.splits = world, boundary, device, splits
+        self.ranks, self.stages_each = world.layout.pp, world.layout.virtual_stages
+        self.name = resolved(name, self.stages_each)
+        self.count = self.ranks * self.stages_each
+        self.modules = {number: StageModule(part, loss, world) for number, part in parts}
+
+    @property
+    def last_rank(self) -> int:
+        return (self.count - 1) % self.ranks
 
     @property
     def has_last(self) -> bool:
-        return any(number == self.count - 1 for number, _ in self.modules)
+        return self.count - 1 in self.modules
 
     def run(self, batches: Sequence[Any], factors: Sequence[float], hidden_shape: HiddenShape) -> torch.Tensor:
         """Forward and backward of sum(factor * loss); that sum on the last stage, zero elsewhere."""
-        self._factors = factors
-        for _, module in self.modules:
-            module.queue = list(batches)
-        losses: list[torch.Tensor] = []
-        schedule = self._schedule(batches, hidden_shape)
-        ids = torch.cat([b.input_ids for b in batches])
-        # Which micro-batch a loss is of travels as its number, chunked like the ids.
-        numbers = torch.arange(len(batches), device=self.device)
-        args = (ids,) if any(number == 0 for number, _ in self.modules) else ()
-        schedule.step(*args, target=numbers if self.has_last else None, losses=losses if self.has_last else None)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        self._check(len(batches))
+        step = _Step(self, batches, factors, hidden_shape)
+        for action in schedule(self.name, self.ranks, self.stages_each, len(batches))[self.world.at["pp"]]:
+            step.do(action)
+        self.boundary.finish()
+        losses = [step.losses[m] for m in sorted(step.losses)]
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
-    def _schedule(self, batches: Sequence[Any], hidden_shape: HiddenShape) -> Any:
-        shape, dtype = hidden_shape(batches[0])
-        key = (len(batches), *batches[0].input_ids.shape, *shape)
-        if key not in self._built:
-            ids = torch.empty(batches[0].input_ids.shape, dtype=torch.long, device="meta")
-            hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-            losses = torch.empty(1, device="meta", requires_grad=True)
-            stages = [
-                LayerStage(
-                    module,
-                    number,
-                    self.count,
-                    self.device,
-                    input_args=(ids if number == 0 else hidden,),
-                    output_args=(losses if number == self.count - 1 else hidden,),
-                    group=self.group,
-                )
-                for number, module in self.modules
-            ]
-            self._built[key] = self._choose(stages, len(batches))
-        return self._built[key]
-
-    def _choose(self, stages: list[Any], micro_batches: int) -> Any:
-        options: dict[str, Any] = dict(loss_fn=self._loss_of, scale_grads=False)
-        name = self.schedule
-        if name == "auto":
-            name = "interleaved" if len(stages) > 1 else "1f1b" if micro_batches >= self.count else "gpipe"
-        if len(stages) == 1 and name in ("interleaved", "zero_bubble"):
+    def _check(self, micro_batches: int) -> None:
+        if self.stages_each > 1 and micro_batches % self.ranks:
             raise PlanError(
-                f"schedule {name!r} needs several stages a rank",
-                where="virtual_pp_degree",
-                fix="set virtual_pp_degree: 2 or more, or pp_schedule: 1f1b",
-            )
-        if len(stages) == 1:
-            kind = ScheduleGPipe if name == "gpipe" or micro_batches < self.count else Schedule1F1B
-            return kind(stages[0], micro_batches, **options)
-        if micro_batches % self.world.layout.pp:
-            raise PlanError(
-                f"{micro_batches} micro-batches do not divide over {self.world.layout.pp} pipeline ranks",
+                f"{micro_batches} micro-batches do not divide over {self.ranks} pipeline ranks",
                 where="gradient_accumulation_steps, virtual_pp_degree",
-                fix=f"make gradient_accumulation_steps a multiple of {self.world.layout.pp}",
+                fix=f"make gradient_accumulation_steps a multiple of {self.ranks}",
             )
-        interleaved = ScheduleInterleavedZeroBubble if name == "zero_bubble" else ScheduleInterleaved1F1B
-        return interleaved(stages, micro_batches, **options)
 
-    def _loss_of(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return loss.sum() * self._factors[int(number[0])]
+    def from_last(self, value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What the last stage has, on every rank."""
+        room = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value
+        return self.boundary.broadcast(room, self.last_rank)
 
     @torch.no_grad()
     def forward(
@@ -155,12 +107,11 @@ class Pipeline:
     ) -> torch.Tensor | None:
         """One micro-batch through all stages, no gradient: the last stage's losses, its logits or what `measure` finds;
         None elsewhere."""
-        shape, dtype = hidden_shape(batch)
         x: torch.Tensor = batch.input_ids
         where = (batch.positions, batch.documents(), batch.max_doc)
+        here = self.world.at["pp"]
         for number in range(self.count):
-            owner = number % self.world.layout.pp
-            mine = next((m for n, m in self.modules if n == number), None)
+            mine = self.modules.get(number)
             if mine is not None:
                 if logits:
                     x = mine.part(x, *where, more=batch.more())
@@ -169,11 +120,81 @@ class Pipeline:
                 else:
                     x = mine.on(x, batch)
             if number == self.count - 1:
-                return x if mine is not None else None
-            following = (number + 1) % self.world.layout.pp
-            if owner != following and self.world.at["pp"] == owner:
-                dist.send(x.contiguous(), dist.get_global_rank(self.group, following), group=self.group)
-            elif owner != following and self.world.at["pp"] == following:
-                x = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(x, dist.get_global_rank(self.group, owner), group=self.group)
-        return None
+                break
+            owner, following = number % self.ranks, (number + 1) % self.ranks
+            if owner != following and here == owner:
+                self.boundary.send(x, following)
+            elif owner != following and here == following:
+                x = self.boundary.receive(*hidden_shape(batch), owner).wait()
+        self.boundary.finish()
+        return x if self.has_last else None
+
+
+@dataclass
+class _Step:
+    """One step's tensors on one rank, each from the action that makes it to the one that needs it last."""
+
+    pipeline: Pipeline
+    batches: Sequence[Any]
+    factors: Sequence[float]
+    hidden_shape: HiddenShape
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    arriving: dict[Action, Arriving] = field(default_factory=dict)  # by what receives it
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # of a stage and micro-batch, as below
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    given: dict[Action, torch.Tensor] = field(default_factory=dict)  # for another stage, by what sends it
+    waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
+
+    def do(self, action: Action) -> None:
+        kind, stage, m = action
+        if kind == FORWARD:
+            self.forward(stage, m)
+        elif kind in (BACKWARD, INPUT):
+            self.backward(stage, m, apart=kind == INPUT and self.pipeline.splits)
+        elif kind == WEIGHT:
+            if (left := self.waiting.pop((stage, m), None)) is not None:
+                left.run()
+        elif kind in (SEND_ACTIVATION, SEND_GRADIENT):
+            self.pipeline.boundary.send(self.given.pop(action), action.peer.stage % self.pipeline.ranks)
+        else:
+            shape, dtype = self.hidden_shape(self.batches[m])
+            source = action.peer.stage % self.pipeline.ranks
+            self.arriving[action] = self.pipeline.boundary.receive(shape, dtype, source)
+
+    def _taken(self, received: Action) -> torch.Tensor:
+        """From another rank, or from a stage of this one."""
+        if received in self.arriving:
+            return self.arriving.pop(received).wait()
+        return self.given.pop(received.peer)
+
+    def forward(self, stage: int, m: int) -> None:
+        last = stage == self.pipeline.count - 1
+        if stage == 0:
+            x = self.batches[m].input_ids
+        else:
+            x = self._taken(Action(RECEIVE_ACTIVATION, stage, m)).requires_grad_()
+            self.inputs[stage, m] = x
+        out = self.pipeline.modules[stage].on(x, self.batches[m])
+        if last:
+            out = out.sum() * self.factors[m]
+            self.losses[m] = out.detach()
+        else:
+            self.given[Action(SEND_ACTIVATION, stage, m)] = out.detach()
+        self.outputs[stage, m] = out
+
+    def backward(self, stage: int, m: int, apart: bool) -> None:
+        module = self.pipeline.modules[stage]
+        out = self.outputs.pop((stage, m))
+        x = self.inputs.pop((stage, m), None)
+        grad = None if stage == self.pipeline.count - 1 else self._taken(Action(RECEIVE_GRADIENT, stage, m))
+        sync_gradients([module.part], m == len(self.batches) - 1, self.pipeline.world)
+        passed: torch.Tensor | None
+        if apart and x is not None:
+            passed, self.waiting[stage, m] = backward_of_input(out, grad, x, module.parameters())
+        else:
+            if out.requires_grad:  # a first stage may have nothing to train
+                torch.autograd.backward(out, grad)
+            passed = None if x is None else x.grad
+        if x is not None:
+            assert passed is not None
+            self.given[Action(SEND_GRADIENT, stage, m)] = passed

@@ -5,14 +5,18 @@ Called once by a recipe; inside a worker torch's launcher has set RANK, WORLD_SI
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from erniekit.errors import DeviceError, PlanError
+from erniekit.devices.islands import island_of_rank, parse_islands
+from erniekit.errors import DeviceError, ErnieKitError, PlanError
+from erniekit.parallel.islands import ACROSS, Islands, check_islands
 from erniekit.parallel.mesh import Layout, World, fit
 
 if TYPE_CHECKING:
@@ -102,22 +106,22 @@ def check_model(layout: Layout, num_layers: int, experts: int = 0) -> Layout:
     return layout
 
 
-def check_schedule(schedule: str, layout: Layout, further: bool = False) -> None:
+def check_schedule(schedule: str, layout: Layout, further: bool = False, runner: str = "erniekit") -> None:
     """Whether the layout's pipeline can work in this order. further: the model trains layers that predict further
-    tokens."""
+    tokens; runner: whose schedules run."""
     if layout.pp == 1 or schedule != "zero_bubble":
         return
-    if layout.fsdp > 1:  # torch's finds no gradients of what is gathered again
+    if layout.fsdp > 1:  # a backward pass in two would gather and reduce a layer twice
         raise PlanError(
             "the zero_bubble schedule does not work with sharded weights",
             where="pp_schedule, sharding_parallel_degree",
             fix="use pp_schedule: interleaved, or data_parallel_degree instead of sharding_parallel_degree",
         )
-    if further:  # torch's goes through a graph twice where two losses share the head
+    if runner == "torch" and further:  # torch's goes through a graph twice where two losses share the head
         raise PlanError(
-            "the zero_bubble schedule does not work with layers that predict further tokens",
-            where="pp_schedule, num_nextn_predict_layers",
-            fix="use pp_schedule: interleaved, or num_nextn_predict_layers: 0 to leave those layers as they are",
+            "torch's zero_bubble schedule does not work with layers that predict further tokens",
+            where="pp_runner, pp_schedule, num_nextn_predict_layers",
+            fix="leave pp_runner out, or use pp_schedule: interleaved",
         )
 
 
@@ -125,55 +129,88 @@ def ranks_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def device_here(islands: Sequence[str], otherwise: str) -> str:
+    """The device word of this process: its island's, where ranks on unlike devices are started."""
+    if not islands or ranks_started() == 1:
+        return otherwise
+    found = island_of_rank(parse_islands(islands), int(os.environ.get("RANK", "0")))
+    return otherwise if found is None else found.device
+
+
 def open_world(parallel: Any, device: Device, moe_group: str = "none") -> World:
     """This process's place; joins the group when there are others."""
     size = ranks_started()
+    check_ranks_of_islands(parallel.islands, size)
     layout = fit(size, layout_of(parallel, moe_group=moe_group))
     rank = int(os.environ.get("RANK", "0")) if size > 1 else 0
     world = World(layout, rank, device.type)
     if size > 1:
-        _join(rank, size, device)
+        world.islands = _join(rank, size, device, layout, bool(parallel.islands))
         first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
         world.leaders = [r for r, first in enumerate(world.gather(first_here)) if first]
     return world
 
 
-def _join(rank: int, size: int, device: Device) -> None:
+def check_ranks_of_islands(words: Sequence[str], size: int) -> None:
+    """Before ranks meet: the islands that are named have as many as there are."""
+    named = sum(island.ranks for island in parse_islands(words))
+    if words and size > 1 and named != size:
+        raise PlanError(
+            f"islands names {named} ranks, and {size} are started", where="islands", fix="make the two the same"
+        )
+
+
+def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool) -> Islands | None:
+    """Islands where devices are unlike and that is meant; an error on every rank where it is not."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        return
+        return None
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
-        store.set(f"device/{rank}", device.vendor)
-        kinds = [store.get(f"device/{r}").decode() for r in range(size)]
+        store.set(f"device/{rank}", json.dumps([device.wire, device.backend]))
+        told = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
     except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
         raise dist.DistNetworkError(
             f"rank {rank} could not meet the others: {str(error).splitlines()[0]} "
             "(where another rank ended first, its log says why)"
         ) from error
-    if len(set(kinds)) > 1:
-        _part(store, rank, kinds)
-    device.bind(int(os.environ.get("LOCAL_RANK", "0")))
+    wires, backends = zip(*told)
+    islands = Islands(wires, backends) if len(set(wires)) > 1 else None
+    if islands is not None:
+        _check(islands, layout, mixes, store, rank)
+    device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), wires))
     prefix = dist.PrefixStore("erniekit", store)
-    dist.init_process_group(device.backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
+    backend = device.backend if islands is None else ACROSS
+    dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
+    return islands
 
 
-def _part(store: Any, rank: int, kinds: list[str]) -> NoReturn:
+def index_on_node(rank: int, local: int, wires: Sequence[str]) -> int:
+    """Which device of its kind a rank takes: unlike ranks before it on the same machine take others."""
+    return sum(wires[r] == wires[rank] for r in range(rank - local, rank))
+
+
+def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int) -> None:
     """The same error on every rank, before a collective between unlike devices hangs or crashes."""
     import torch.distributed as dist
 
-    # Rank 0 may be the store itself: it leaves after the others have read, or they would only see it vanish.
-    with suppress(dist.DistError):  # one that is gone by now needs no answer
-        store.set(f"device/{rank}/read", "")
-        if rank == 0:
-            store.wait([f"device/{r}/read" for r in range(len(kinds))], PART)
-    told = ", ".join(f"{kind}: ranks {[r for r, k in enumerate(kinds) if k == kind]}" for kind in sorted(set(kinds)))
-    raise DeviceError(
-        f"the ranks of this run compute on different devices ({told})",
-        where="device",
-        fix="give every rank the same kind of device; one job on unlike devices is not in this version",
-    )
+    try:
+        if not mixes:
+            raise DeviceError(
+                f"the ranks of this run compute on different devices ({islands.describe()})",
+                where="device",
+                fix="give every rank the same kind of device; where they are meant to differ, name them: "
+                "islands: [gpu:8, iluvatar_gpu:8], with a pipeline across (docs/hardware/mixed.md)",
+            )
+        check_islands(islands, layout)
+    except ErnieKitError:
+        # Rank 0 may be the store itself: it leaves after the others have read, or they would only see it vanish.
+        with suppress(dist.DistError):  # one that is gone by now needs no answer
+            store.set(f"device/{rank}/read", "")
+            if rank == 0:
+                store.wait([f"device/{r}/read" for r in range(len(islands.wires))], PART)
+        raise
 
 
 def leave() -> None:

@@ -8,13 +8,14 @@ from math import ceil
 from typing import Any
 
 from erniekit.parallel.mesh import Layout
+from erniekit.parallel.pipeline_actions import most_in_flight
 from erniekit.parallel.plan import share as even_share
 from erniekit.planner import timing
 from erniekit.planner.activations import Cuts, Kernels
 from erniekit.planner.cards import Card, CardRates
 from erniekit.planner.job import Job, keys_of
 from erniekit.planner.memory import FLAT, GIB, ROUNDING, USABLE, Bytes, Held, Work, layers_of, recomputing, step_bytes
-from erniekit.planner.schedule import most_in_flight, step_seconds
+from erniekit.planner.schedule import StageTimes, step_seconds
 from erniekit.planner.static_bytes import Share
 
 
@@ -48,6 +49,7 @@ class Candidate:
     exact: bool = False  # the pipeline was replayed, not estimated
     away: float = 0.0  # bytes a rank has in host memory
     keys: dict[str, Any] = field(default_factory=dict)
+    times: StageTimes | None = None  # of its pipeline
 
     @property
     def most(self) -> Bytes:
@@ -72,6 +74,8 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
     if job.length % layout.length_multiple:
         what = f"rows of {job.length} tokens do not divide by {layout.length_multiple}"
         return Candidate(layout, micro_batches, what, "length")
+    if job.schedule == "zero_bubble" and layout.pp > 1 and layout.fsdp > 1:
+        return Candidate(layout, micro_batches, "pp_schedule: zero_bubble and sharded weights", "schedule")
     stages = stages_of(job.model.num_layers, layout)
     tokens = job.rows * job.length // layout.cp
     per_rank, again, worst, away = [], [], 0.0, 0.0
@@ -241,10 +245,11 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
     reach = layout.size // layout.pp + 1
     send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
     ideal = max(m * sum(forward[s] + backward[s] for s in range(r, len(stages), layout.pp)) for r in range(layout.pp))
-    if layout.pp == 1:
+    piped = StageTimes(forward, backward, send) if layout.pp > 1 else None
+    if piped is None:
         seconds = ideal
     elif exact:
-        seconds = step_seconds(layout.pp, layout.virtual_stages, m, forward, backward, send)
+        seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, piped)
     else:
         one = max(f + b for f, b in zip(forward, backward)) + 2 * send
         seconds = ideal + (layout.pp - 1) * one
@@ -259,4 +264,5 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
         bubble=max(0.0, 1 - ideal / seconds) if seconds else 0.0,
         waits=min(1.0, (m * layers * waiting + max(0.0, beside - seconds) + after) / total),
         exact=exact or layout.pp == 1,
+        times=piped,
     )

@@ -16,7 +16,7 @@ from erniekit.planner.cluster import Cluster
 from erniekit.planner.evaluate import Candidate, Site, held_of, rounded, work_of, written_keys
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, step_bytes
-from erniekit.planner.schedule import step_seconds
+from erniekit.planner.schedule import StageTimes, step_seconds
 from erniekit.planner.search import Ranking, divisors
 
 MOST_STAGES = 64
@@ -129,9 +129,15 @@ def _with(
         rank = min(over)
         what = f"stage {rank}: {found[rank].total / GIB:.0f} GiB of {stages[rank].room / GIB:.0f} ({layout.describe()})"
         return replace(made, problem=what, family="memory"), over
-    seconds = step_seconds(layout.pp, 1, m, forward, backward, sends)
+    times = StageTimes(forward, backward, sends)
+    seconds = step_seconds(job.schedule, layout.pp, 1, m, times)
     ideal = max(m * (f + b) for f, b in zip(forward, backward))
     total = seconds + update
     return replace(
-        made, seconds=total, tokens=job.packs * job.length / total, bubble=1 - ideal / seconds, exact=True
+        made,
+        seconds=total,
+        tokens=job.packs * job.length / total,
+        bubble=1 - ideal / seconds,
+        exact=True,
+        times=times,
     ), over

@@ -28,6 +28,7 @@ class Job:
     compute: int = 2  # bytes
     offload_optimiser: bool = False
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
+    schedule: str = "auto"  # of a pipeline
 
     @property
     def documents(self) -> float:

@@ -84,6 +84,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
             compile=bool(cfg.model.compile),
             graphed=plan.graph_shape,
             schedule=cfg.parallel.pp_schedule,
+            runner=cfg.parallel.pp_runner,
             offload="offload" in cfg.parallel.sharding,
             offload_recompute_inputs=cfg.memory.offload_recompute_inputs,
             attention=cfg.model.attention,

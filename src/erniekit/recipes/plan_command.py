@@ -16,13 +16,14 @@ from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
+from erniekit.recipes.plan_timeline import draw, timeline_target
 
 if TYPE_CHECKING:
     from erniekit.planner.evaluate import Candidate, Site
     from erniekit.planner.job import Job
     from erniekit.planner.search import Ranking
 
-OPTIONS = ("--cluster", "--write", "--calibration", "--packs", "--top")
+OPTIONS = ("--cluster", "--write", "--calibration", "--packs", "--top", "--timeline")
 MARK = "# written by `erniekit plan`"
 
 
@@ -34,9 +35,10 @@ def plan_command(args: list[str]) -> int:
     packs = _number(given, "--packs")
     cfg = load(words, "train")
     target = _target(given.get("--write"))
+    picture = timeline_target(given.get("--timeline"))
     if not as_json:
         say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
-    result = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
+    result, ranked, job = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
     result["seconds"] = time.perf_counter() - began
     best = result["ranked"][0] if result["ranked"] else None
     if target is not None:
@@ -44,6 +46,8 @@ def plan_command(args: list[str]) -> int:
             raise PlanError("no layout fits: nothing is written", where=f"--write {target}", fix=result["advice"])
         write(target, cfg, best["keys"], cluster)
         result["written"] = str(target)
+    if picture is not None and ranked:
+        result["timeline"] = draw(picture, ranked, job.schedule, quiet=as_json)
     if as_json:
         print(json.dumps(result, indent=1))
     elif target is not None:
@@ -57,7 +61,8 @@ def plan_command(args: list[str]) -> int:
 
 def _planned(
     cfg: RunConfig, cluster: Cluster, calibrated: dict[str, Any] | None, packs: int | None, quiet: bool, top: int
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Candidate], Job]:
+    """What a program reads, the layouts that fit, and the run in numbers."""
     from erniekit.planner import report
     from erniekit.planner.evaluate import Site, evaluate
     from erniekit.planner.islands import across
@@ -82,7 +87,7 @@ def _planned(
     advice = _advice(found, prices, fewest, place)
     if not quiet:
         _show(found, own, prices, fewest, place, top or report.SHOWN)
-    return {
+    told = {
         "cluster": cluster.describe(),
         "ranks": cluster.size,
         "packs_per_step": job.packs,
@@ -97,6 +102,7 @@ def _planned(
         "smallest": fewest,
         "advice": advice,
     }
+    return told, found.ranked, job
 
 
 def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:

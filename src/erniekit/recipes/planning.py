@@ -159,6 +159,7 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
         seeing=seeing_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
+        schedule=cfg.parallel.pp_schedule,
     )
 
 

@@ -34,11 +34,12 @@ def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> 
 def check_world(cfg: RunConfig, ranks: int) -> None:
     """Before any rank is started: whether the run can be spread over so many."""
     from erniekit.parallel.mesh import fit
-    from erniekit.parallel.world import check_schedule, layout_of
+    from erniekit.parallel.world import check_ranks_of_islands, check_schedule, layout_of
 
+    check_ranks_of_islands(cfg.parallel.islands, ranks)
     layout = fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
     trained = cfg.model.num_nextn_predict_layers > 0 and cfg.model.multi_token_pred_lambda > 0
-    check_schedule(cfg.parallel.pp_schedule, layout, trained)
+    check_schedule(cfg.parallel.pp_schedule, layout, trained, cfg.parallel.pp_runner)
     for_world(cfg, layout.data_ranks)
 
 

@@ -28,8 +28,8 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.models.costs import weight_bytes
 from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
-from erniekit.parallel.world import check_model, check_schedule, open_world
-from erniekit.recipes import adapters, memory_decisions, same_run, speed_decisions
+from erniekit.parallel.world import check_model, check_schedule, device_here, open_world
+from erniekit.recipes import adapters, island_stages, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
 from erniekit.weight_kinds import BF16, MIXES, kinds_of
@@ -109,7 +109,7 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
 
 def open_device(cfg: RunConfig) -> DevicePlan:
     """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
-    device = pick(cfg.train.device, cfg.train.no_cuda)
+    device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
     kind = cfg.precision.compute_type
     slow = f"bf16 is slow on {'a CPU' if device.vendor == 'cpu' else device.name}"
     if why := device.lacks.get("bf16"):
@@ -175,8 +175,9 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     folder, model_notes = as_built(folder, cfg)
     model = folder.config
     further = mtp_tokens(cfg, model)
+    world.layout = island_stages.cut(cfg, device, world, model)
     world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
-    check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0)
+    check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0, cfg.parallel.pp_runner)
     lora, notes = adapters.decide(cfg, folder)
     memory_decisions.check_backward_updates(cfg, world)
     speed_decisions.force_kernels(cfg)

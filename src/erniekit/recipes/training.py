@@ -23,7 +23,7 @@ from erniekit.devices import pick
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
-from erniekit.parallel.world import leave
+from erniekit.parallel.world import device_here, leave
 from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_check, resume, run_summary, same_run
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
@@ -60,7 +60,9 @@ def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), lau
     try:
         return run(stage, cfg, command, launch)
     except torch.OutOfMemoryError as error:
-        raise plan_check.out_of_memory(cfg, pick(cfg.train.device, cfg.train.no_cuda)) from error
+        raise plan_check.out_of_memory(
+            cfg, pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
+        ) from error
     finally:
         leave()
         gc.collect()  # trainer and hooks refer to each other: a notebook's next run needs the memory now

@@ -127,8 +127,9 @@ class TrainStep:
 
     @property
     def late(self) -> bool:
-        """Results may come after the next step's launch: nothing in between needs them on the host."""
-        return self.optimizer.fused is not None
+        """Results may come after the next step's launch: nothing in between needs them on the host. On unlike devices
+        they never do: one side would launch while the other waits for it to agree on the step before."""
+        return self.optimizer.fused is not None and self.engine.world.islands is None
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         return self.launch(batches, step).result()

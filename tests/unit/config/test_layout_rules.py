@@ -85,15 +85,19 @@ def test_one_way_to_cut_sequences():
 
 
 def test_pipeline_keys_without_a_pipeline_are_told():
-    cfg = load(["virtual_pp_degree=2", "pp_schedule=1f1b"])
+    cfg = load(["virtual_pp_degree=2", "pp_schedule=1f1b", "pp_runner=torch"])
+    assert "without effect" in note(cfg, "pp_runner").reason
     assert cfg.parallel.virtual_pp_degree == 1
     assert note(cfg, "virtual_pp_degree").reason == "pipeline_parallel_degree is 1"
     assert "without effect" in note(cfg, "pp_schedule").reason
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_interleaving_needs_several_stages_a_device(schedule):
+def test_interleaving_needs_several_stages_a_device_and_so_does_torchs_zero_bubble(schedule):
     words = ["pipeline_parallel_degree=2", "gradient_accumulation_steps=4", f"pp_schedule={schedule}"]
+    if schedule == "zero_bubble":
+        assert load(words).parallel.pp_schedule == schedule
+        words.append("pp_runner=torch")
     with pytest.raises(ConfigError, match="virtual_pp_degree is 1"):
         load(words)
     cfg = load([*words, "virtual_pp_degree=2"])

@@ -47,6 +47,22 @@ def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.Capt
         assert word in text
 
 
+def test_a_pipelines_step_is_drawn_and_a_foreign_picture_is_left_alone(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, other = tmp_path / "step.svg", tmp_path / "other.svg"
+    words = ["plan", str(recipe), "--cluster", "2xA100", "--timeline"]
+    for _ in range(2):  # a second time over our own
+        assert main([*words, str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1    ." in said, "the second rank waits for the first"
+    assert picture.read_text().count("<rect") >= 2 * 2 * 4
+    other.write_text("<svg></svg>")
+    for word in (str(other), "step.png", str(tmp_path / "no" / "step.svg")):
+        assert main([*words, word]) == 2
+    assert other.read_text() == "<svg></svg>"
+
+
 def test_json_has_the_same_for_programs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "--cluster=2xA100", "--json", "--top", "3"]) == 0
     found = json.loads(capsys.readouterr().out)

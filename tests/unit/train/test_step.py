@@ -12,6 +12,7 @@ from erniekit.data.collate import collate
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.devices import pick
 from erniekit.devices.base import Device
+from erniekit.kernels.adamw import FusedAdamW
 from erniekit.losses.causal import causal_loss
 from erniekit.models.config import DecoderConfig
 from erniekit.models.init import init_weights
@@ -21,6 +22,7 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.in_backward import BackwardUpdates
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.islands import Islands
 from erniekit.parallel.mesh import World
 from erniekit.train.step import DeviceClock, TrainStep
 from support.clock import Clock
@@ -103,6 +105,16 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert math.isnan(result.loss)
     assert all(torch.equal(p, q) for p, q in zip(before, built.parameters()))
     assert optimizer.gradients() == {}, "no broken gradient is left for the next step"
+
+
+def test_results_are_read_at_once_on_unlike_devices_whatever_the_optimiser_could() -> None:
+    built = model()
+    engine, optimizer = on_one_rank(built), AdamW(make_groups(built.named_parameters(), 2, 0.1), (0.9, 0.95), 1e-8)
+    optimizer.fused = FusedAdamW()
+    step = TrainStep(engine, optimizer, Schedule("constant", 1e-2, 9))
+    assert step.late
+    engine.world.islands = Islands(("gpu", "cpu"), ("cpu:gloo,cuda:nccl", "gloo"))
+    assert not step.late
 
 
 def test_updates_inside_backward_are_those_after_it_where_nothing_is_clipped() -> None:

@@ -149,7 +149,7 @@ def _run(launch: Launch, env: dict[str, ShellWord], name: str, before: Sequence[
     run.machines.take_options(launch)
     joined = next((word for variable, word in env.items() if variable.startswith("FLAGCX_")), None)
     if joined is not None:
-        why = "it joins cards of two vendors: `device` has to be each machine's own"
+        why = "it joins cards of two vendors: `device` is each machine's own, `islands: [gpu:8, ...]` names both"
         run.remarks.append(Remark("mind", f"{name}:{joined.line}", "FlagCX", why))
     return run
 

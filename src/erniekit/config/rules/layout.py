@@ -9,6 +9,7 @@ from erniekit.config.flat import DEGREES
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.config.world import check_interleaving
+from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError
 from erniekit.registry import nearest
 
@@ -69,15 +70,40 @@ def pipeline_keys_need_a_pipeline(run: View) -> Iterator[Note]:
         return
     if run["virtual_pp_degree"] > 1:
         yield from run.set("virtual_pp_degree", 1, "pipeline_parallel_degree is 1")
-    if run["pp_schedule"] != "auto":
-        yield from run.remark("pp_schedule", "without effect: pipeline_parallel_degree is 1")
+    for name, default in (("pp_schedule", "auto"), ("pp_runner", "erniekit")):
+        if run[name] != default:
+            yield from run.remark(name, "without effect: pipeline_parallel_degree is 1")
+
+
+def islands_are_devices_with_a_pipeline_across(run: View) -> Iterator[Note]:
+    if not run["islands"]:
+        return
+    islands = parse_islands(run["islands"], run.origin("islands"))
+    if len(islands) < 2:
+        yield from run.remark("islands", "without effect: it names one")
+    elif run["pipeline_parallel_degree"] < len(islands):
+        raise ConfigError(
+            f"islands names {len(islands)} kinds of device, and pipeline_parallel_degree is "
+            f"{run['pipeline_parallel_degree']}",
+            where=run.origin("islands"),
+            fix=f"pipeline_parallel_degree: {len(islands)} or more: only a pipeline goes across them",
+        )
+    elif run["pp_runner"] == "torch":
+        raise ConfigError(
+            "torch's schedules do not go through the host",
+            where=f"{run.origin('islands')} and {run.origin('pp_runner')}",
+            fix="leave pp_runner out",
+        )
+    elif run["pp_seg_method"]:
+        yield from run.remark("islands", "speeds without effect on the stages: pp_seg_method cuts the layers")
 
 
 def schedule_fits_the_stages(run: View) -> Iterator[Note]:
     schedule, virtual = run["pp_schedule"], run["virtual_pp_degree"]
     if run["pipeline_parallel_degree"] == 1:
         return
-    if schedule in ("interleaved", "zero_bubble") and virtual == 1:
+    several = ("interleaved", "zero_bubble") if run["pp_runner"] == "torch" else ("interleaved",)
+    if schedule in several and virtual == 1:
         raise ConfigError(
             f"pp_schedule {schedule} needs several stages a device; virtual_pp_degree is 1",
             where=run.origin("pp_schedule"),

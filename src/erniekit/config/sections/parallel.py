@@ -63,14 +63,25 @@ class ParallelSection:
     )
     pp_schedule: str = key(
         "auto",
-        "Order of a pipeline's work; auto takes 1f1b, interleaved with virtual_pp_degree above 1, gpipe with too few "
-        "micro-batches. zero_bubble waits least and needs virtual_pp_degree above 1.",
+        "Order of a pipeline's work; auto takes 1f1b, or interleaved with virtual_pp_degree above 1. zero_bubble waits "
+        "least; layers that are computed again or compiled lose what it gains.",
         choices=("auto", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+    )
+    pp_runner: str = key(
+        "erniekit",
+        "What executes a pipeline's work; torch takes torch's own schedules, to compare with.",
+        choices=("erniekit", "torch"),
     )
     pp_seg_method: tuple[str, ...] = key(
         (),
         "Where the layers are cut: evenly (uniform, layer:Name), or at bounds such as [0,29,57] that count the "
         "embedding, each layer, norm and head. Give the last stage fewer layers: it has the head and the loss.",
+        commas=True,
+    )
+    islands: tuple[str, ...] = key(
+        (),
+        "One job on unlike devices, with a pipeline across: DEVICE:RANKS of each in order (gpu:8,iluvatar_gpu:8). "
+        "gpu:8:3 also says how fast one is beside the others, gpu:8:3:79G its memory; what is not said is measured.",
         commas=True,
     )
     pipeline_parallel_config: tuple[str, ...] = key(

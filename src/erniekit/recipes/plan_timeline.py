@@ -1,0 +1,60 @@
+"""`erniekit plan ... --timeline FILE`: the best pipeline's step as a picture. Called by plan_command.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from erniekit.errors import ConfigError
+from erniekit.log import say
+from erniekit.parallel.pipeline_timeline import SVG_MARK, as_svg, as_text
+
+if TYPE_CHECKING:
+    from erniekit.planner.evaluate import Candidate
+
+SHOWN = 4  # micro-batches for each rank: further ones look the same
+TERMINAL = "-"
+
+
+def timeline_target(word: str | None) -> str | Path | None:
+    """`-` for the terminal, or an SVG file that is not there or was drawn by us."""
+    if word is None or word == TERMINAL:
+        return word
+    target = Path(word).expanduser()
+    if target.suffix != ".svg":
+        raise ConfigError(f"{word} is no SVG file", where="--timeline", fix="--timeline pipeline.svg, or - to print it")
+    if not target.parent.is_dir():
+        raise ConfigError(f"no folder {target.parent}", where="--timeline", fix="create it, or name another file")
+    if target.is_symlink() or (target.exists() and not (target.is_file() and _ours(target))):
+        raise ConfigError(f"{target} exists and was not drawn by us", where="--timeline", fix="name a new file")
+    return target
+
+
+def _ours(target: Path) -> bool:
+    with target.open(encoding="utf-8", errors="replace") as lines:
+        return any(line.strip() == SVG_MARK for line in (lines.readline(), lines.readline()))
+
+
+def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool) -> str | None:
+    """Of the fastest layout that has a pipeline; where it went, None where none has one."""
+    from erniekit.planner.schedule import replay
+
+    one = next((c for c in ranked if c.times is not None), None)
+    if one is None or one.times is None:
+        if not quiet:
+            say("timeline no layout that fits has a pipeline")
+        return None
+    layout = one.layout
+    shown = min(one.micro_batches, SHOWN * layout.pp)
+    timeline = replay(schedule, layout.pp, layout.virtual_stages, shown, one.times)
+    said = f"{layout.describe()}, {shown} of {one.micro_batches} micro-batches"
+    if isinstance(target, Path):
+        made = target.with_name(f".{target.name}.{os.getpid()}")
+        made.write_text(as_svg(timeline), encoding="utf-8")
+        os.replace(made, target)
+    if not quiet:
+        say(f"timeline {said}{f': {target}' if isinstance(target, Path) else ''}")
+        for line in as_text(timeline):
+            say(f"  {line}")
+    return str(target)
