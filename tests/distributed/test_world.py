@@ -66,7 +66,7 @@ def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
     """Rank 0 hosts the store: it may not leave before the last one has read."""
     for code, said in start(["cpu", "gpu", "cpu"], {2: "reads late"}):
         assert "different devices" in said
-        assert "cpu: rank 0, gpu: rank 1, cpu: rank 2" in said
+        assert "cpu: rank 0, nvidia: rank 1, cpu: rank 2" in said
         assert "islands: [gpu:8, iluvatar_gpu:8]" in said
         assert code == 2
 

@@ -21,6 +21,7 @@ from erniekit.devices.base import Device
 from erniekit.errors import DeviceError
 from erniekit.parallel.collectives import gather_from, scatter_sum, sum_from
 from erniekit.parallel.fsdp import shard_options
+from erniekit.parallel.islands import ACROSS
 from erniekit.parallel.mesh import AXES, USER_WORDS, World
 
 ANSWER = timedelta(seconds=60)  # for one exchange of a few numbers; ranks may still be importing
@@ -29,11 +30,14 @@ ROUNDING = 1e-3  # a mean over three ranks is not exact
 Test = Callable[[], str | None]
 
 
-def check_collectives(world: World, device: Device, compute: torch.dtype = torch.float32) -> None:
-    """Raises the same DeviceError on every rank where something is wrong on any."""
+def check_collectives(
+    world: World, device: Device, compute: torch.dtype = torch.float32, torch_schedules: bool = False
+) -> None:
+    """Raises the same DeviceError on every rank where something is wrong on any. torch_schedules: pipelines run on
+    torch's own."""
     if world.size == 1:
         return
-    for key, what, test in _tests(world, device.handle, compute):
+    for key, what, test in _tests(world, device.handle, compute, torch_schedules):
         try:
             problem = test()
         except Exception as error:  # "not supported", a time-out, a lost peer: the backend's own words
@@ -49,27 +53,37 @@ def check_collectives(world: World, device: Device, compute: torch.dtype = torch
             )
 
 
-def _tests(world: World, on: torch.device, compute: torch.dtype) -> Iterator[tuple[str, str, Test]]:
+def _tests(
+    world: World, own: torch.device, compute: torch.dtype, torch_schedules: bool
+) -> Iterator[tuple[str, str, Test]]:
     """(the user's key, what is tried, the test) of all that the layout uses, in one order on every rank."""
     layout = world.layout
     for axis in (axis for axis in AXES if getattr(layout, axis) > 1):
         group = world.group(axis)
         assert group is not None
-        key = USER_WORDS[axis]
-        yield key, "all_reduce", lambda g=group: _all_reduce(g, on)  # type: ignore[misc]
+        key, on = USER_WORDS[axis], _carried_on(world, group, own)
+        yield key, "all_reduce", lambda g=group, on=on: _all_reduce(g, on)  # type: ignore[misc]
         if axis in ("tp", "cp"):
-            yield key, "all_gather", lambda g=group: _gather(g, on)  # type: ignore[misc]
+            yield key, "all_gather", lambda g=group, on=on: _gather(g, on)  # type: ignore[misc]
         if axis == "cp" or (axis == "tp" and layout.sequence_parallel):
             word = key if axis == "cp" else "sequence_parallel"
-            yield word, "reduce_scatter", lambda g=group: _scatter(g, on)  # type: ignore[misc]
+            yield word, "reduce_scatter", lambda g=group, on=on: _scatter(g, on)  # type: ignore[misc]
         if axis == "pp":
-            yield key, "send and receive", lambda g=group: _neighbours(g, on)  # type: ignore[misc]
-            yield key, "broadcast", lambda g=group: _broadcast(g, on)  # type: ignore[misc]
-            yield key, "the pipeline schedule", lambda: _schedule(on)
+            yield key, "send and receive", lambda g=group, on=on: _neighbours(g, on)  # type: ignore[misc]
+            yield key, "broadcast", lambda g=group, on=on: _broadcast(g, on)  # type: ignore[misc]
+            if torch_schedules:
+                yield key, "the pipeline schedule", lambda on=on: _schedule(on)  # type: ignore[misc]
         if axis == "fsdp":
-            yield key, "the mean of sharded gradients", lambda: _sharded_mean(world, on, compute)
+            yield key, "the mean of sharded gradients", lambda: _sharded_mean(world, own, compute)
     if layout.experts_over_data:
-        yield "moe_group", "all_to_all", lambda: _all_to_all(on)
+        yield "moe_group", "all_to_all", lambda: _all_to_all(own)
+
+
+def _carried_on(world: World, group: ProcessGroup, own: torch.device) -> torch.device:
+    """Between islands of unlike devices: tensors of the host alone."""
+    if world.islands is None or world.islands.backend(dist.get_process_group_ranks(group)) != ACROSS:
+        return own
+    return torch.device("cpu")
 
 
 def _numbers(rank: int, on: torch.device) -> torch.Tensor:

@@ -103,7 +103,7 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
         world = open_world(cfg.parallel, device, cfg.moe.moe_group)
         cfg = for_world(cfg, world.layout.data_ranks)
         same_run.check_settings(cfg, world)
-        check_collectives(world, device)
+        check_collectives(world, device, torch_schedules=cfg.parallel.pp_runner == "torch")
     return decide(cfg, device, world, open_model(cfg))
 
 
