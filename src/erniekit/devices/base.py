@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -111,6 +111,10 @@ class Device:
 
     def bind(self, index: int) -> None:
         """This process uses the machine's device of that number from now on."""
+
+    def share(self, rank: int, ranks: int) -> Device:
+        """This device for one of several ranks on it, before they meet: with its part of the memory."""
+        return replace(self, total_memory=self.total_memory // ranks)
 
     def capability(self) -> tuple[int, int] | None:
         """NVIDIA's compute capability; None for all others."""

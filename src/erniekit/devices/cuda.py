@@ -4,6 +4,7 @@ stays off: fp32 means fp32 (ERNIEKit's launcher sets the same)."""
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -27,6 +28,10 @@ EVIDENCE = "ran on one H200; several cards in one machine are described, not run
 WHEN_ABSENT = "check the driver (nvidia-smi), or run with device=cpu"
 
 
+# Of NCCL, where ranks share a card: no fabric between them, and few blocks of each, as all must run at once.
+SHARED_CARD = {"NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+
+
 class CudaDevice(Device):
     vendor: ClassVar[str] = "nvidia"
     backend: ClassVar[str] = "cpu:gloo,cuda:nccl"
@@ -42,6 +47,15 @@ class CudaDevice(Device):
 
     def bind(self, index: int) -> None:
         torch.cuda.set_device(index)
+
+    def share(self, rank: int, ranks: int) -> Device:
+        """NCCL refuses two ranks on one card of one host: each says that it is another host, and they use sockets."""
+        own = {"NCCL_HOSTID": f"{socket.gethostname()}-rank{rank}", **SHARED_CARD}
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+            own |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
+        for name, value in own.items():
+            os.environ.setdefault(name, value)
+        return super().share(rank, ranks)
 
     def capability(self) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability()

@@ -116,13 +116,16 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
         seen = entry.load().count()
         # Of a vendor that was named and is not there the ranks say so; what is planned is what the variable lists.
         there = there if not seen and device not in (AUTO, "gpu") else min(there, seen)
-    if there and asked and asked > there:
+    each = cfg.launch.ranks_per_device
+    if there and asked and asked > there * each:
+        shared = f" for {each} ranks each" if each > 1 else ""
         raise DeviceError(
-            f"nproc_per_node is {asked} and {there} devices are visible here",
+            f"nproc_per_node is {asked} and {there} devices are visible here{shared}",
             where=cfg.origin("nproc_per_node"),
-            fix=f"nproc_per_node={there}, or device=cpu",
+            fix=f"nproc_per_node={there * each}, or device=cpu; to try a layout, ranks_per_device={-(-asked // there)} "
+            "lets ranks share a device: they take turns and talk over sockets, which says nothing of speed",
         )
-    return asked or max(1, there)
+    return asked or max(1, there) * each
 
 
 def import_torch() -> None:

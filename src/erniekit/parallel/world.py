@@ -137,15 +137,15 @@ def device_here(islands: Sequence[str], otherwise: str) -> str:
     return otherwise if found is None else found.device
 
 
-def open_world(parallel: Any, device: Device, moe_group: str = "none") -> World:
-    """This process's place; joins the group when there are others."""
+def open_world(parallel: Any, device: Device, moe_group: str = "none", on_one: int = 1) -> World:
+    """This process's place; joins the group when there are others. on_one: ranks that share a device."""
     size = ranks_started()
     check_ranks_of_islands(parallel.islands, size)
     layout = fit(size, layout_of(parallel, moe_group=moe_group))
     rank = int(os.environ.get("RANK", "0")) if size > 1 else 0
     world = World(layout, rank, device.type)
     if size > 1:
-        world.islands = _join(rank, size, device, layout, bool(parallel.islands))
+        world.islands = _join(rank, size, device, layout, bool(parallel.islands), on_one)
         first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
         world.leaders = [r for r, first in enumerate(world.gather(first_here)) if first]
     return world
@@ -160,7 +160,7 @@ def check_ranks_of_islands(words: Sequence[str], size: int) -> None:
         )
 
 
-def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool) -> Islands | None:
+def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_one: int) -> Islands | None:
     """Islands where devices are unlike and that is meant; an error on every rank where it is not."""
     import torch.distributed as dist
 
@@ -179,7 +179,7 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool) -> 
     islands = Islands(wires, backends) if len(set(wires)) > 1 else None
     if islands is not None:
         _check(islands, layout, mixes, store, rank)
-    device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), wires))
+    device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), wires) // on_one)
     prefix = dist.PrefixStore("erniekit", store)
     backend = device.backend if islands is None else ACROSS
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)

@@ -7,6 +7,7 @@ object made once: TrainData (steps and packs, counted in the data) and Built (th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
     if alone:
         world = World(device_type=device.type)
     else:
-        world = open_world(cfg.parallel, device, cfg.moe.moe_group)
+        world = open_world(cfg.parallel, device, cfg.moe.moe_group, cfg.launch.ranks_per_device)
         cfg = for_world(cfg, world.layout.data_ranks)
         same_run.check_settings(cfg, world)
         check_collectives(world, device, torch_schedules=cfg.parallel.pp_runner == "torch")
@@ -110,6 +111,8 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
 def open_device(cfg: RunConfig) -> DevicePlan:
     """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
     device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
+    if cfg.launch.ranks_per_device > 1:
+        device = device.share(int(os.environ.get("RANK", "0")), cfg.launch.ranks_per_device)
     kind = cfg.precision.compute_type
     slow = f"bf16 is slow on {'a CPU' if device.vendor == 'cpu' else device.name}"
     if why := device.lacks.get("bf16"):

@@ -15,6 +15,7 @@ from erniekit import capabilities, devices
 from erniekit.bench.measure import Gauge
 from erniekit.demo import tiny
 from erniekit.devices import DEVICES, DeviceEntry, entry_of, others, pick, probes
+from erniekit.devices.cuda import SHARED_CARD, CudaDevice
 from erniekit.errors import DeviceError
 from erniekit.train.step import DeviceClock, Launched, StepResult
 from support import toy_device
@@ -220,3 +221,24 @@ def test_a_capability_that_is_left_out_by_hand_is_not_tried(toy: str, monkeypatc
     with pytest.raises(DeviceError, match="no capability is called tritn"):
         pick("toy")
     capabilities.set_lacks({})
+
+
+def test_a_card_that_ranks_share_has_a_part_of_its_memory_and_is_another_host_to_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", *SHARED_CARD):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    hosts = set()
+    for rank in range(2):
+        device = CudaDevice("card", "cuda", 80).share(rank, 2)
+        assert device.total_memory == 40
+        hosts.add(os.environ.pop("NCCL_HOSTID"))
+    assert len(hosts) == 2
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    CudaDevice("card", "cuda", 80).share(0, 2)
+    assert os.environ["NCCL_MAX_CTAS"] == "8", "what the user has set stays"
+    monkeypatch.delenv("NCCL_HOSTID")

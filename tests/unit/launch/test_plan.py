@@ -128,6 +128,17 @@ def test_more_processes_than_devices_is_refused() -> None:
         plan(load(["nproc_per_node=2"]), {"CUDA_VISIBLE_DEVICES": "0"})
 
 
+def test_ranks_share_a_device_only_where_that_is_asked_for() -> None:
+    one = {"CUDA_VISIBLE_DEVICES": "0"}
+    with pytest.raises(DeviceError) as refused:
+        plan(load(["nproc_per_node=4"]), one)
+    assert "ranks_per_device=4" in str(refused.value.fix)
+    assert plan(load(["nproc_per_node=4", "ranks_per_device=4"]), one).nproc == 4
+    assert plan(load(["ranks_per_device=2"]), one).nproc == 2
+    with pytest.raises(DeviceError, match="1 devices are visible here for 2 ranks each"):
+        plan(load(["nproc_per_node=4", "ranks_per_device=2"]), one)
+
+
 def test_a_rank_never_launches_again() -> None:
     assert inside({"TORCHELASTIC_RUN_ID": "x"})
     assert inside({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})

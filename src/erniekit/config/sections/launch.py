@@ -10,6 +10,9 @@ from erniekit.config.field import key
 @dataclass(frozen=True)
 class LaunchSection:
     nproc_per_node: int | None = key(None, "Processes on this machine; one per visible device, one on CPUs.", low=1)
+    ranks_per_device: int = key(
+        1, "Ranks that share a device. Above 1 only to try layouts on few cards: they take turns, never faster.", low=1
+    )
     devices: tuple[str, ...] = key(
         (), "Devices of this machine to use, such as 0,1; else *_VISIBLE_DEVICES.", also=("gpus", "npus", "xpus")
     )
