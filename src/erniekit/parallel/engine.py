@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from erniekit.devices.base import Device
-from erniekit.parallel import context
+from erniekit.parallel import comm, context
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
@@ -95,7 +94,7 @@ class Engine:
         if self.count_group is None:
             return list(local)
         counts = torch.tensor(local, dtype=torch.int64)  # on the host: it does not wait for the step before
-        dist.all_reduce(counts, group=self.count_group)
+        comm.all_reduce(counts, self.count_group)
         return counts.tolist()
 
     def forward_backward(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
@@ -183,14 +182,14 @@ class Engine:
             out = self.pipeline.forward(mine, self._hidden_shape, measure=measure)
             out = torch.empty(size, device=self.device) if out is None else out.contiguous()
             last = (self.pipeline.count - 1) % self.world.layout.pp
-            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+            comm.broadcast(out, last, self.pipeline.group)
         reshard(self.parts, self.world)
         assert out is not None
         return out
 
     def sum_losses(self, value: torch.Tensor) -> torch.Tensor:
         if self.loss_group is not None:
-            dist.all_reduce(value, group=self.loss_group)
+            comm.all_reduce(value, self.loss_group)
         return value
 
     @torch.no_grad()
@@ -208,11 +207,11 @@ class Engine:
                 last_words = torch.empty(shape, dtype=self.dtype, device=self.device)
             out = last_words.contiguous()
             last = (self.pipeline.count - 1) % layout.pp
-            dist.broadcast(out, dist.get_global_rank(self.pipeline.group, last), group=self.pipeline.group)
+            comm.broadcast(out, last, self.pipeline.group)
         reshard(self.parts, self.world)
         if layout.cp > 1:
             parts = [torch.empty_like(out) for _ in range(layout.cp)]
-            dist.all_gather(parts, out.contiguous(), group=self.world.group("cp"))
+            comm.all_gather(parts, out.contiguous(), self.world.group("cp"))
             out = context.in_order(torch.cat(parts, dim=1), layout.cp)
         result: torch.Tensor = out
         return result

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from erniekit.parallel import comm
 from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.sharding import Box, Sharding
 
@@ -94,7 +94,7 @@ class GradientSync:
         boxes = self.sharding.boxes(name, self.world.rank)
         for box in boxes:
             whole[box.global_slices] += grad[box.local_slices]
-        dist.all_reduce(whole, group=self.heads_group)
+        comm.all_reduce(whole, self.heads_group)
         for box in boxes:
             grad[box.local_slices] = whole[box.global_slices]
 
@@ -109,7 +109,7 @@ class GradientSync:
             device = next((local(g).device for g in grads.values()), torch.device("cpu"))
             total = torch.zeros((), dtype=torch.float64, device=device)
         if self.model_group is not None:
-            dist.all_reduce(total, group=self.model_group)
+            comm.all_reduce(total, self.model_group)
         return total.sqrt().float()
 
 
@@ -133,7 +133,7 @@ def _all_reduce(tensors: list[torch.Tensor], group: ProcessGroup | None) -> None
         held += tensor.numel()
         if held >= BUCKET or k == len(tensors) - 1:
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            dist.all_reduce(flat, group=group)
+            comm.all_reduce(flat, group)
             for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
                 t.copy_(part.view_as(t))
             bucket, held = [], 0

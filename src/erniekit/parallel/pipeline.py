@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
@@ -21,6 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from erniekit.errors import PlanError
+from erniekit.parallel import comm
 from erniekit.parallel.fsdp import sync_gradients
 from erniekit.parallel.mesh import World
 from erniekit.parallel.world import check_schedule
@@ -172,8 +172,8 @@ class Pipeline:
                 return x if mine is not None else None
             following = (number + 1) % self.world.layout.pp
             if owner != following and self.world.at["pp"] == owner:
-                dist.send(x.contiguous(), dist.get_global_rank(self.group, following), group=self.group)
+                comm.send(x.contiguous(), following, self.group)
             elif owner != following and self.world.at["pp"] == following:
                 x = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(x, dist.get_global_rank(self.group, owner), group=self.group)
+                comm.recv(x, owner, self.group)
         return None

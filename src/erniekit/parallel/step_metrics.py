@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from erniekit.parallel import comm
 
 
 class StepMetrics:
@@ -30,5 +31,5 @@ class StepMetrics:
         sums = self._sums.clone()
         self._sums.zero_()
         if group is not None:
-            dist.all_reduce(sums, group=group)
+            comm.all_reduce(sums, group)
         return sums[:, 0] / sums[:, 1]

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from erniekit.parallel import comm
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.sharding import Box
 from erniekit.train.hooks import Hook
@@ -69,7 +69,7 @@ class ExpertBalance(Hook):
                 loads[row] = self.engine.usage[layer]
         self.engine.usage.clear()
         if self.group is not None:
-            dist.all_reduce(loads, group=self.group)
+            comm.all_reduce(loads, self.group)
         return loads
 
     @torch.no_grad()
