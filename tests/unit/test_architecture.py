@@ -35,6 +35,7 @@ ALLOWED = {
     "parallel": {"devices", "kernels"},
     "models": {"kernels", "parallel"},
     "planner": {"models", "parallel", "kernels"},
+    "rehearse": {"parallel"},
     "data": set(),
     "losses": {"data", "kernels"},
     "optim": {"kernels", "devices"},
@@ -48,7 +49,7 @@ ALLOWED = {
     "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net"},
     "recipes": {
         "train", "losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models", "lora", "config",
-        "export", "quantize", "serve", "demo", "api_load", "kernels", "result", "planner",
+        "export", "quantize", "serve", "demo", "api_load", "kernels", "result", "planner", "rehearse",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},

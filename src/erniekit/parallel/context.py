@@ -134,8 +134,12 @@ class ContextAttention(nn.Module):
 
 def _tail(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of the last len(q) places of k, v [n, heads, D]."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds
+    n, m = q.shape[0], k.shape[0]
+    if q.device.type == "cpu":  # the mask that torch's own would make there
+        ends_aligned = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    else:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds
 
-    ends_aligned = causal_lower_right(q.shape[0], k.shape[0])  # on a card this makes no mask
+        ends_aligned = causal_lower_right(n, m)  # on a card this makes no mask
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=ends_aligned, enable_gqa=True)[0].transpose(0, 1)
