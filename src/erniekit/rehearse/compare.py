@@ -1,7 +1,7 @@
 """Whether the ranks' calls belong together: each group's calls alike on all its members, every send received.
 
-On lists of calls alone, whatever made them. Each group is reported once, at its first fault: what follows a skipped call
-is shifted, and would only repeat it.
+On lists of calls alone, whatever made them. Each group is reported once, at its first fault: what follows a skipped
+call is shifted, and would only repeat it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A process group that carries nothing and records every call: one process stands for any rank of any world.
 
 `opened(rank, size)` makes it torch's default group; all groups made under it are of this kind, those of torch's own
-parts (fully_shard, pipelining, device meshes) too. What comes back is plausible: other ranks are taken to have what this
-one has.
+parts (fully_shard, pipelining, device meshes) too. What comes back is plausible: other ranks are taken to have what
+this one has.
 """
 
 from __future__ import annotations
