@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
+from erniekit.cli.crash import report_crash
 from erniekit.cli.installation import check_installation
 from erniekit.cli.system_limits import explained, require_descriptors
 from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
@@ -87,6 +87,22 @@ COMMANDS: dict[str, Command] = {
             "  --json          for programs",
         ),
         ("model_name_or_path", "fine_tuning", "max_seq_len", "batch_size", "global_batch_size", "recompute"),
+    ),
+    "rehearse": Command(
+        "erniekit.recipes.rehearse_command:rehearse_command",
+        "train",
+        "before there is a cluster: do the calls of all ranks match, does the run train when made small",
+        (
+            "erniekit rehearse RECIPE.yaml [key=value ...]   every rank at full size, without memory; needs no device",
+            "  --ranks N          ranks of the run; when not given, the product of the recipe's degrees",
+            "  --every-rank       also those that are alike; else one of each kind stands for all",
+            "  --micro-batches N  of a step; as many as show the whole schedule when not given",
+            "  --rank R           this rank's own slice for real, on the device at hand, with the plan beside it",
+            "  --shrunken N       the recipe made small, trained for two steps by up to N real processes on this CPU",
+            "  --json             for programs",
+            "exit code: 0 fine, 1 ranks do not match or the small run failed, 2 bad input",
+        ),
+        ("model_name_or_path", "max_seq_len", "batch_size", "gradient_accumulation_steps", "device"),
     ),
     "config": Command(
         "erniekit.cli.config_command:config_command",
@@ -260,7 +276,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
-    "rehearse": Command("", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it",)),
 }
 
 
@@ -287,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         told = explained(e) if isinstance(e, OSError) else None
         if told is not None:
             return _refused(told)
-        return 1 if record(e, 1) else _crash(args, e)
+        return 1 if record(e, 1) else report_crash(args, e)
 
 
 def _refused(error: ErnieKitError) -> int:
@@ -340,39 +355,6 @@ def _unknown(word: str) -> ConfigError:
     if word.endswith((".yaml", ".yml", ".json")):
         fix = f"did you mean erniekit train {word}?"
     return ConfigError(f"unknown command {word!r}", where="command line", fix=fix)
-
-
-def _crash(args: list[str], error: Exception) -> int:
-    """One line for the person, the traceback in a file for support."""
-    import tempfile
-    import traceback
-    from pathlib import Path
-
-    from erniekit.version import __version__
-
-    trace = "".join(traceback.format_exception(error))
-    if os.environ.get("ERNIEKIT_DEBUG") == "1":
-        print(trace, file=sys.stderr)
-    name = f"erniekit-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    path = Path(tempfile.gettempdir()) / name
-    what = f"{type(error).__name__}: {error}".splitlines()[0]
-    try:
-        path.write_text(f"erniekit {__version__}\nerniekit {_words(args)}\n\n{trace}", encoding="utf-8")
-        print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
-    except OSError:
-        print(f"error: {what}\n{trace}", file=sys.stderr)
-    return 1
-
-
-def _words(args: list[str]) -> str:
-    """The command line without the value of a key that is secret."""
-    out, hide = [], False
-    for word in args:
-        name, equals, _ = word.partition("=")
-        secret = "api_key" in name.replace("-", "_")
-        out.append("***" if hide else f"{name}=***" if secret and equals else word)
-        hide = secret and not equals
-    return " ".join(out)
 
 
 def version_command(args: list[str]) -> int:

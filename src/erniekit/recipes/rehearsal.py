@@ -65,7 +65,14 @@ def prepare(cfg: RunConfig, layout: Layout, folder: Path, micro_batches: int = 0
     if own is None:
         (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     count = max(1, cfg.train.gradient_accumulation_steps)
-    return Rehearsal(cfg, own or folder, layout, micro_batches or min(count, max(2, 2 * layout.pp)))
+    return Rehearsal(cfg, own or folder, layout, micro_batches or fewest(count, layout))
+
+
+def fewest(count: int, layout: Layout) -> int:
+    """Of `count` micro-batches as many as show a schedule's warm-up, its steady state and its end."""
+    if layout.virtual_stages > 1:
+        return min(count, layout.pp)  # they come in such groups
+    return min(count, layout.pp + 1 if count >= layout.pp else 2)
 
 
 def folder_of(rehearsal: Rehearsal) -> ModelFolder:

@@ -1,5 +1,6 @@
-"""Which ranks of a layout are alike, so that one of them is recorded for all: they differ in the packs they read, and
-hold tensors of the same shapes."""
+"""Which ranks of a layout are alike, so that one of them is recorded for all: they hold tensors of the same shapes and
+differ in the packs they read, or in their place among tensor-parallel ranks, the first of which is a kind of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +16,9 @@ Key = Callable[[int], Hashable]
 def kinds(layout: Layout, shapes: Callable[[int], Hashable]) -> list[list[int]]:
     """All ranks, those that are alike together. shapes(rank): of the tensors it holds."""
     found: dict[Hashable, list[int]] = {}
-    even = layout.fsdp == 1 and not layout.experts_over_data
     for rank in range(layout.size):
         at = layout.coords(rank)
-        place = (at["pp"], at["cp"], at["tp"])
-        found.setdefault((place, None if even else shapes(rank)), []).append(rank)
+        found.setdefault((at["pp"], at["cp"], at["tp"] == 0, shapes(rank)), []).append(rank)
     return list(found.values())
 
 

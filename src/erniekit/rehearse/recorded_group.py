@@ -24,27 +24,32 @@ BACKEND = "rehearsal"
 PACKAGE = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
 DOOR = str(Path(PACKAGE) / "parallel" / "comm.py")
-INNER = str(Path(PACKAGE) / "parallel" / "collectives.py")  # whoever calls these is the more telling line
+INNER_NAME = "parallel/collectives.py"  # whoever calls these is the more telling line
+INNER = str(Path(PACKAGE) / INNER_NAME)
 
 
 def source_line() -> str:
-    """Of ours, innermost first: the line that made the call, and the one that asked for it where that says more."""
+    """The line that made the call, torch's own part in between where it did; of our collectives also who asked."""
     frame: Any = sys._getframe(1)
     found: list[str] = []
-    torchs = ""
-    while frame is not None and len(found) < 2:
+    while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(HERE) and file != DOOR:
-            if not found or found[0].startswith("parallel/collectives.py"):
-                line = f"{file[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
-                if not (found and file == INNER):
-                    found.append(line)
+        if file.startswith(HERE) or file == DOOR:
+            pass
+        elif file.startswith(PACKAGE):
+            line = f"{file[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
+            if file != INNER or INNER_NAME not in "".join(found):
+                found.append(line)
             if file != INNER:
                 break
-        elif not found and not torchs and _inside_torch(file):
-            torchs = f"torch {file.rpartition('/torch/')[2]}:{frame.f_lineno}"
+        elif _inside_torch(file):
+            if not found:
+                found.append(f"torch/{file.rpartition('/torch/')[2]}:{frame.f_lineno}")
+        elif "site-packages" not in file and not file.startswith((sys.base_prefix, "<")):
+            found.append(f"{Path(file).name}:{frame.f_lineno}")
+            break
         frame = frame.f_back
-    return " < ".join([torchs, *found] if torchs else found)
+    return " < ".join(found)
 
 
 def _inside_torch(file: str) -> bool:

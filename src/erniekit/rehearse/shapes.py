@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from erniekit.parallel import collectives
 
@@ -44,24 +43,34 @@ class _ShapesOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in OPENED:
-            return OPENED[func](*args, **kwargs)
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        if _on_meta(tensors, kwargs):
-            real = True  # a model before it is spread: fully_shard and Module.to_empty want torch's own tensors
-        elif tensors:
-            real = all(_has_values(x) for x in tensors)
-        else:
-            real = _makes_numbers(func, args, kwargs)
-        if real:
+        run = OPENED.get(func, func)
+        if not types and _is_real(func, args, kwargs):
             with unset_fake_temporarily():
-                return func(*args, **kwargs)
+                return run(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return _made_up(args[0].dtype)
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         if func is _aten.topk.default:
             return out[0], _in_turn(out[1].shape, args[0].shape[-1])
         return out
+
+
+def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op without an argument that is a shape alone is computed."""
+    tensors = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
+    if _on_meta(tensors, kwargs):
+        return True  # a model before it is spread: fully_shard and Module.to_empty want torch's own tensors
+    if tensors:
+        return all(_has_values(x) for x in tensors)
+    return _makes_numbers(func, args, kwargs)
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
