@@ -51,11 +51,9 @@ def _overview() -> list[str]:
     for name, command in COMMANDS.items():
         group = command.group if command.group != last else ""
         last = command.group
-        if command.target:
-            out.append(f"  {group:<6} {name:<10} {command.about}")
+        out.append(f"  {group:<6} {name:<10} {command.about}")
     return [
         *out,
-        f"  {'later':<6} {', '.join(name for name, c in COMMANDS.items() if not c.target)}",
         "",
         "the first five minutes",
         "  erniekit demo",

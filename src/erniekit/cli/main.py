@@ -14,7 +14,7 @@ from types import ModuleType
 from erniekit.cli.crash import report_crash
 from erniekit.cli.installation import check_installation
 from erniekit.cli.system_limits import explained, require_descriptors
-from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
+from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.launch.failure import record
 
 
@@ -22,7 +22,7 @@ from erniekit.launch.failure import record
 class Command:
     """`target` is imported on use and called with the words after the command; it returns the exit code."""
 
-    target: str  # empty: of a later version, and `usage` says what to use today
+    target: str
     group: str
     about: str
     usage: tuple[str, ...]
@@ -336,9 +336,6 @@ def _dispatch(args: list[str]) -> int:
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]
-    if not COMMANDS[word].target:
-        what, today = COMMANDS[word].about, COMMANDS[word].usage[0]
-        raise LaterError(f"not in this version: {what}", where=f"erniekit {word}", fix=today)
     return call(COMMANDS[word].target, rest)
 
 
