@@ -69,8 +69,6 @@ def _overview() -> list[str]:
 
 def _of_command(name: str) -> list[str]:
     command = COMMANDS[name]
-    if not command.target:
-        return [f"erniekit {name}: {command.about}; not in this version", f"today: {command.usage[0]}"]
     out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
     if name in ("version", "help", "webui", "bench", "data", "recipes", "migrate"):
         return out

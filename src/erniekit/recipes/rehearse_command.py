@@ -29,7 +29,7 @@ def rehearse_command(args: list[str]) -> int:
     if "--shrunken" in numbers:
         from erniekit.recipes.shrunken import train_shrunken
 
-        return train_shrunken(cfg, words, numbers["--shrunken"], quiet="--json" in flags)
+        return train_shrunken(cfg, words, numbers["--shrunken"])
     layout = layout_on(cfg, numbers.get("--ranks"))
     quiet = "--json" in flags
     if not quiet:
