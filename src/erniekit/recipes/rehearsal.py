@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,14 @@ def plan_for(rehearsal: Rehearsal, rank: int, device: Device) -> RunPlan:
     return decide(rehearsal.config, device, world, folder_of(rehearsal))
 
 
+def no_card() -> Device:
+    """Stands for a card of the cluster: how much memory this machine has says nothing about it."""
+    return replace(pick("cpu"), total_memory=0)
+
+
 def shapes_of(rehearsal: Rehearsal) -> Callable[[int], Any]:
     """rank -> the shapes of the tensors it holds: what tells kinds of ranks apart."""
-    plan = plan_for(rehearsal, 0, pick("cpu"))
+    plan = plan_for(rehearsal, 0, no_card())
     whole = planning.built(plan.config, plan.folder.config, plan.folder.spec, plan.lora)
     sharding = sharding_of(whole, plan.folder.spec.plan, plan.world.layout)
     names = sharding.names()
@@ -103,7 +108,7 @@ def recorded(rehearsal: Rehearsal, rank: int) -> Trace:
     from erniekit.rehearse.shapes import shapes_only
 
     with opened(rank, rehearsal.layout.size) as trace, shapes_only():
-        one_step(*built_for(rehearsal, rank, pick("cpu")), rehearsal.micro_batches)
+        one_step(*built_for(rehearsal, rank, no_card()), rehearsal.micro_batches)
     return trace
 
 

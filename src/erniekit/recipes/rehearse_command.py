@@ -77,7 +77,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
     alike = [[rank] for rank in range(layout.size)] if every else kinds(layout, shapes_of(job))
     if not quiet:
         of = max(1, job.config.train.gradient_accumulation_steps)
-        say(f"kinds    {len(alike)} of {layout.size} ranks differ; {job.micro_batches} of {of} micro-batches")
+        say(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
     recorded, findings = record_all(job, [group[0] for group in alike], quiet)
     calls = messages = groups = 0
     if not findings:

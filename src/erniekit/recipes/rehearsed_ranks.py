@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
 from multiprocessing import get_context
 
 from tqdm import tqdm
@@ -40,7 +42,7 @@ def _each(job: Rehearsal, ranks: Sequence[int]) -> Iterator[tuple[int, Trace | F
         for rank in ranks:
             yield rank, attempt(job, rank)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _quiet) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as pool:
         given = {pool.submit(attempt, job, rank): rank for rank in ranks}
         for done in as_completed(given):
             yield given[done], done.result()
@@ -49,7 +51,8 @@ def _each(job: Rehearsal, ranks: Sequence[int]) -> Iterator[tuple[int, Trace | F
 def attempt(job: Rehearsal, rank: int) -> Trace | Finding:
     """A refusal is the user's to read; any other error is what this rank would stop with."""
     try:
-        return recorded(job, rank)
+        with redirect_stdout(io.StringIO()):  # the notes of a plan: the command has said them
+            return recorded(job, rank)
     except ErnieKitError:
         raise
     except Exception as error:
@@ -59,9 +62,8 @@ def attempt(job: Rehearsal, rank: int) -> Trace | Finding:
         return Finding((rank,), f"rank {rank} stops: {type(error).__name__}: {what}", (f"at {where}",))
 
 
-def _quiet() -> None:
-    """In a worker: the notes of a plan are told once, by the first process."""
+def _one_thread() -> None:
+    """In a worker: there is one for each core."""
     import torch
 
     torch.set_num_threads(1)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives

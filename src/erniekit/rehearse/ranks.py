@@ -5,6 +5,7 @@ differ in the packs they read, or in their place among tensor-parallel ranks, th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from itertools import chain, combinations
 
 from erniekit.parallel.mesh import AXES, EXPERT_AXES, Layout
@@ -19,7 +20,10 @@ def kinds(layout: Layout, shapes: Callable[[int], Hashable]) -> list[list[int]]:
     for rank in range(layout.size):
         at = layout.coords(rank)
         found.setdefault((at["pp"], at["cp"], at["tp"] == 0, shapes(rank)), []).append(rank)
-    return list(found.values())
+    out = list(found.values())
+    if len(out) == 1 and layout.size > 1:  # or nothing would be compared
+        return [out[0][:-1], out[0][-1:]]
+    return out
 
 
 def everyone(layout: Layout, recorded: Mapping[int, Trace], alike: list[list[int]]) -> dict[int, Trace]:
@@ -62,10 +66,10 @@ class Parts:
 def _keys(layout: Layout) -> Iterator[Key]:
     """Ranks with the same key are a group, as World makes them."""
     for axes in chain.from_iterable(combinations(AXES, n) for n in range(1, len(AXES) + 1)):
-        yield lambda rank, axes=axes: tuple(c for a, c in layout.coords(rank).items() if a not in axes)
+        yield partial(_outside, layout, axes)
     if layout.experts_over != "none":
-        for same in (0, 1):
-            yield lambda rank, same=same: (*_outside(layout, rank), layout.expert_place(rank)[same])
+        for same in (0, 1):  # which place among those that hold all experts, which copy
+            yield partial(_of_experts, layout, same)
     ends = (0, layout.pp - 1)
 
     def ends_of_pipelines(rank: int) -> Hashable:
@@ -76,7 +80,10 @@ def _keys(layout: Layout) -> Iterator[Key]:
     yield ends_of_pipelines
 
 
-def _outside(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Where a rank is on the axes that experts are not dealt to."""
-    inside = EXPERT_AXES[layout.experts]
-    return tuple(c for a, c in layout.coords(rank).items() if a not in inside)
+def _outside(layout: Layout, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """Where a rank is on all other axes."""
+    return tuple(c for a, c in layout.coords(rank).items() if a not in axes)
+
+
+def _of_experts(layout: Layout, same: int, rank: int) -> tuple[int, ...]:
+    return (*_outside(layout, EXPERT_AXES[layout.experts], rank), layout.expert_place(rank)[same])

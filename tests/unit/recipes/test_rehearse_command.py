@@ -35,7 +35,7 @@ def test_a_recipe_whose_ranks_match_is_fine(words, capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "on 2 ranks: tp 2" in out
-    assert "kinds    2 of 2 ranks differ; 2 of 4 micro-batches" in out
+    assert "kinds    2 among 2 ranks; 2 of 4 micro-batches" in out
     assert "all ranks' calls match, and none waits for ever" in out
 
 

@@ -74,6 +74,11 @@ def test_ranks_that_hold_other_shapes_are_another_kind():
     assert kinds(layout, lambda rank: rank == 3) == [[0, 1, 2], [3]]
 
 
+def test_where_all_are_alike_two_are_recorded():
+    assert kinds(Layout(dp=4), lambda rank: None) == [[0, 1, 2], [3]]
+    assert kinds(Layout(), lambda rank: None) == [[0]]
+
+
 def test_a_groups_counterpart_is_found_for_every_way_of_parting():
     layout = Layout(pp=4, dp=4, tp=2, experts="data", ep=2)
     parts = Parts(layout)
