@@ -84,7 +84,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, members: Sequence[int], trace: Trace, made: Counter[tuple[int, ...]]) -> None:
         """rank: the place in the group. made: how many groups of the same members there are, counted here."""
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
         key = tuple(members)
         self._group, self._trace, self._made = Group(key, made[key]), trace, made
         made[key] += 1
@@ -120,18 +120,20 @@ class RecordedGroup(dist.ProcessGroup):
 
     # --- collectives ---
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> RecordedWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> RecordedWork:  # type: ignore[override]
         return self._start("all_reduce", _one(tensors), tensors, detail=_reduction(opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RecordedWork:
         works = [self._start("all_reduce", x, tensors, detail=_reduction(opts)) for x in tensors]
         return works[-1]
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> RecordedWork:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> RecordedWork:  # type: ignore[override]
         root = self._group.members[opts.rootRank]
         return self._start("broadcast", _one(tensors), tensors, detail=f"from rank {root}")
 
-    def allgather(self, parts: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RecordedWork:
+    def allgather(  # type: ignore[override]
+        self, parts: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> RecordedWork:
         x = _one(inputs)
         for part in parts[0]:
             _fill(part, x)
@@ -147,7 +149,7 @@ class RecordedGroup(dist.ProcessGroup):
     ) -> RecordedWork:
         return [self.all_gather_single(out, x) for out, x in zip(outs, inputs)][-1]
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]
         self, outs: list[torch.Tensor], parts: list[list[torch.Tensor]], opts: Any = None
     ) -> RecordedWork:
         _fill(outs[0], parts[0][self.rank()])
