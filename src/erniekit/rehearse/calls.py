@@ -9,7 +9,7 @@ P2P = ("send", "recv")
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     members: tuple[int, ...]  # ranks of the world
     number: int = 0  # which of the groups with just these members, in the order they were made
 
@@ -20,7 +20,7 @@ class Group:
 @dataclass(frozen=True)
 class Call:
     op: str
-    group: Group
+    group: RankGroup
     shape: tuple[int, ...] = ()  # of what this rank gives, or of what it has room for
     dtype: str = ""
     detail: str = ""  # which reduction, or whose value: the same on all ranks
@@ -60,10 +60,10 @@ class Trace:
     def blocking(self, call: Call) -> None:
         self.wait(self.start(call))
 
-    def of(self, rank: int, group_of: Callable[[Group], Group]) -> Trace:
+    def of(self, rank: int, group_of: Callable[[RankGroup], RankGroup]) -> Trace:
         """What a rank like this one would record. group_of: its group in the place of this one's; a peer keeps its
         place in the group."""
-        known: dict[Group, Group] = {}
+        known: dict[RankGroup, RankGroup] = {}
         calls = []
         for call in self.calls:
             group = known.setdefault(call.group, known.get(call.group) or group_of(call.group))

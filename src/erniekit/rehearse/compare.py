@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from erniekit.rehearse.calls import P2P, Call, Group, Trace, span
+from erniekit.rehearse.calls import P2P, Call, RankGroup, Trace, span
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def compare(traces: Mapping[int, Trace]) -> list[Finding]:
 
 
 def _collectives(traces: Mapping[int, Trace]) -> Iterable[Finding]:
-    made: dict[Group, dict[int, list[Call]]] = defaultdict(dict)
+    made: dict[RankGroup, dict[int, list[Call]]] = defaultdict(dict)
     for rank, trace in traces.items():
         for call in trace.calls:
             if call.op not in P2P:
@@ -41,7 +41,7 @@ def _collectives(traces: Mapping[int, Trace]) -> Iterable[Finding]:
             yield finding
 
 
-def _first_difference(group: Group, lists: dict[int, list[Call]]) -> Finding | None:
+def _first_difference(group: RankGroup, lists: dict[int, list[Call]]) -> Finding | None:
     longest = max(map(len, lists.values()))
     for k in range(longest):
         here = {rank: calls[k] if k < len(calls) else None for rank, calls in lists.items()}
@@ -61,7 +61,7 @@ def _kind(call: Call | None) -> tuple[object, ...]:
     return call.op, call.shape[1:] if call.sent or call.got else call.shape, call.dtype, call.detail
 
 
-def _differs(group: Group, k: int, here: dict[int, Call | None], kinds: dict[int, tuple[object, ...]]) -> Finding:
+def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict[int, tuple[object, ...]]) -> Finding:
     """Those who are fewer are named; of two alike the one that has no call, else the later."""
     counts = Counter(kinds.values())
     usual = max(counts, key=lambda kind: (counts[kind], bool(kind), -min(r for r in kinds if kinds[r] == kind)))
@@ -77,7 +77,7 @@ def _differs(group: Group, k: int, here: dict[int, Call | None], kinds: dict[int
     return Finding(odd, f"{_named(odd)} differs in call {k + 1} of group {group.describe()}", tuple(lines))
 
 
-def _rows_travel(group: Group, k: int, here: dict[int, Call]) -> Finding | None:
+def _rows_travel(group: RankGroup, k: int, here: dict[int, Call]) -> Finding | None:
     """all_to_all: what one sends another must have room for."""
     for rank, call in here.items():
         for place, rows in enumerate(call.sent):
@@ -95,8 +95,8 @@ def _rows_travel(group: Group, k: int, here: dict[int, Call]) -> Finding | None:
 
 def _messages(traces: Mapping[int, Trace]) -> Iterable[Finding]:
     """Each pair's messages in order, one way; those of a group and a tag are apart from others."""
-    sent: dict[tuple[Group, int, int, int], list[Call]] = defaultdict(list)
-    received: dict[tuple[Group, int, int, int], list[Call]] = defaultdict(list)
+    sent: dict[tuple[RankGroup, int, int, int], list[Call]] = defaultdict(list)
+    received: dict[tuple[RankGroup, int, int, int], list[Call]] = defaultdict(list)
     for rank, trace in traces.items():
         for call in trace.calls:
             if call.op == "send":

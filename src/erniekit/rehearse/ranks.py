@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, combinations
 
 from erniekit.parallel.mesh import AXES, EXPERT_AXES, Layout
-from erniekit.rehearse.calls import Group, Trace
+from erniekit.rehearse.calls import RankGroup, Trace
 
 Key = Callable[[int], Hashable]
 
@@ -45,8 +45,8 @@ class Parts:
         self._keys = list(_keys(layout))
         self._found: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
 
-    def with_rank(self, group: Group, rank: int) -> Group:
-        return Group(self._parted(group.members)[rank], group.number)
+    def with_rank(self, group: RankGroup, rank: int) -> RankGroup:
+        return RankGroup(self._parted(group.members)[rank], group.number)
 
     def _parted(self, members: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         """Rank -> its part, of the parting that has `members` as one part."""

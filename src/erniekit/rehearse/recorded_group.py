@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from erniekit.rehearse.calls import Call, Group, Trace
+from erniekit.rehearse.calls import Call, RankGroup, Trace
 
 BACKEND = "rehearsal"
 PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -86,7 +86,7 @@ class RecordedGroup(dist.ProcessGroup):
         """rank: the place in the group. made: how many groups of the same members there are, counted here."""
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         key = tuple(members)
-        self._group, self._trace, self._made = Group(key, made[key]), trace, made
+        self._group, self._trace, self._made = RankGroup(key, made[key]), trace, made
         made[key] += 1
         self._name = ""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from erniekit.parallel.mesh import Layout
-from erniekit.rehearse.calls import Group
+from erniekit.rehearse.calls import RankGroup
 from erniekit.rehearse.ranks import Parts, everyone, kinds
 from support.layouts import EXPERT_LAYOUTS, LAYOUTS
 from support.tiny_step import faults, recorded, step, told
@@ -82,10 +82,10 @@ def test_where_all_are_alike_two_are_recorded():
 def test_a_groups_counterpart_is_found_for_every_way_of_parting():
     layout = Layout(pp=4, dp=4, tp=2, experts="data", ep=2)
     parts = Parts(layout)
-    assert parts.with_rank(Group((0, 1), 1), 7) == Group((6, 7), 1)  # tensor-parallel neighbours
-    assert parts.with_rank(Group((0, 8, 16, 24)), 11).members == (3, 11, 19, 27)  # a pipeline
-    assert parts.with_rank(Group((0, 24)), 25).members == (1, 25)  # its ends
-    assert parts.with_rank(Group((0, 2)), 13).members == (13, 15)  # ranks that hold all experts once
-    assert parts.with_rank(Group((0, 4)), 3).members == (3, 7)  # copies of the same experts
+    assert parts.with_rank(RankGroup((0, 1), 1), 7) == RankGroup((6, 7), 1)  # tensor-parallel neighbours
+    assert parts.with_rank(RankGroup((0, 8, 16, 24)), 11).members == (3, 11, 19, 27)  # a pipeline
+    assert parts.with_rank(RankGroup((0, 24)), 25).members == (1, 25)  # its ends
+    assert parts.with_rank(RankGroup((0, 2)), 13).members == (13, 15)  # ranks that hold all experts once
+    assert parts.with_rank(RankGroup((0, 4)), 3).members == (3, 7)  # copies of the same experts
     with pytest.raises(LookupError):
-        parts.with_rank(Group((0, 5)), 1)
+        parts.with_rank(RankGroup((0, 5)), 1)
