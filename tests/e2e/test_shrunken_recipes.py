@@ -13,32 +13,32 @@ from typing import Any
 
 import pytest
 
-from erniekit.checkpoint.model_writer import write_model
 from erniekit.cli.main import main
 from erniekit.config import load, not_yet_supported
 from erniekit.demo.tiny import make_tokenizer
-from erniekit.models import MODELS
-from erniekit.models.init import init_weights
+from erniekit.recipes.shrunken import (
+    LENGTH,
+    SMALL,
+    SMALL_EXPERTS,
+    STEPS,
+    small_pre_training,
+    small_run,
+    write_small_model,
+)
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 2
-COMMON = dict(
-    vocab_size=1280, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=8,
-    num_key_value_heads=4, max_position_embeddings=1024,
-)  # fmt: skip
-EXPERTS = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32)
 # What tells the models apart stays: shared experts, dense first layers, tied embeddings, a layer for further tokens.
 TINY: dict[str, dict[str, Any]] = {
     "0.3B": dict(model_type="ernie4_5", head_dim=16, tie_word_embeddings=True),
     "21B-A3B": dict(
-        EXPERTS, model_type="ernie4_5_moe", moe_num_shared_experts=2, moe_layer_start_index=1,
+        SMALL_EXPERTS, model_type="ernie4_5_moe", moe_num_shared_experts=2, moe_layer_start_index=1,
         num_nextn_predict_layers=1, tie_word_embeddings=True,
     ),
     "300B-A47B": dict(
-        EXPERTS, model_type="ernie4_5_moe", moe_layer_start_index=3, num_nextn_predict_layers=1,
+        SMALL_EXPERTS, model_type="ernie4_5_moe", moe_layer_start_index=3, num_nextn_predict_layers=1,
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
@@ -65,14 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny models in Paddle layout, as the recipes' models are; `tokenizer` is theirs alone."""
     folder = tmp_path_factory.mktemp("models")
     for name, kind in TINY.items():
-        raw = {**COMMON, **kind}
-        spec = MODELS.get(raw["model_type"])
-        config = spec.read_config(raw, "hf", not raw["tie_word_embeddings"], name)
-        model = spec.build(config)
-        init_weights(model, 0, 0.1)
-        (folder / name).mkdir()
-        write_model(folder / name, config, model.state_dict().__getitem__, layout="paddle")
-        make_tokenizer(folder / name)
+        write_small_model({**SMALL, **kind}, folder / name)
     (folder / "tokenizer").mkdir()
     make_tokenizer(folder / "tokenizer")
     return folder
@@ -85,66 +78,16 @@ def corpus(models: Path) -> Path:
     return models / "corpus"
 
 
-def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
-    """The degrees halved in turn, the largest first, until they fit; what was spread stays spread."""
-    while math.prod(degrees.values()) > most:
-        largest = max(degrees, key=lambda name: degrees[name])
-        assert degrees[largest] > 2, f"{degrees} do not fit {most} ranks"
-        degrees[largest] = max(2, degrees[largest] // 2)
-    return degrees
-
-
 def shrunken(path: Path, models: Path, output: Path, most: int, model: str = "") -> tuple[int, list[str]]:
     """How many ranks, and what is typed after `erniekit train`. model: of TINY; else the recipe's folder says it."""
     cfg = load([str(path)])
-    kind = cfg.precision.compute_type
-    pp, tp, sd = "pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree"
-    degrees = smaller({name: 2 if cfg[name] < 1 else cfg[name] for name in (pp, tp, sd)}, most)
-    micro = max(2, degrees[pp])
-    keys: dict[str, Any] = {
-        **degrees,
-        "gradient_accumulation_steps": micro,
-        "max_steps": STEPS,
-        "warmup_steps": 1,
-        "max_evaluate_steps": 2,
-        "per_device_eval_batch_size": 1,
-        # Packed bases are fp32 on a CPU by themselves.
-        "compute_type": kind if cfg.lora.packed_base or kind == "fp8" else "fp32",
-        "device": "cpu",
-        "report_to": "none",
-        "output_dir": output,
-        "cache_dir": models / "cache",
-        "dataset_num_proc": 1,
-        "dataloader_num_workers": 1,
-        "prefetch_factor": 1,
-        "no_recompute_layers": "[0]" if cfg.memory.no_recompute_layers else "[]",
-    }
-    if cfg.parallel.expert_parallel_degree > 1:
-        keys["expert_parallel_degree"] = degrees[sd]
-    if cfg.parallel.pp_seg_method:  # as there: the last stage, which has the head, is not the largest
-        keys["pp_seg_method"] = {2: "[0,4,9]", 3: "[0,3,6,9]", 4: "[0,3,5,7,9]"}[degrees[pp]]
+    count, keys = small_run(cfg, most, output, models / "cache")
     if cfg.train.stage == "PT":
-        keys |= _pre_training(cfg, models, degrees[sd] * micro * cfg.train.batch_size)
+        keys |= small_pre_training(cfg, keys, models / "tokenizer", models / "corpus")
     else:
-        keys["max_seq_len"] = 1024 if "/fc/" in str(path) else 256
+        keys["max_seq_len"] = 4 * LENGTH if "/fc/" in str(path) else LENGTH
         keys["model_name_or_path"] = models / (model or path.parent.parent.name.removeprefix("ERNIE-4.5-"))
-    return math.prod(degrees.values()), [str(path), *(f"{name}={value}" for name, value in keys.items())]
-
-
-def _pre_training(cfg: Any, models: Path, global_batch: int) -> dict[str, Any]:
-    """These start from a config.json and nothing else: the shipped one, made small by the recipe's own means."""
-    small = {f"model_config.{name}": value for name, value in COMMON.items()}
-    if "llama" not in str(cfg.model.model_name_or_path):
-        small |= {f"model_config.{name}": value for name, value in EXPERTS.items()}
-    weights = (cfg.data.input_dir or "").split()[::2] if " " in (cfg.data.input_dir or "") else []
-    blend = " ".join(f"{weight} {models / 'corpus'}" for weight in weights) or str(models / "corpus")
-    return {
-        **small,
-        "tokenizer_name": models / "tokenizer",
-        "input_dir": blend,
-        "max_seq_length": 64,
-        "global_batch_size": global_batch,
-    }
+    return count, [str(path), *(f"{name}={value}" for name, value in keys.items())]
 
 
 def train(folder: str, words: list[str]) -> int:

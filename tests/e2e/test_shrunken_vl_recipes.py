@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 from compat.test_recipes import RECIPES, keys
-from e2e.test_shrunken_recipes import ROOT, STEPS, smaller, train
+from e2e.test_shrunken_recipes import ROOT, train
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.config import load
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
+from erniekit.recipes.shrunken import STEPS, smaller
 from support.jsonl import write_jsonl
 from support.ranks import Ranks
 from support.seen import FOLDER, MEDIA, rows

@@ -28,6 +28,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train.step import TrainStep
 from parity.test_layouts import LENGTH, assembled, labels_in_one_place, packs, whole_value
+from support.layouts import EXPERT_LAYOUTS, GATHER, TO_ALL
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -140,38 +141,6 @@ def _train(axes: dict[str, Any], options: dict[str, Any], case: dict[str, Any]) 
     return train(axes, options, **case)
 
 
-TO_ALL, GATHER = "all_to_all", "all_gather"
-LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
-    "tp2": (dict(tp=2, experts="tp"), TO_ALL),
-    "tp2 with sequence parallel, all to all": (dict(tp=2, sequence_parallel=True, experts="tp"), TO_ALL),
-    "tp2 with sequence parallel, all gather": (dict(tp=2, sequence_parallel=True, experts="tp"), GATHER),
-    "data 2, all to all": (dict(dp=2, experts="data"), TO_ALL),
-    "data 2, all gather": (dict(dp=2, experts="data"), GATHER),
-    "data 4 in two copies": (dict(dp=4, experts="data", ep=2), TO_ALL),
-    "sharding 2": (dict(fsdp=2, experts="data", sharding_stage=3), TO_ALL),
-    "sharding 4 in two copies": (dict(fsdp=4, experts="data", ep=2), TO_ALL),
-    "sharding 2 x dp 2": (dict(fsdp=2, dp=2, experts="data", sharding_stage=2), GATHER),
-    "sharding 2 x dp 2 in two copies": (dict(fsdp=2, dp=2, experts="data", ep=2), TO_ALL),
-    "tp2 x dp2, experts over tp": (dict(tp=2, dp=2, experts="tp"), TO_ALL),
-    "tp2 x sharding 2, experts over tp": (dict(tp=2, fsdp=2, experts="tp", sequence_parallel=True), TO_ALL),
-    "tp2 x dp2, experts over data": (dict(tp=2, dp=2, experts="data"), TO_ALL),
-    "tp2 x sharding 2, experts over data": (dict(tp=2, fsdp=2, experts="data", sequence_parallel=True), GATHER),
-    "tp2 x dp2, experts over all": (dict(tp=2, dp=2, experts="world", sequence_parallel=True), TO_ALL),
-    "tp2 x dp2, over all, two copies": (dict(tp=2, dp=2, experts="world", ep=2, sequence_parallel=True), GATHER),
-    "tp2 x sharding 2, experts over all": (dict(tp=2, fsdp=2, experts="world", sequence_parallel=True), TO_ALL),
-    "pp2 x dp2": (dict(pp=2, dp=2, experts="data"), TO_ALL),
-    "pp2 x tp2": (dict(pp=2, tp=2, experts="tp"), TO_ALL),
-    "pp2 x sharding 2": (dict(pp=2, fsdp=2, experts="data"), TO_ALL),
-    "cp2": (dict(cp=2, experts="data"), TO_ALL),
-    "cp2 x dp2": (dict(cp=2, dp=2, experts="data"), GATHER),
-    "cp2 x sharding 2": (dict(cp=2, fsdp=2, experts="data", ep=2), TO_ALL),
-    "cp2 x tp2": (dict(cp=2, tp=2, experts="tp", sequence_parallel=True), TO_ALL),
-    "tp2 inside experts": (dict(tp=2), TO_ALL),
-    "tp2 inside experts with sequence parallel": (dict(tp=2, sequence_parallel=True), TO_ALL),
-    "tp2 inside experts x sharding 2": (dict(tp=2, fsdp=2), TO_ALL),
-}  # fmt: skip
-
-
 def named(*often: str, full: Iterable[str] = ()) -> list[Any]:
     """`full` ones are more of the same kind: run by `make test-full`."""
     return [*often, *(pytest.param(n, marks=pytest.mark.full) for n in full if n not in often)]
@@ -183,9 +152,9 @@ OFTEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", named(*OFTEN, full=LAYOUTS))
+@pytest.mark.parametrize("name", named(*OFTEN, full=EXPERT_LAYOUTS))
 def test_experts_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
-    axes, dispatch = LAYOUTS[name]
+    axes, dispatch = EXPERT_LAYOUTS[name]
     want = check(ranks, axes, dict(dispatch=dispatch))
     first = {n: start(n, tuple(value.shape), False) for n, value in want.items()}
     moved = [n for n, value in want.items() if not torch.allclose(value, first[n], atol=1e-4)]
@@ -197,7 +166,7 @@ SKEWED = ("tp2", "data 2, all to all", "data 2, all gather", "sharding 2", "tp2 
 
 @pytest.mark.parametrize("name", named("data 2, all to all", full=SKEWED))
 def test_all_tokens_may_go_to_two_experts_and_none_to_the_others(name: str, ranks: Ranks) -> None:
-    axes, dispatch = LAYOUTS[name]
+    axes, dispatch = EXPERT_LAYOUTS[name]
     want = check(ranks, axes, dict(dispatch=dispatch), skewed=True)
     before = start("layers.1.mlp.experts.down.weight", (8 * 32, 12), True).view(8, -1)
     after = want["layers.1.mlp.experts.down.weight"].view(8, -1)
@@ -207,7 +176,7 @@ def test_all_tokens_may_go_to_two_experts_and_none_to_the_others(name: str, rank
 
 @pytest.mark.parametrize("name", named("data 2, all to all", full=("tp2", "sharding 4 in two copies", "cp2")))
 def test_experts_need_not_divide(name: str, ranks: Ranks) -> None:
-    axes, dispatch = LAYOUTS[name]
+    axes, dispatch = EXPERT_LAYOUTS[name]
     check(ranks, axes, dict(dispatch=dispatch), experts=5)
 
 
@@ -229,7 +198,7 @@ COMPILED = (
 
 @pytest.mark.parametrize("name", named("sharding 2", full=COMPILED))
 def test_compiled_layers_with_experts_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
-    axes, dispatch = LAYOUTS[name]
+    axes, dispatch = EXPERT_LAYOUTS[name]
     check(ranks, axes, dict(dispatch=dispatch, compile=True), one_place=True)
 
 
@@ -242,14 +211,14 @@ ADAPTED = (
 
 @pytest.mark.parametrize("name", named("data 2, all to all", full=("sharding 2", "tp2 inside experts", *ADAPTED)))
 def test_adapters_on_experts_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
-    axes, dispatch = LAYOUTS[name]
+    axes, dispatch = EXPERT_LAYOUTS[name]
     want = check(ranks, axes, dict(dispatch=dispatch), lora=ALL)
     assert any(".experts.down.lora." in name for name in want)
 
 
 @pytest.mark.parametrize("name", named(full=("tp2 with sequence parallel, all to all", "tp2", "sharding 2")))
 def test_adapters_on_routers_alone_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
-    axes, dispatch = LAYOUTS[name]
+    axes, dispatch = EXPERT_LAYOUTS[name]
     want = check(ranks, axes, dict(dispatch=dispatch), lora=("gate",))
     assert {name.rpartition(".lora.")[0] for name in want} == {"layers.1.mlp.router", "layers.2.mlp.router"}
 

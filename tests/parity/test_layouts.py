@@ -30,6 +30,7 @@ from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.train.step import TrainStep
+from support.layouts import LAYOUTS
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -168,32 +169,6 @@ def check(
         torch.testing.assert_close(got[name], value, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
     moved = [n for n, value in want.items() if not torch.allclose(value, whole_value(n, tuple(value.shape)), atol=1e-4)]
     assert moved == list(want), "it must really have trained"
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": dict(dp=2),
-    "dp4": dict(dp=4),
-    "tp2": dict(tp=2),
-    "tp2 with sequence parallel": dict(tp=2, sequence_parallel=True),
-    "tp4": dict(tp=4),
-    "pp2": dict(pp=2),
-    "pp4": dict(pp=4),
-    "pp2 cut by hand": dict(pp=2, stage_cuts=(1,)),
-    "pp2 interleaved": dict(pp=2, virtual_stages=2),
-    "cp2": dict(cp=2),
-    "cp4": dict(cp=4),
-    "sharding stage 1": dict(fsdp=2, sharding_stage=1),
-    "sharding stage 2": dict(fsdp=2, sharding_stage=2),
-    "sharding stage 3": dict(fsdp=2, sharding_stage=3),
-    "sharding 2 x dp 2": dict(fsdp=2, dp=2),
-    "tp2 x pp2": dict(tp=2, pp=2),
-    "tp2 x sharding 2": dict(tp=2, fsdp=2, sharding_stage=3),
-    "pp2 x dp2": dict(pp=2, dp=2),
-    "tp2 x cp2": dict(tp=2, cp=2, sequence_parallel=True),
-    "sharding 2 x cp2": dict(fsdp=2, cp=2),
-    "pp2 x sharding 2": dict(pp=2, fsdp=2),
-    "tp2 x pp2 x dp2": dict(tp=2, pp=2, dp=2, sequence_parallel=True),
-}
 
 
 # More of the same kind as others in the list: run by `make test-full`.

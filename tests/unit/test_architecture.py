@@ -36,6 +36,7 @@ ALLOWED = {
     "parallel": {"devices", "kernels"},
     "models": {"kernels", "parallel"},
     "planner": {"models", "parallel", "kernels"},
+    "rehearse": {"parallel"},
     "data": set(),
     "losses": {"data", "kernels"},
     "optim": {"kernels", "devices"},
@@ -49,7 +50,7 @@ ALLOWED = {
     "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net"},
     "recipes": {
         "train", "losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models", "lora", "config",
-        "export", "quantize", "serve", "demo", "api_load", "kernels", "result", "planner",
+        "export", "quantize", "serve", "demo", "api_load", "kernels", "result", "planner", "rehearse",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
@@ -204,6 +205,53 @@ def test_every_way_to_name_cuda_is_found() -> None:
     ):  # fmt: skip
         assert cuda_named(line), line
     assert not cuda_named("cfg.model.cuda_graph\ncfg.train.no_cuda\nsay('note cuda_graph: no cuda here')")
+
+
+DOOR = "parallel/comm.py"
+TALK = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "irecv", "isend", "monitored_barrier", "new_group", "recv", "recv_object_list", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
+}  # fmt: skip
+
+
+def talk_named(code: str) -> list[int]:
+    """Lines that name one of torch.distributed's calls between ranks: as its attribute, or imported from it."""
+    tree, found = ast.parse(code), []
+    called = {"torch.distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            called |= {a.asname for a in node.names if a.asname and a.name.startswith("torch.distributed")}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            called |= {a.asname or a.name for a in node.names if a.name == "distributed"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in TALK and ast.unparse(node.value) in called:
+            found.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            found += [node.lineno for alias in node.names if alias.name in TALK or "functional" in str(node.module)]
+    return sorted(found)
+
+
+def test_ranks_talk_through_one_door() -> None:
+    wrong = []
+    for file in SRC.rglob("*.py"):
+        place = file.relative_to(SRC).as_posix()
+        if place != DOOR:
+            wrong += [f"{place}:{line}" for line in talk_named(file.read_text(encoding="utf-8"))]
+    assert not wrong, "use erniekit.parallel.comm:\n" + "\n".join(wrong)
+
+
+def test_every_way_past_the_door_is_found() -> None:
+    for line in (
+        "import torch.distributed as dist\ndist.all_reduce(x)", "torch.distributed.barrier()",
+        "from torch import distributed as d\nd.send(x, 1)", "from torch.distributed import all_gather",
+        "import torch.distributed as dist\nstart(dist.isend, x)",
+        "import torch.distributed.distributed_c10d as c\nc.broadcast(x)",
+        "from torch.distributed._functional_collectives import all_reduce",
+    ):  # fmt: skip
+        assert talk_named(line), line
+    assert not talk_named("import torch.distributed as dist\ncomm.send(x, 1, g)\nwire.send(1)\ndist.get_rank()")
 
 
 def test_every_room_is_on_the_map() -> None:

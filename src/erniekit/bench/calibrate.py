@@ -143,16 +143,18 @@ def link(clock: Clock, count: int) -> float:
     """Bytes a second that a ring of all ranks reaches, by its all-reduce. Ranks are those torchrun has started."""
     import torch.distributed as dist
 
+    from erniekit.parallel import comm
+
     if not dist.is_initialized():
         dist.init_process_group(clock.device.backend)
     x = torch.ones(count // 4, device=clock.device.handle)
-    ranks = dist.get_world_size()
+    ranks = comm.size_of()
     for _ in range(3):
-        dist.all_reduce(x)
+        comm.all_reduce(x)
     clock.device.synchronise()
     began = time.perf_counter()
     for _ in range(5):
-        dist.all_reduce(x)
+        comm.all_reduce(x)
     clock.device.synchronise()
     seconds = (time.perf_counter() - began) / 5
     return 2 * (ranks - 1) / ranks * x.numel() * 4 / seconds

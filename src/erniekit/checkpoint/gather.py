@@ -15,11 +15,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from erniekit import heartbeat
 from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
 from erniekit.errors import CheckpointError
+from erniekit.parallel import comm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,7 +58,7 @@ class Exchange:
         self.rank, self.writer = rank, writer
         self.wire = Wire(group, timeout)
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._others = [r for r in range(dist.get_world_size(group) if group else 1) if r != rank]
+        self._others = [r for r in range(comm.size_of(group) if group else 1) if r != rank]
         self._talking = threading.Lock()  # one conversation at a time: its messages follow each other
 
     # --- the writer ---
@@ -235,11 +235,11 @@ class Wire:
 
     def send(self, rank: int, data: torch.Tensor) -> None:
         if data.numel():
-            self._finish(rank, dist.isend, data)
+            self._finish(rank, comm.isend, data)
 
     def receive(self, rank: int, room: torch.Tensor) -> torch.Tensor:
         if room.numel():
-            self._finish(rank, dist.irecv, room)
+            self._finish(rank, comm.irecv, room)
         return room
 
     def send_numbers(self, rank: int, *numbers: int) -> None:
@@ -262,8 +262,7 @@ class Wire:
     def sending(self, rank: int, data: torch.Tensor) -> Iterator[None]:
         """Send while the block runs."""
         with self._readable(rank):
-            work = dist.isend(data, rank, group=self.group)
-        assert work is not None
+            work = comm.isend(data, rank, self.group)
         try:
             yield
         finally:
@@ -272,7 +271,7 @@ class Wire:
 
     def _finish(self, rank: int, start: Callable[..., Any], data: torch.Tensor) -> None:
         with self._readable(rank):
-            start(data, rank, group=self.group).wait(timedelta(seconds=self.timeout))
+            start(data, rank, self.group).wait(timedelta(seconds=self.timeout))
         heartbeat.beat()
 
     @contextmanager

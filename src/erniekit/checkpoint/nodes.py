@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.gather import TIMEOUT, Wire
@@ -33,6 +32,7 @@ from erniekit.checkpoint.manifest import (
 )
 from erniekit.errors import CheckpointError
 from erniekit.log import say, warn
+from erniekit.parallel import comm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,11 +52,11 @@ def nodes_without(output_dir: Path, leaders: Sequence[int], rank: int, group: Pr
             token.touch()
         except OSError as error:
             problem = f"rank 0 cannot write into {output_dir}: {error.strerror or error}"
-    name, problem = _from(0, (token.name, problem), group)
+    name, problem = comm.broadcast_object((token.name, problem), 0, group)
     if problem:
         raise CheckpointError(problem, where="output_dir", fix="make the folder writable, or choose another")
     blind = rank in leaders and not _is_seen(output_dir / name)
-    found = _everyones(rank if blind else None, group)
+    found = comm.gather_objects(rank if blind else None, group)
     if rank == 0:
         token.unlink(missing_ok=True)
     return [r for r in found if r is not None]
@@ -129,7 +129,7 @@ def agree_on_checkpoint(
     if group is None:
         return find()
     mine = _look(find, output_dir) if rank == 0 or (rank in leaders and not shared) else _Found()
-    found: list[_Found] = _everyones(mine, group)
+    found: list[_Found] = comm.gather_objects(mine, group)
     good = [r for r, f in enumerate(found) if f.name]
     # What a node cannot read now may be the newest there is: no other node's older one takes its place.
     problem = next((f.problem for f in found if f.problem and (f.passing or not good)), None)
@@ -156,7 +156,7 @@ def together(work: Callable[[], None], group: ProcessGroup | None) -> None:
         if group is None:
             raise
         problem = _told(error)
-    problem = next((p for p in _everyones(problem, group) if p), None) if group is not None else None
+    problem = next((p for p in comm.gather_objects(problem, group) if p), None) if group is not None else None
     if problem:
         raise CheckpointError(**problem)
 
@@ -351,15 +351,3 @@ def _is_seen(token: Path) -> bool:
         if look + 1 < _LOOKS:
             time.sleep(_PAUSE)
     return False
-
-
-def _from(source: int, value: Any, group: ProcessGroup) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=source, group=group)
-    return box[0]
-
-
-def _everyones(value: Any, group: ProcessGroup) -> list[Any]:
-    out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
-    return out

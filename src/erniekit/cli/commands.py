@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Command:
     """`target` is imported on use and called with the words after the command; it returns the exit code."""
 
-    target: str  # empty: of a later version, and `usage` says what to use today
+    target: str
     group: str
     about: str
     usage: tuple[str, ...]
@@ -77,6 +77,22 @@ COMMANDS: dict[str, Command] = {
             "  --top N, --json layouts shown (8); everything for programs",
         ),
         ("model_name_or_path", "fine_tuning", "max_seq_len", "batch_size", "global_batch_size", "recompute"),
+    ),
+    "rehearse": Command(
+        "erniekit.recipes.rehearse_command:rehearse_command",
+        "train",
+        "before there is a cluster: do the calls of all ranks match, does the run train when made small",
+        (
+            "erniekit rehearse RECIPE.yaml [key=value ...]   every rank at full size, without memory; needs no device",
+            "  --ranks N          ranks of the run; when not given, the product of the recipe's degrees",
+            "  --every-rank       also those that are alike; else one of each kind stands for all",
+            "  --micro-batches N  of a step; as many as show the whole schedule when not given",
+            "  --rank R           this rank's own slice for real, on the device at hand, with the plan beside it",
+            "  --shrunken N       the recipe made small, trained for two steps by up to N real processes on this CPU",
+            "  --json             for programs",
+            "exit code: 0 fine, 1 ranks do not match or the small run failed, 2 bad input",
+        ),
+        ("model_name_or_path", "max_seq_len", "batch_size", "gradient_accumulation_steps", "device"),
     ),
     "config": Command(
         "erniekit.cli.config_command:config_command",
@@ -250,5 +266,4 @@ COMMANDS: dict[str, Command] = {
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),
     "help": Command("erniekit.cli.help:help_command", "about", "this text", ("erniekit help [COMMAND]",)),
-    "rehearse": Command("", "later", "the rehearsal of a large run", ("`erniekit train RECIPE max_steps=3` tries it",)),
 }

@@ -52,11 +52,9 @@ def _overview() -> list[str]:
     for name, command in COMMANDS.items():
         group = command.group if command.group != last else ""
         last = command.group
-        if command.target:
-            out.append(f"  {group:<6} {name:<10} {command.about}")
+        out.append(f"  {group:<6} {name:<10} {command.about}")
     return [
         *out,
-        f"  {'later':<6} {', '.join(name for name, c in COMMANDS.items() if not c.target)}",
         "",
         "the first five minutes",
         "  erniekit demo",
@@ -72,8 +70,6 @@ def _overview() -> list[str]:
 
 def _of_command(name: str) -> list[str]:
     command = COMMANDS[name]
-    if not command.target:
-        return [f"erniekit {name}: {command.about}; not in this version", f"today: {command.usage[0]}"]
     out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
     if name in ("version", "help", "webui", "bench", "data", "recipes", "migrate"):
         return out

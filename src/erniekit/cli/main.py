@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from importlib import import_module
 from types import ModuleType
 
 from erniekit.cli.commands import COMMANDS
+from erniekit.cli.crash import report_crash
 from erniekit.cli.installation import check_installation
 from erniekit.cli.system_limits import explained, require_descriptors
-from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
+from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.launch.failure import record
 
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         told = explained(e) if isinstance(e, OSError) else None
         if told is not None:
             return _refused(told)
-        return 1 if record(e, 1) else _crash(args, e)
+        return 1 if record(e, 1) else report_crash(args, e)
 
 
 def _refused(error: ErnieKitError) -> int:
@@ -75,9 +75,6 @@ def _dispatch(args: list[str]) -> int:
     if word != "help" and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]
-    if not COMMANDS[word].target:
-        what, today = COMMANDS[word].about, COMMANDS[word].usage[0]
-        raise LaterError(f"not in this version: {what}", where=f"erniekit {word}", fix=today)
     return call(COMMANDS[word].target, rest)
 
 
@@ -94,39 +91,6 @@ def _unknown(word: str) -> ConfigError:
     if word.endswith((".yaml", ".yml", ".json")):
         fix = f"did you mean erniekit train {word}?"
     return ConfigError(f"unknown command {word!r}", where="command line", fix=fix)
-
-
-def _crash(args: list[str], error: Exception) -> int:
-    """One line for the person, the traceback in a file for support."""
-    import tempfile
-    import traceback
-    from pathlib import Path
-
-    from erniekit.version import __version__
-
-    trace = "".join(traceback.format_exception(error))
-    if os.environ.get("ERNIEKIT_DEBUG") == "1":
-        print(trace, file=sys.stderr)
-    name = f"erniekit-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    path = Path(tempfile.gettempdir()) / name
-    what = f"{type(error).__name__}: {error}".splitlines()[0]
-    try:
-        path.write_text(f"erniekit {__version__}\nerniekit {_words(args)}\n\n{trace}", encoding="utf-8")
-        print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
-    except OSError:
-        print(f"error: {what}\n{trace}", file=sys.stderr)
-    return 1
-
-
-def _words(args: list[str]) -> str:
-    """The command line without the value of a key that is secret."""
-    out, hide = [], False
-    for word in args:
-        name, equals, _ = word.partition("=")
-        secret = "api_key" in name.replace("-", "_")
-        out.append("***" if hide else f"{name}=***" if secret and equals else word)
-        hide = secret and not equals
-    return " ".join(out)
 
 
 def version_command(args: list[str]) -> int:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
+from erniekit.parallel import comm
 from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import KeysOfAll
@@ -181,7 +181,7 @@ def _pack(
 
 def _agree(group: ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:
     def largest(values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        comm.all_reduce(values, group, "max")
         return values
 
     return largest

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
+from erniekit.parallel import comm
 from erniekit.parallel.mesh import World
 
 MOST_SENT = 8  # tensors under way, whose memory is held
@@ -76,19 +76,16 @@ class DirectBoundary:
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         tensor = tensor.contiguous()
-        self.sent.add(dist.isend(tensor, self._global(rank), group=self.group), tensor)
+        self.sent.add(comm.isend(tensor, rank - self.first, self.group), tensor)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Arriving:
         room = torch.empty(shape, dtype=dtype, device=self.device)
-        return _Received(dist.irecv(room, self._global(rank), group=self.group), room)
+        return _Received(comm.irecv(room, rank - self.first, self.group), room)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         tensor = tensor.contiguous()
-        dist.broadcast(tensor, self._global(rank), group=self.group)
+        comm.broadcast(tensor, rank - self.first, self.group)
         return tensor
-
-    def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank - self.first)
 
     def finish(self) -> None:
         self.sent.finish()
@@ -104,16 +101,16 @@ class HostBoundary:
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         raw = _bytes(self._to_host(tensor))
-        self.sent.add(dist.isend(raw, dist.get_global_rank(self.group, rank), group=self.group), raw)
+        self.sent.add(comm.isend(raw, rank, self.group), raw)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Arriving:
         room = torch.empty(shape, dtype=dtype, pin_memory=self.device.pins_memory)
-        work = dist.irecv(_bytes(room), dist.get_global_rank(self.group, rank), group=self.group)
+        work = comm.irecv(_bytes(room), rank, self.group)
         return _OnHost(work, room, self.device)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         room = self._to_host(tensor)
-        dist.broadcast(_bytes(room), dist.get_global_rank(self.group, rank), group=self.group)
+        comm.broadcast(_bytes(room), rank, self.group)
         return room.to(self.device.handle)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from erniekit.kernels.available import shapes_of
+from erniekit.parallel import comm
 
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
@@ -54,22 +54,25 @@ def scatter_sum(x: torch.Tensor, dim: int, group: ProcessGroup | None) -> torch.
     return out
 
 
-def _sum(x: torch.Tensor, group: str) -> torch.Tensor:
+# What the ops do; a rehearsal, which would only be told their shapes, calls these itself.
+
+
+def sum_over(x: torch.Tensor, group: str) -> torch.Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=_resolve_process_group(group))  # type: ignore[arg-type]
+    comm.all_reduce(x, _resolve_process_group(group))  # type: ignore[arg-type]
     return x
 
 
-def _gather(x: torch.Tensor, dim: int, group: str, ranks: int) -> torch.Tensor:
+def gather_over(x: torch.Tensor, dim: int, group: str, ranks: int) -> torch.Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(parts, x.contiguous(), group=_resolve_process_group(group))  # type: ignore[arg-type]
+    comm.all_gather(parts, x.contiguous(), _resolve_process_group(group))  # type: ignore[arg-type]
     return torch.cat(parts, dim=dim)
 
 
-def _scatter_sum(x: torch.Tensor, dim: int, group: str, ranks: int) -> torch.Tensor:
+def scatter_sum_over(x: torch.Tensor, dim: int, group: str, ranks: int) -> torch.Tensor:
     parts = [p.contiguous() for p in x.chunk(ranks, dim=dim)]
     out = torch.empty_like(parts[0])
-    dist.reduce_scatter(out, parts, group=_resolve_process_group(group))  # type: ignore[arg-type]
+    comm.reduce_scatter(out, parts, _resolve_process_group(group))  # type: ignore[arg-type]
     return out
 
 
@@ -86,9 +89,9 @@ class _CopyTo(torch.autograd.Function):
         return torch.ops.erniekit.sum_over(grad, ctx.group), None
 
 
-_LIBRARY.impl("sum_over", _sum, "CompositeExplicitAutograd")
-_LIBRARY.impl("gather_over", _gather, "CompositeExplicitAutograd")
-_LIBRARY.impl("scatter_sum_over", _scatter_sum, "CompositeExplicitAutograd")
+_LIBRARY.impl("sum_over", sum_over, "CompositeExplicitAutograd")
+_LIBRARY.impl("gather_over", gather_over, "CompositeExplicitAutograd")
+_LIBRARY.impl("scatter_sum_over", scatter_sum_over, "CompositeExplicitAutograd")
 
 
 @shapes_of("erniekit::sum_over")

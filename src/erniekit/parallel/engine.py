@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from erniekit.devices.base import Device
-from erniekit.parallel import context
+from erniekit.parallel import comm, context
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
@@ -96,7 +95,7 @@ class Engine:
         if self.count_group is None:
             return list(local)
         counts = torch.tensor(local, dtype=torch.int64)  # on the host: it does not wait for the step before
-        dist.all_reduce(counts, group=self.count_group)
+        comm.all_reduce(counts, self.count_group)
         return counts.tolist()
 
     def forward_backward(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
@@ -208,7 +207,7 @@ class Engine:
         reshard(self.parts, self.world)
         if layout.cp > 1:
             parts = [torch.empty_like(out) for _ in range(layout.cp)]
-            dist.all_gather(parts, out.contiguous(), group=self.world.group("cp"))
+            comm.all_gather(parts, out.contiguous(), self.world.group("cp"))
             out = context.in_order(torch.cat(parts, dim=1), layout.cp)
         result: torch.Tensor = out
         return result

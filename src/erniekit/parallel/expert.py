@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather, weights_of_rows
 from erniekit.model_contract import bare, pairs_of
+from erniekit.parallel import comm
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import Range, share
@@ -118,7 +118,7 @@ class Everyone(nn.Module):
 
 def _most(value: int, device: torch.device, group: ProcessGroup) -> int:
     most = torch.tensor(value, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    comm.all_reduce(most, group, "max")
     return int(most)
 
 
@@ -146,7 +146,7 @@ class AllToAll(nn.Module):
 
     def __init__(self, group: ProcessGroup, shares: list[Range]) -> None:
         super().__init__()
-        self.group, self.shares, self.rank = group, shares, dist.get_rank(group)
+        self.group, self.shares, self.rank = group, shares, comm.rank_in(group)
 
     def forward(self, x_TH: torch.Tensor, routing: Any, experts: nn.Module, count: int) -> torch.Tensor:
         order = by_expert(routing.ids, count)
@@ -195,5 +195,5 @@ class _Travel(torch.autograd.Function):
 
 def _travel(rows: torch.Tensor, sent: list[int], got: list[int], group: ProcessGroup) -> torch.Tensor:
     out = rows.new_empty(sum(got), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), got, sent, group=group)
+    comm.all_to_all(out, rows.contiguous(), got, sent, group)
     return out

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from erniekit.parallel import comm
 from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.sharding import Box, Sharding
@@ -95,7 +95,7 @@ class GradientSync:
         boxes = self.sharding.boxes(name, self.world.rank)
         for box in boxes:
             whole[box.global_slices] += grad[box.local_slices]
-        dist.all_reduce(whole, group=self.heads_group)
+        comm.all_reduce(whole, self.heads_group)
         for box in boxes:
             grad[box.local_slices] = whole[box.global_slices]
 

@@ -210,10 +210,9 @@ class World:
         """Another such group, for work beside the training; all ranks must ask together."""
         if self.size == 1:
             return None
-        import torch.distributed as dist
+        from erniekit.parallel import comm
 
-        result: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
-        return result
+        return comm.new_group(backend="gloo", timeout=HOST_TIMEOUT)
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None where there is no other."""
@@ -250,12 +249,12 @@ class World:
 
     def _parted(self, key: Callable[[int], Hashable]) -> ProcessGroup | None:
         """The ranks with this one's key; None is the key of those in no group."""
-        import torch.distributed as dist
+        from erniekit.parallel import comm
 
         mine = None
         for ranks in self._parts(key):
             backend = None if self.islands is None else self.islands.backend(ranks)
-            group = dist.new_group(ranks, backend=backend)
+            group = comm.new_group(ranks, backend=backend)
             mine = group if self.rank in ranks else mine
         return mine
 
@@ -301,26 +300,23 @@ class World:
         if self.control is None:
             return value
         import torch
-        import torch.distributed as dist
+
+        from erniekit.parallel import comm
 
         tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
+        comm.all_reduce(tensor, self.control, "max")
         return float(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         if self.control is None:
             return [value]
-        import torch.distributed as dist
+        from erniekit.parallel import comm
 
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.control)
-        return out
+        return comm.gather_objects(value, self.control)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         if self.control is None:
             return value
-        import torch.distributed as dist
+        from erniekit.parallel import comm
 
-        box = [value]
-        dist.broadcast_object_list(box, src=source, group=self.control)
-        return box[0]
+        return comm.broadcast_object(value, source, self.control)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from erniekit.parallel import comm
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -76,7 +77,7 @@ class _Join(torch.autograd.Function):
         ctx.group, ctx.summed = group, summed
         padded = F.pad(own, (0, 0, 0, most - own.shape[0])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(group.size())]
-        dist.all_gather(parts, padded, group=group)
+        comm.all_gather(parts, padded, group)
         return torch.cat(parts).index_select(0, place_of)
 
     @staticmethod
@@ -84,5 +85,5 @@ class _Join(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         if ctx.summed:
             grad = grad.clone()
-            dist.all_reduce(grad, group=ctx.group)
+            comm.all_reduce(grad, ctx.group)
         return grad.index_select(0, rows), None, None, None, None, None

@@ -5,23 +5,22 @@ Called for the few numbers that all ranks of a job share (losses, norms, loads),
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from erniekit.parallel import comm
 
 
 def on_host(group: ProcessGroup) -> bool:
     """Whether a group carries tensors of the host alone."""
-    return str(dist.get_backend(group)) == "gloo"
+    return comm.backend_of(group) == "gloo"
 
 
-def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> None:
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None, op: str = "sum") -> None:
     """In place, with the same bits on every rank."""
     if group is None or tensor.device.type == "cpu" or not on_host(group):
-        dist.all_reduce(tensor, op=op, group=group)
+        comm.all_reduce(tensor, group, op)
         return
     host = tensor.cpu()
-    dist.all_reduce(host, op=op, group=group)
+    comm.all_reduce(host, group, op)
     tensor.copy_(host)

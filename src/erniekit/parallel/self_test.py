@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
 from erniekit.errors import DeviceError
+from erniekit.parallel import comm
 from erniekit.parallel.collectives import gather_from, scatter_sum, sum_from
 from erniekit.parallel.fsdp import shard_options
 from erniekit.parallel.islands import ACROSS
@@ -105,7 +106,7 @@ def _all(group: ProcessGroup, on: torch.device) -> list[torch.Tensor]:
 def _all_reduce(group: ProcessGroup, on: torch.device) -> str | None:
     mine, all_of_them = _numbers(group.rank(), on), torch.stack(_all(group, on))
     most = mine.clone()
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    comm.all_reduce(most, group, "max")
     return _differs(sum_from(mine, group), all_of_them.sum(0)) or _differs(most, all_of_them.amax(0))
 
 
@@ -123,7 +124,7 @@ def _scatter(group: ProcessGroup, on: torch.device) -> str | None:
 def _broadcast(group: ProcessGroup, on: torch.device) -> str | None:
     last = group.size() - 1
     box = _numbers(group.rank(), on)
-    dist.broadcast(box, dist.get_global_rank(group, last), group=group)
+    comm.broadcast(box, last, group)
     return _differs(box, _numbers(last, on))
 
 
@@ -131,11 +132,15 @@ def _neighbours(group: ProcessGroup, on: torch.device) -> str | None:
     """Down the pipeline and back up, as micro-batches and their gradients go."""
     ranks, mine = group.size(), group.rank()
     for step in (1, -1):
-        to, source, got = mine + step, mine - step, torch.empty(4, device=on)
-        calls = [dist.P2POp(dist.isend, _numbers(mine, on), _peer(group, to), group)] if 0 <= to < ranks else []
-        if 0 <= source < ranks:
-            calls.append(dist.P2POp(dist.irecv, got, _peer(group, source), group))
-        for work in dist.batch_isend_irecv(calls):
+        to, source, sent, got = mine + step, mine - step, _numbers(mine, on), torch.empty(4, device=on)
+        works: list[dist.Work] = []
+        # Even places send first, odd ones receive first: nothing hangs where starting a call means waiting.
+        for sends in (True, False) if mine % 2 == 0 else (False, True):
+            if sends and 0 <= to < ranks:
+                works.append(comm.isend(sent, to, group))
+            elif not sends and 0 <= source < ranks:
+                works.append(comm.irecv(got, source, group))
+        for work in works:
             work.wait(ANSWER)
         if 0 <= source < ranks and (problem := _differs(got, _numbers(source, on))):
             return problem
@@ -150,17 +155,13 @@ def _schedule(on: torch.device) -> str | None:
     return "torch's schedules before 2.8 hang over gloo" if old else None
 
 
-def _peer(group: ProcessGroup, rank: int) -> int:
-    return dist.get_global_rank(group, rank)
-
-
 def _all_to_all(on: torch.device) -> str | None:
     """Rank r sends r + j + 1 numbers to rank j: uneven, as tokens for experts are."""
     ranks, mine = dist.get_world_size(), dist.get_rank()
     sent, got = ([mine + j + 1 for j in range(ranks)] for _ in range(2))
     rows = torch.cat([torch.full((n,), float(10 * mine + j), device=on) for j, n in enumerate(sent)])
     out = torch.empty(sum(got), device=on)
-    dist.all_to_all_single(out, rows, got, sent)
+    comm.all_to_all(out, rows, got, sent)
     return _differs(out, torch.cat([torch.full((n,), float(10 * r + mine), device=on) for r, n in enumerate(got)]))
 
 

@@ -6,7 +6,6 @@ tensor.py puts these in the places of the local ones. T tokens, H hidden, v loca
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 from erniekit.kernels.cross_entropy import linear_cross_entropy
 from erniekit.kernels.head_gradients import Shard
 from erniekit.kernels.token_losses import linear_token_losses
+from erniekit.parallel import comm
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.sharding import Sharding
 
@@ -56,7 +56,7 @@ class VocabHead(nn.Module):
             widest = max(self.sizes)
             padded = F.pad(local, (0, widest - local.shape[-1])).contiguous()
             parts = [torch.empty_like(padded) for _ in self.sizes]
-            dist.all_gather(parts, padded, group=self.group)
+            comm.all_gather(parts, padded, self.group)
             return torch.cat([p[..., :n] for p, n in zip(parts, self.sizes)], dim=-1)
 
     def loss(
@@ -96,7 +96,7 @@ class VocabHead(nn.Module):
         """One small exchange for a chunk of rows."""
         mine = torch.stack((norms, picked))
         parts = [torch.empty_like(mine) for _ in self.sizes]
-        dist.all_gather(parts, mine, group=self.group)
+        comm.all_gather(parts, mine, self.group)
         everyone = torch.stack(parts)
         whole = everyone[:, 0].logsumexp(0)
         return whole, whole - everyone[:, 1].sum(0)

@@ -13,11 +13,13 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.collate import one_document
 from erniekit.log import say
+from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
 from erniekit.models.vision_parts import freeze
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
+from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, weights
 from erniekit.recipes.built import Built
@@ -32,8 +34,9 @@ def base_identity(cfg: RunConfig, folder: ModelFolder) -> str:
     return f"{model_identity(folder.path, weights=False)} random {cfg.train.seed}"
 
 
-def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
-    """base_digest: `base_identity` of the run, stored with its adapters."""
+def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weights.Fill | None = None) -> Built:
+    """base_digest: `base_identity` of the run, stored with its adapters. fill: values other than the run's own, for a
+    rehearsal."""
     cfg, folder, world, device = plan.config, plan.folder, plan.world, plan.device
     for line in plan.model_notes:
         say(f"note     {line}")
@@ -43,7 +46,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
         freeze(each, cfg.vision.freeze_config)
     start = None
     if plan.lora:
-        start = adapters.starting_adapter(cfg, folder, whole)
+        start = adapters.starting_adapter(cfg, folder, whole) if fill is None else None
         for each in (whole, model):
             inject(each, plan.lora, cfg.train.seed)
     sharding = sharding_of(whole, folder.spec.plan, world.layout)
@@ -56,17 +59,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "") -> Built:
             widths = f"{cfg.lora.frozen_base} does not take their widths"
             say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
     fp8_training.install(cfg, model, sharding)
-    rank, seed = world.rank, cfg.train.seed
-    if cfg.model.continue_training:
-        base = weights.from_folder(folder, sharding, rank)
-    else:
-        base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
-    low_rank = None
-    if plan.lora:
-        low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
-    fill = weights.base_and_adapters(base, low_rank)
-    if dtypes:
-        fill = weights.rounded(fill, dtypes)
+    fill = fill or _values(plan, whole, sharding, start, dtypes)
     names = (*stage.metric_names(cfg), *expert_settings.metric_names(cfg, folder.config))
     step_metrics = StepMetrics(names, device.handle) if names else None
     engine = parallelise(
@@ -103,6 +96,23 @@ def keep_frozen_as_computed(model: nn.Module, dtypes: dict[str, torch.dtype]) ->
     for name, param in model.named_parameters():
         if not param.requires_grad:
             param.data = param.data.to(dtypes[plain(name)])
+
+
+def _values(
+    plan: RunPlan, whole: nn.Module, sharding: Sharding, start: Adapter | None, dtypes: dict[str, torch.dtype]
+) -> weights.Fill:
+    """What the run starts from: files or nothing, adapters, and rounded as an unsharded run would have them."""
+    cfg, folder, rank = plan.config, plan.folder, plan.world.rank
+    seed = cfg.train.seed
+    if cfg.model.continue_training:
+        base = weights.from_folder(folder, sharding, rank)
+    else:
+        base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
+    low_rank = None
+    if plan.lora:
+        low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+    fill = weights.base_and_adapters(base, low_rank)
+    return weights.rounded(fill, dtypes) if dtypes else fill
 
 
 def _unsharded_dtypes(plan: RunPlan) -> dict[str, torch.dtype]:

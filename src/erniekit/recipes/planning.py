@@ -41,21 +41,26 @@ class ModelShape:
     source: str
 
 
-def shape_of(cfg: RunConfig) -> ModelShape:
-    """From the folder the recipe names where it is here, else by the released model's name. Nothing is downloaded."""
+def raw_shape(cfg: RunConfig) -> tuple[dict[str, Any], Path | None]:
+    """config.json of the folder the recipe names where it is here, and that folder; else of the released model of that
+    name. Nothing is downloaded."""
     name = str(cfg.model.model_name_or_path)
     folder = Path(name).expanduser()
-    source = str(folder / "config.json")
     if (folder / "config.json").is_file():
-        raw = read_json(folder / "config.json")
-    elif (known := released(name)) is not None:
-        raw, source = known, "the released shape"
-    else:
+        return read_json(folder / "config.json"), folder
+    known = released(name)
+    if known is None:
         raise PlanError(
             f"the shape of {name} is not known",
             where=cfg.origin("model_name_or_path"),
             fix=f"a folder with config.json, or one of: {', '.join(RELEASED)}",
         )
+    return known, None
+
+
+def shape_of(cfg: RunConfig) -> ModelShape:
+    raw, folder = raw_shape(cfg)
+    source = "the released shape" if folder is None else str(folder / "config.json")
     raw = {**raw, **(cfg.model.model_config or {})}
     spec = find(raw, source)
     config = spec.read_config(raw, "hf", False, source)

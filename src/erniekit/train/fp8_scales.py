@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from erniekit.checkpoint import fp8_file
 from erniekit.checkpoint.fp8_file import LayerScale, SavedScales
 from erniekit.models.layers.rounding import StaticRounding
+from erniekit.parallel import comm
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
@@ -128,7 +128,7 @@ class StaticScales(Hook):
             found = found + [self._largest(name).to(self._mean.device) for name in self.layers]
         both = torch.cat(found) if found else self._mean.new_zeros(0)
         if self.group is not None:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+            comm.all_reduce(both, self.group, "max")
         for layer in self.layers.values():
             layer.rounding.most.zero_()
         return both[:count], both[count:]

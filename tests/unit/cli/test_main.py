@@ -42,14 +42,6 @@ def test_an_unknown_command_names_the_nearest_and_exits_2(capsys):
     assert "erniekit train" in err
 
 
-@pytest.mark.parametrize("word", ["rehearse"])
-def test_later_commands_are_refused_by_name(word, capsys):
-    assert cli.main([word, "recipe.yaml"]) == 2
-    err = capsys.readouterr().err
-    assert "not in this version" in err
-    assert f"erniekit {word}" in err
-
-
 def test_version_prints_the_banner(capsys):
     assert cli.main(["version"]) == 0
     out = capsys.readouterr().out

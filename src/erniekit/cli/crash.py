@@ -1,0 +1,40 @@
+"""What a person reads when a command fails through a fault of ours. Called by main.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+
+def report_crash(args: list[str], error: Exception) -> int:
+    """One line for the person, the traceback in a file for support."""
+    import tempfile
+    import traceback
+    from pathlib import Path
+
+    from erniekit.version import __version__
+
+    trace = "".join(traceback.format_exception(error))
+    if os.environ.get("ERNIEKIT_DEBUG") == "1":
+        print(trace, file=sys.stderr)
+    name = f"erniekit-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    path = Path(tempfile.gettempdir()) / name
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    try:
+        path.write_text(f"erniekit {__version__}\nerniekit {_words(args)}\n\n{trace}", encoding="utf-8")
+        print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
+    except OSError:
+        print(f"error: {what}\n{trace}", file=sys.stderr)
+    return 1
+
+
+def _words(args: list[str]) -> str:
+    """The command line without the value of a key that is secret."""
+    out, hide = [], False
+    for word in args:
+        name, equals, _ = word.partition("=")
+        secret = "api_key" in name.replace("-", "_")
+        out.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals
+    return " ".join(out)

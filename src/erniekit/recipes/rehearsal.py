@@ -1,0 +1,177 @@
+"""A recipe's step as one rank of its full layout: built and run for shapes alone, or for real on the device at hand.
+
+Called by rehearse_command.py. The other ranks do not exist: rehearse/recorded_group.py answers for them. Packs are full
+rows of tokens without meaning; weights are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.config import RunConfig, for_world
+from erniekit.data.collate import collate
+from erniekit.data.preference import PairSample
+from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.types import IGNORE, Batch, Pack, Sample
+from erniekit.devices import pick
+from erniekit.devices.base import Device
+from erniekit.errors import PlanError
+from erniekit.parallel.apply import sharding_of
+from erniekit.parallel.mesh import Layout, World
+from erniekit.recipes import expert_layers, planning, stage_of
+from erniekit.recipes.build import build
+from erniekit.recipes.built import Built
+from erniekit.recipes.model_config import changes_of
+from erniekit.recipes.optimiser import make_optimizer
+from erniekit.recipes.run_plan import RunPlan, decide
+from erniekit.recipes.schedule import make_schedule
+from erniekit.rehearse.calls import Trace
+from erniekit.rehearse.recorded_group import opened
+from erniekit.train.step import TrainStep
+
+STAGES = ("SFT", "PT", "DPO")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What every process that rehearses a rank needs to know."""
+
+    config: RunConfig
+    folder: Path  # with the model's config.json
+    layout: Layout
+    micro_batches: int
+
+
+def prepare(cfg: RunConfig, layout: Layout, folder: Path, micro_batches: int = 0) -> Rehearsal:
+    """folder: an empty one; a released model's shape is written there where the recipe's own folder is not here.
+    micro_batches 0: as many as show the schedule from its warm-up to its end."""
+    if cfg.train.stage not in STAGES:
+        raise PlanError(
+            f"stage {cfg.train.stage} cannot be rehearsed at full size yet",
+            where=cfg.origin("stage"),
+            fix=f"erniekit train with max_steps=3; rehearsed are {', '.join(STAGES)}",
+        )
+    cfg = for_world(cfg, layout.data_ranks)
+    raw, own = planning.raw_shape(cfg)
+    if own is None:
+        (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    count = max(1, cfg.train.gradient_accumulation_steps)
+    return Rehearsal(cfg, own or folder, layout, micro_batches or fewest(count, layout))
+
+
+def fewest(count: int, layout: Layout) -> int:
+    """Of `count` micro-batches as many as show a schedule's warm-up, its steady state and its end."""
+    if layout.virtual_stages > 1:
+        return min(count, layout.pp)  # they come in such groups
+    return min(count, layout.pp + 1 if count >= layout.pp else 2)
+
+
+def folder_of(rehearsal: Rehearsal) -> ModelFolder:
+    path = rehearsal.folder
+    return ModelFolder(path, weights=False, changes=changes_of(rehearsal.config, path))
+
+
+def plan_for(rehearsal: Rehearsal, rank: int, device: Device) -> RunPlan:
+    world = World(rehearsal.layout, rank, device.type)
+    return decide(rehearsal.config, device, world, folder_of(rehearsal))
+
+
+def no_card() -> Device:
+    """Stands for a card of the cluster: how much memory this machine has says nothing about it."""
+    return replace(pick("cpu"), total_memory=0)
+
+
+def shapes_of(rehearsal: Rehearsal) -> Callable[[int], Any]:
+    """rank -> the shapes of the tensors it holds: what tells kinds of ranks apart."""
+    plan = plan_for(rehearsal, 0, no_card())
+    whole = planning.built(plan.config, plan.folder.config, plan.folder.spec, plan.lora)
+    sharding = sharding_of(whole, plan.folder.spec.plan, plan.world.layout)
+    names = sharding.names()
+
+    def shapes(rank: int) -> Any:
+        return tuple(sharding.local_shape(name, rank) for name in names if sharding.holds(name, rank))
+
+    return shapes
+
+
+def recorded(rehearsal: Rehearsal, rank: int) -> Trace:
+    """All calls of a rank from its first group to the end of one step, at full size, without memory."""
+    from erniekit.rehearse.shapes import shapes_only
+
+    with opened(rank, rehearsal.layout.size) as trace, shapes_only():
+        one_step(*built_for(rehearsal, rank, no_card()), rehearsal.micro_batches)
+    return trace
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: float  # of a step, without what ranks wait for each other
+    peak: int  # bytes; 0 where the device does not count
+    trace: Trace
+    plan: RunPlan
+
+
+def measured(rehearsal: Rehearsal, rank: int, device: Device, steps: int = 3) -> Measured:
+    """The rank's own slice of model and step, for real, nothing sent. The first step is not counted: it compiles."""
+    with opened(rank, rehearsal.layout.size) as trace:
+        device.reset_peak()
+        built, step = built_for(rehearsal, rank, device)
+        taken = []
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            one_step(built, step, rehearsal.micro_batches)
+            device.synchronise()
+            taken.append(time.perf_counter() - began)
+        peak = device.peak_allocated() if device.counts_memory else 0
+        return Measured(sorted(taken[1:])[len(taken[1:]) // 2], peak, trace, built.plan)
+
+
+def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> tuple[Built, TrainStep]:
+    plan = plan_for(rehearsal, rank, device)
+    cfg = plan.config
+    built = build(plan, stage_of(cfg), fill=without_values)
+    optimizer = make_optimizer(cfg, built)
+    means = cfg.compat.mean_of_micro_batch_means
+    return built, TrainStep(built.engine, optimizer, make_schedule(cfg, 10), cfg.optim.max_grad_norm, means)
+
+
+def without_values(name: str, piece: torch.Tensor) -> None:
+    """Weights that need none: small ones, so that a real step stays finite."""
+    piece.fill_(1.0) if "norm" in name else piece.normal_(0, 0.02)
+
+
+def one_step(built: Built, step: TrainStep, micro_batches: int) -> None:
+    launched = step.launch([batch_for(built.plan) for _ in range(micro_batches)], 1)
+    balance = expert_layers.balance_hook(built.plan.config, built)
+    if balance is not None:
+        balance.launched(None, launched)  # type: ignore[arg-type]
+    launched.result()
+
+
+def batch_for(plan: RunPlan) -> Batch:
+    """Full rows, every token trained."""
+    cfg, multiple = plan.config, plan.world.layout.length_multiple
+    length = -(-cfg.data.max_seq_len // multiple) * multiple
+    ids = np.arange(length, dtype=np.int32) % (plan.folder.config.vocab_size - 1) + 1
+    rows = range(cfg.train.per_device_train_batch_size)
+    if cfg.train.stage == "DPO":
+        shared, half = length // 2, length // 2 + (length - length // 2) // 2
+        sample = PairSample(ids, _trained(ids, shared), shared, half, half, reference=(-1.0, -1.0))
+        return collate_pairs([Pack((sample,), row) for row in rows], pad_to=length)
+    packs = [Pack((Sample(ids, ids),), row) for row in rows]
+    return collate(packs, pad_to=length, ahead=plan.mtp_tokens)
+
+
+def _trained(ids: np.ndarray, start: int) -> np.ndarray:
+    labels = ids.copy()
+    labels[:start] = IGNORE
+    return labels

@@ -1,0 +1,160 @@
+"""`erniekit rehearse RECIPE`: every rank of a run at full size before there is a cluster; with --rank one of them for
+real, with --shrunken the whole run small. In the command table."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from erniekit.config import RunConfig, load
+from erniekit.errors import ConfigError, PlanError
+from erniekit.log import say
+
+if TYPE_CHECKING:
+    from erniekit.parallel.mesh import Layout
+    from erniekit.recipes.rehearsal import Rehearsal
+
+NUMBERS = ("--ranks", "--micro-batches", "--rank", "--shrunken")
+FLAGS = ("--every-rank", "--json")
+
+
+def rehearse_command(args: list[str]) -> int:
+    began = time.perf_counter()
+    words, numbers, flags = _options(args)
+    cfg = load(words, "train")
+    if "--shrunken" in numbers:
+        from erniekit.recipes.shrunken import train_shrunken
+
+        return train_shrunken(cfg, words, numbers["--shrunken"])
+    layout = layout_on(cfg, numbers.get("--ranks"))
+    quiet = "--json" in flags
+    if not quiet:
+        what = ", ".join(cfg.files) or cfg.model.model_name_or_path
+        say(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
+    with tempfile.TemporaryDirectory(prefix="erniekit-rehearse-") as folder:
+        from erniekit.recipes import rehearsal
+
+        job = rehearsal.prepare(cfg, layout, Path(folder), numbers.get("--micro-batches", 0))
+        if "--rank" in numbers:
+            told = _one_rank(job, numbers["--rank"], quiet)
+        else:
+            told = _all_ranks(job, "--every-rank" in flags, quiet)
+    told["seconds"] = time.perf_counter() - began
+    if quiet:
+        print(json.dumps(told, indent=1))
+    return 1 if told.get("findings") else 0
+
+
+def layout_on(cfg: RunConfig, ranks: int | None) -> Layout:
+    from erniekit.parallel.mesh import AXES, fit
+    from erniekit.parallel.world import layout_of
+
+    if ranks is None:
+        if cfg.parallel.sharding_parallel_degree < 1:
+            raise PlanError(
+                "the recipe shards over all ranks there are: how many?",
+                where=cfg.origin("sharding_parallel_degree"),
+                fix="--ranks 8",
+            )
+        own = layout_of(cfg.parallel, 1, cfg.moe.moe_group)
+        ranks = math.prod(getattr(own, axis) for axis in AXES)
+    return fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
+
+
+def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
+    from erniekit.recipes.rehearsal import shapes_of
+    from erniekit.recipes.rehearsed_ranks import record_all
+    from erniekit.rehearse.blocking import deadlock
+    from erniekit.rehearse.calls import P2P
+    from erniekit.rehearse.compare import compare
+    from erniekit.rehearse.ranks import everyone, kinds
+
+    layout = job.layout
+    alike = [[rank] for rank in range(layout.size)] if every else kinds(layout, shapes_of(job))
+    if not quiet:
+        of = max(1, job.config.train.gradient_accumulation_steps)
+        say(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
+    recorded, findings = record_all(job, [group[0] for group in alike], quiet)
+    calls = messages = groups = 0
+    if not findings:
+        traces = everyone(layout, recorded, alike)
+        findings = compare(traces)
+        stuck = deadlock(traces)
+        findings += [stuck] if stuck is not None else []
+        made = [call for trace in traces.values() for call in trace.calls]
+        messages = sum(call.op in P2P for call in made)
+        calls, groups = len(made) - messages, len({call.group for call in made})
+    if not quiet:
+        say(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
+        for finding in findings:
+            for k, line in enumerate(finding.text()):
+                say(f"{'fault' if k == 0 else '':<9}{line}")
+        if not findings:
+            say("result   all ranks' calls match, and none waits for ever")
+    return {
+        "ranks": layout.size,
+        "layout": layout.describe(),
+        "kinds": len(alike),
+        "micro_batches": job.micro_batches,
+        "collectives": calls,
+        "messages": messages,
+        "findings": [{"ranks": list(f.ranks), "what": f.what, "calls": list(f.lines)} for f in findings],
+    }
+
+
+def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
+    from erniekit.devices import pick
+    from erniekit.devices.base import GIB
+    from erniekit.recipes.plan_check import card_of, predicted
+    from erniekit.recipes.rehearsal import measured
+
+    if rank >= job.layout.size:
+        raise ConfigError(
+            f"--rank {rank}: there are {job.layout.size} ranks", where="erniekit rehearse", fix="ranks count from 0"
+        )
+    device = pick(job.config.train.device, job.config.train.no_cuda)
+    found = measured(job, rank, device)
+    plan = predicted(found.plan)
+    stage = plan.stages[job.layout.coords(rank)["pp"]] if plan.stages else None
+    planned = stage.allocated if stage is not None else 0.0
+    seconds = plan.seconds * (1 - plan.bubble) * job.micro_batches / max(1, plan.micro_batches)
+    known = card_of(device) is not None
+    if not quiet:
+        peak = f"{found.peak / GIB:.1f} GiB at the most" if found.peak else f"{device.name} does not count its memory"
+        say(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
+        rates = f"{seconds:.2f} s planned" if known else "no plan: rates of this device are not known"
+        say(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
+    return {
+        "rank": rank,
+        "device": device.name,
+        "micro_batches": job.micro_batches,
+        "peak_bytes": found.peak,
+        "planned_bytes": planned,
+        "seconds_a_step": found.seconds,
+        "planned_seconds": seconds if known else None,
+        "calls": len(found.trace.calls),
+    }
+
+
+def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
+    """(words for the config, our numbers, our flags)."""
+    words: list[str] = []
+    numbers: dict[str, int] = {}
+    flags, rest = set(), iter(args)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name in FLAGS:
+            flags.add(name)
+        elif name in NUMBERS:
+            text = value if equals else next(rest, "")
+            if not text.isdigit() or (name != "--rank" and not int(text)):
+                raise ConfigError(f"{name} {text or 'without a number'}", where="erniekit rehearse", fix=f"{name} 8")
+            numbers[name] = int(text)
+        else:
+            words.append(word)
+    return words, numbers, flags

@@ -1,0 +1,172 @@
+"""A recipe made small: its structure and its kind of layout as they are, its model and its numbers tiny, so that real
+processes on a CPU train it in a minute. For `erniekit rehearse --shrunken`, and for the test that trains every shipped
+recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from erniekit.checkpoint.model_writer import write_model
+from erniekit.config import RunConfig, not_yet_supported
+from erniekit.data.index_command import index_command
+from erniekit.demo.tiny import TRAIN, VOCAB, demo_text, make_tokenizer
+from erniekit.errors import ConfigError, PlanError
+from erniekit.log import say
+from erniekit.models import MODELS
+from erniekit.models.init import init_weights
+from erniekit.recipes.planning import raw_shape
+
+STEPS, LENGTH, LAYERS = 2, 256, 6
+DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree")
+SMALL = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=1024,
+)  # fmt: skip
+SMALL_EXPERTS = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32)
+
+
+def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
+    """The degrees halved in turn, the largest first, until they fit; what was spread stays spread."""
+    out = dict(degrees)
+    while math.prod(out.values()) > most:
+        largest = max(out, key=lambda name: out[name])
+        if out[largest] <= 2:
+            raise PlanError(
+                f"a layout spread over {sum(n > 1 for n in out.values())} axes needs {math.prod(out.values())} ranks",
+                where=f"--shrunken {most}",
+                fix=f"--shrunken {math.prod(out.values())}",
+            )
+        out[largest] = max(2, out[largest] // 2)
+    return out
+
+
+def small_run(cfg: RunConfig, most: int, output: Path, cache: Path) -> tuple[int, dict[str, Any]]:
+    """How many ranks, and the keys that make a run of the recipe small, whatever its model and its data."""
+    kind = cfg.precision.compute_type
+    degrees = smaller({name: 2 if cfg[name] < 1 else cfg[name] for name in DEGREES}, most)
+    pp, _, sd = DEGREES
+    keys: dict[str, Any] = {
+        **degrees,
+        "gradient_accumulation_steps": max(2, degrees[pp]),
+        "max_steps": STEPS,
+        "warmup_steps": 1,
+        "max_evaluate_steps": 2,
+        "per_device_eval_batch_size": 1,
+        # Packed bases are fp32 on a CPU by themselves.
+        "compute_type": kind if cfg.lora.packed_base or kind == "fp8" else "fp32",
+        "device": "cpu",
+        "report_to": "none",
+        "output_dir": output,
+        "cache_dir": cache,
+        "dataset_num_proc": 1,
+        "dataloader_num_workers": 1,
+        "prefetch_factor": 1,
+        "no_recompute_layers": "[0]" if cfg.memory.no_recompute_layers else "[]",
+    }
+    if cfg.parallel.expert_parallel_degree > 1:
+        keys["expert_parallel_degree"] = degrees[sd]
+    if cfg.parallel.pp_seg_method:  # as there: the last stage, which has the head, is not the largest
+        keys["pp_seg_method"] = {2: "[0,4,9]", 3: "[0,3,6,9]", 4: "[0,3,5,7,9]"}[degrees[pp]]
+    return math.prod(degrees.values()), keys
+
+
+def small_pre_training(cfg: RunConfig, keys: Mapping[str, Any], tokenizer: Path, corpus: Path) -> dict[str, Any]:
+    """More keys of a run that starts from a config.json and nothing else: its model is made small by its own means."""
+    small = {f"model_config.{name}": value for name, value in SMALL.items()}
+    if "llama" not in str(cfg.model.model_name_or_path):
+        small |= {f"model_config.{name}": value for name, value in SMALL_EXPERTS.items()}
+    weights = (cfg.data.input_dir or "").split()[::2] if " " in (cfg.data.input_dir or "") else []
+    packs = keys["sharding_parallel_degree"] * keys["gradient_accumulation_steps"] * cfg.train.batch_size
+    return {
+        **small,
+        "tokenizer_name": tokenizer,
+        "input_dir": " ".join(f"{weight} {corpus}" for weight in weights) or str(corpus),
+        "max_seq_length": 64,
+        "global_batch_size": packs,
+    }
+
+
+def small_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with small sizes. What tells models apart stays: shared experts, dense first layers, a tied head,
+    heads that are wider than the hidden size would make them."""
+    out = {**raw, **SMALL}
+    wide = raw.get("head_dim") and raw["head_dim"] * raw["num_attention_heads"] != raw["hidden_size"]
+    if raw.get("head_dim"):
+        out["head_dim"] = SMALL["hidden_size"] // SMALL["num_attention_heads"] * (2 if wide else 1)
+    if raw.get("moe_num_experts"):
+        out |= SMALL_EXPERTS
+        out["moe_layer_end_index"] = LAYERS - 1
+        out["moe_layer_start_index"] = min(raw.get("moe_layer_start_index", 0), LAYERS - 2)
+    return out
+
+
+def write_small_model(raw: Mapping[str, Any], folder: Path) -> None:
+    """Random weights of a model of that shape in Paddle's layout, as the recipes' models are, and a tokenizer."""
+    spec = MODELS.get(raw["model_type"])
+    config = spec.read_config(dict(raw), "hf", not raw["tie_word_embeddings"], str(folder))
+    model = spec.build(config)
+    init_weights(model, 0, 0.1)
+    folder.mkdir()
+    write_model(folder, config, model.state_dict().__getitem__, layout="paddle")
+    make_tokenizer(folder)
+
+
+def write_small_corpus(tokenizer: Path, prefix: Path) -> None:
+    text = prefix.with_suffix(".jsonl")
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in demo_text()), encoding="utf-8")
+    index_command([str(text), "--model_name_or_path", str(tokenizer), "--output", str(prefix), "--num_proc", "1"])
+
+
+def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
+    """Trains the recipe of `words` small, by the command itself; its exit code: 2 where it was refused, else 0 or 1."""
+    stops = [item for item in not_yet_supported(cfg) if item.stops]
+    if stops or cfg.train.stage not in ("SFT", "PT", "DPO"):
+        raise PlanError(
+            f"stage {cfg.train.stage} is not rehearsed" if not stops else f"this version does not train it: {stops[0]}",
+            where=", ".join(cfg.files) or "command line",
+            fix="erniekit config shows what each key is",
+        )
+    with tempfile.TemporaryDirectory(prefix="erniekit-shrunken-") as place:
+        folder = Path(place)
+        ranks, keys = small_run(cfg, most, folder / "out", folder / "cache")
+        raw, own = raw_shape(cfg)
+        model = {"num_nextn_predict_layers": cfg.model.num_nextn_predict_layers or 0}
+        write_small_model({**small_shape({**raw, **(cfg.model.model_config or {})}), **model}, folder / "model")
+        if cfg.train.stage == "PT":
+            write_small_corpus(folder / "model", folder / "corpus")
+            keys |= small_pre_training(cfg, keys, folder / "model", folder / "corpus")
+        else:
+            keys |= {"max_seq_len": 4 * LENGTH, **_data(cfg)}
+        if cfg.train.stage != "PT" or own is None:
+            keys["model_name_or_path"] = folder / "model"
+        typed = [*words, *(f"{name}={value}" for name, value in keys.items())]
+        typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
+        say(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
+        env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        code = subprocess.run([sys.executable, "-m", "erniekit", "train", *typed], env=env, check=False).returncode
+    say("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")
+    return code if code in (0, 2) else 1
+
+
+def _data(cfg: RunConfig) -> dict[str, str]:
+    """The recipe's own files, or where they are not here those of the demo."""
+    keys: dict[str, str] = {}
+    for key in ("train_dataset_path", "eval_dataset_path"):
+        files = cfg[key] or ()
+        if all(Path(file).expanduser().exists() for file in files):
+            continue
+        if cfg.train.stage == "DPO":
+            missing = next(file for file in files if not Path(file).expanduser().exists())
+            raise ConfigError(f"no file {missing}", where=cfg.origin(key), fix=f"{key}=FILE with preference pairs")
+        keys[key] = ",".join([str(TRAIN)] * len(files))
+        kind = key.replace("path", "type")
+        keys[kind] = ",".join(["erniekit"] * len(files))
+    return keys

@@ -1,0 +1,32 @@
+"""`erniekit rehearse RECIPE --shrunken N`: real processes train the recipe small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from erniekit.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {
+    "sft": "configs/ERNIE-4.5-0.3B/sft/run_sft_lora_8k.yaml",
+    "dpo": "configs/ERNIE-4.5-0.3B/dpo/run_dpo_lora_8k.yaml",
+    "pre-training": "pre-training/yamls/ERNIE-4p5-21B-A3B/pretrain_8_gpus.yaml",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_made_small_and_trains(name, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["rehearse", str(ROOT / "examples" / RECIPES[name]), "--shrunken", "2"]) == 0
+    out = capfd.readouterr().out
+    assert "global_step: 2" in out
+    assert "result   it trains" in out
+
+
+def test_a_layout_that_two_ranks_cannot_show_is_refused(capfd):
+    recipe = ROOT / "examples/configs/ERNIE-4.5-300B-A47B/sft/run_sft_8k.yaml"
+    assert main(["rehearse", str(recipe), "--shrunken", "2"]) == 2
+    assert "fix:   --shrunken 4" in capfd.readouterr().err

@@ -1,0 +1,114 @@
+"""`erniekit rehearse` as it is typed: what it says and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from erniekit.cli.main import main
+from erniekit.errors import PlanError
+from erniekit.parallel import comm, gradients
+from erniekit.parallel.mesh import Layout
+from erniekit.recipes.rehearsal import fewest
+from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS, small_shape, smaller
+
+SHAPE = dict(
+    SMALL, model_type="ernie4_5_moe", num_hidden_layers=2, vocab_size=256, rms_norm_eps=1e-5, rope_theta=1e4,
+    moe_layer_start_index=1, moe_num_shared_experts=1, tie_word_embeddings=True, **SMALL_EXPERTS,
+)  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A recipe of two tensor-parallel ranks; its model is a config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    keys = dict(
+        model_name_or_path=tmp_path, train_dataset_path="none.jsonl", tensor_parallel_degree=2, max_seq_len=32,
+        gradient_accumulation_steps=4, compute_type="fp32", device="cpu", moe_group="mp",
+    )  # fmt: skip
+    return ["rehearse", *(f"{key}={value}" for key, value in keys.items())]
+
+
+def test_a_recipe_whose_ranks_match_is_fine(words, capsys):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "on 2 ranks: tp 2" in out
+    assert "kinds    2 among 2 ranks; 2 of 4 micro-batches" in out
+    assert "all ranks' calls match, and none waits for ever" in out
+
+
+def test_a_rank_that_skips_a_call_is_exit_code_1_and_named(words, capsys, monkeypatch):
+    real = comm.all_reduce
+
+    def skipping(x, group=None, op="sum"):
+        if not (comm.rank_in() == 1 and x.dtype.itemsize == 8 and x.is_floating_point()):
+            real(x, group, op)
+
+    monkeypatch.setattr(gradients.comm, "all_reduce", skipping)
+    assert main([*words, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["findings"][0]["ranks"] == [1]
+    assert any("rank 0: all_reduce float64 [] (sum) at" in line for line in told["findings"][0]["calls"])
+
+
+def test_a_rank_that_stops_with_an_error_is_a_finding(words, capsys, monkeypatch):
+    def broken(x, group=None, op="sum"):
+        raise RuntimeError("no such tensor")
+
+    monkeypatch.setattr(gradients.comm, "all_reduce", broken)
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "rank 0 stops: RuntimeError: no such tensor" in out
+    assert "at parallel/" in out
+
+
+def test_one_rank_is_run_for_real_with_the_plan_beside_it(words, capsys):
+    assert main([*words, "--rank", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rank"] == 1
+    assert told["seconds_a_step"] > 0
+    assert told["planned_bytes"] > 0
+    assert told["planned_seconds"] is None, "nobody knows this CPU's rates"
+    assert told["calls"] > 10
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--rank", "2"], "--rank 2: there are 2 ranks"),
+        (["--ranks", "many"], "--ranks many"),
+        (["--ranks", "3"], "needs a multiple of 2 ranks; there are 3"),
+        (["sharding_parallel_degree=-1", "sharding=stage1"], "how many?"),
+        (["model_name_or_path=nowhere"], "the shape of nowhere is not known"),
+        (["stage=VL-SFT"], "cannot be rehearsed at full size yet"),
+    ],
+)
+def test_bad_input_is_three_lines_and_exit_code_2(words, capsys, more, says):
+    assert main([*words, *more]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "fix:" in err
+
+
+def test_micro_batches_are_as_few_as_show_the_schedule():
+    assert fewest(64, Layout()) == 2
+    assert fewest(64, Layout(pp=8)) == 9
+    assert fewest(4, Layout(pp=8)) == 2  # fewer than stages: all forward, then all backward
+    assert fewest(64, Layout(pp=8, virtual_stages=2)) == 8
+    assert fewest(1, Layout(tp=2)) == 1
+
+
+def test_degrees_shrink_but_what_was_spread_stays_spread():
+    assert smaller({"pp": 12, "tp": 8, "sd": 1}, 8) == {"pp": 3, "tp": 2, "sd": 1}
+    with pytest.raises(PlanError, match="needs 8 ranks"):
+        smaller({"pp": 4, "tp": 4, "sd": 4}, 4)
+
+
+def test_a_small_shape_keeps_what_tells_models_apart():
+    raw = dict(SHAPE, hidden_size=1024, num_attention_heads=16, head_dim=128, moe_layer_start_index=3)
+    small = small_shape(raw)
+    assert small["head_dim"] * small["num_attention_heads"] == 2 * small["hidden_size"]
+    assert (small["moe_layer_start_index"], small["moe_num_shared_experts"]) == (3, 1)
+    assert small["tie_word_embeddings"]
