@@ -21,7 +21,7 @@ from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_
 from erniekit.parallel.mesh import Layout, World
 from erniekit.rehearse.blocking import deadlock
 from erniekit.rehearse.calls import Trace
-from erniekit.rehearse.compare import Finding, compare
+from erniekit.rehearse.compare import Mismatch, compare
 from erniekit.rehearse.recorded_group import opened
 from erniekit.rehearse.shapes import shapes_only
 from erniekit.train.step import TrainStep
@@ -77,7 +77,7 @@ def recorded(size: int, run: Callable[[int], None], shapes: bool = False) -> dic
     return traces
 
 
-def faults(traces: dict[int, Trace]) -> list[Finding]:
+def faults(traces: dict[int, Trace]) -> list[Mismatch]:
     stuck = deadlock(traces)
     return compare(traces) + ([stuck] if stuck is not None else [])
 

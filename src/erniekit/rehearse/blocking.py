@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from erniekit.rehearse.calls import P2P, Call, Trace
-from erniekit.rehearse.compare import Finding
+from erniekit.rehearse.compare import Mismatch
 
 SHOWN = 8  # waiting ranks that are told one by one
 
@@ -62,7 +62,7 @@ def _partners(rank: int, call: Call) -> list[tuple[int, object]]:
     return [(member, (call.group, member)) for member in call.group.members if member != rank]
 
 
-def deadlock(traces: Mapping[int, Trace]) -> Finding | None:
+def deadlock(traces: Mapping[int, Trace]) -> Mismatch | None:
     """Where the ranks come to stand, if they do not all reach their end."""
     world = _World(traces)
     while any([world.advance(rank) for rank in traces]):
@@ -79,7 +79,7 @@ def deadlock(traces: Mapping[int, Trace]) -> Finding | None:
         ended = " (which has ended)" if gone == others else ""
         lines.append(f"rank {rank} waits for rank {(gone or others)[0]}{ended}: {call.told()}")
     what = "ranks wait for each other in a circle" if circle else "a rank waits for a call that never comes"
-    return Finding(tuple(circle or stuck), f"deadlock: {what}", tuple(lines))
+    return Mismatch(tuple(circle or stuck), f"deadlock: {what}", tuple(lines))
 
 
 def _circle(waits: dict[int, list[int]]) -> list[int]:

@@ -14,7 +14,7 @@ from erniekit.rehearse.calls import P2P, Call, RankGroup, Trace, span
 
 
 @dataclass(frozen=True)
-class Finding:
+class Mismatch:
     ranks: tuple[int, ...]  # whose calls are not as they should be
     what: str
     lines: tuple[str, ...] = ()  # the calls in question
@@ -23,12 +23,12 @@ class Finding:
         return [self.what, *(f"  {line}" for line in self.lines)]
 
 
-def compare(traces: Mapping[int, Trace]) -> list[Finding]:
+def compare(traces: Mapping[int, Trace]) -> list[Mismatch]:
     """traces: of every rank that is a member of any group."""
     return [*_collectives(traces), *_messages(traces)]
 
 
-def _collectives(traces: Mapping[int, Trace]) -> Iterable[Finding]:
+def _collectives(traces: Mapping[int, Trace]) -> Iterable[Mismatch]:
     made: dict[RankGroup, dict[int, list[Call]]] = defaultdict(dict)
     for rank, trace in traces.items():
         for call in trace.calls:
@@ -41,7 +41,7 @@ def _collectives(traces: Mapping[int, Trace]) -> Iterable[Finding]:
             yield finding
 
 
-def _first_difference(group: RankGroup, lists: dict[int, list[Call]]) -> Finding | None:
+def _first_difference(group: RankGroup, lists: dict[int, list[Call]]) -> Mismatch | None:
     longest = max(map(len, lists.values()))
     for k in range(longest):
         here = {rank: calls[k] if k < len(calls) else None for rank, calls in lists.items()}
@@ -61,7 +61,7 @@ def _kind(call: Call | None) -> tuple[object, ...]:
     return call.op, call.shape[1:] if call.sent or call.got else call.shape, call.dtype, call.detail
 
 
-def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict[int, tuple[object, ...]]) -> Finding:
+def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict[int, tuple[object, ...]]) -> Mismatch:
     """Those who are fewer are named; of two alike the one that has no call, else the later."""
     counts = Counter(kinds.values())
     usual = max(counts, key=lambda kind: (counts[kind], bool(kind), -min(r for r in kinds if kinds[r] == kind)))
@@ -74,17 +74,17 @@ def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict
             call = here[rank]
             words = call.told() if call is not None else "makes no further call in this group"
             lines.append(f"{_named(alike)}: {words}")
-    return Finding(odd, f"{_named(odd)} differs in call {k + 1} of group {group.describe()}", tuple(lines))
+    return Mismatch(odd, f"{_named(odd)} differs in call {k + 1} of group {group.describe()}", tuple(lines))
 
 
-def _rows_travel(group: RankGroup, k: int, here: dict[int, Call]) -> Finding | None:
+def _rows_travel(group: RankGroup, k: int, here: dict[int, Call]) -> Mismatch | None:
     """all_to_all: what one sends another must have room for."""
     for rank, call in here.items():
         for place, rows in enumerate(call.sent):
             other = group.members[place]
             room = here[other].got[group.members.index(rank)]
             if rows != room:
-                return Finding(
+                return Mismatch(
                     (rank, other),
                     f"rank {rank} sends {rows} rows to rank {other}, which has room for {room}, in call {k + 1} of "
                     f"group {group.describe()}",
@@ -93,7 +93,7 @@ def _rows_travel(group: RankGroup, k: int, here: dict[int, Call]) -> Finding | N
     return None
 
 
-def _messages(traces: Mapping[int, Trace]) -> Iterable[Finding]:
+def _messages(traces: Mapping[int, Trace]) -> Iterable[Mismatch]:
     """Each pair's messages in order, one way; those of a group and a tag are apart from others."""
     sent: dict[tuple[RankGroup, int, int, int], list[Call]] = defaultdict(list)
     received: dict[tuple[RankGroup, int, int, int], list[Call]] = defaultdict(list)
@@ -108,7 +108,7 @@ def _messages(traces: Mapping[int, Trace]) -> Iterable[Finding]:
         gives, takes = sent[key], received[key]
         for k, (give, take) in enumerate(zip(gives, takes)):
             if (give.shape, give.dtype) != (take.shape, take.dtype):
-                yield Finding(
+                yield Mismatch(
                     (source, target),
                     f"message {k + 1} from rank {source} to rank {target} is not what is expected",
                     (f"rank {source}: {give.told()}", f"rank {target}: {take.told()}"),
@@ -120,7 +120,7 @@ def _messages(traces: Mapping[int, Trace]) -> Iterable[Finding]:
                 extra, who = (gives[few], source) if len(gives) > few else (takes[few], target)
                 other = target if who == source else source
                 lack = "never receives" if who == source else "never sends"
-                yield Finding(
+                yield Mismatch(
                     (who, other),
                     f"rank {other} {lack} message {few + 1} from rank {source} to rank {target}",
                     (f"rank {who}: {extra.told()}",),
