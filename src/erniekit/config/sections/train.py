@@ -58,7 +58,7 @@ class TrainSection:
     )
     device: str = key(
         "auto",
-        "gpu, cpu, or a vendor's word such as iluvatar_gpu, npu, xpu; auto takes the accelerator that is there.",
+        "gpu, cpu, or a vendor's word: iluvatar_gpu, npu, xpu; auto: the accelerator that is there.",
         choices=(AUTO, *DEVICES),
         basic=True,
     )
