@@ -5,6 +5,7 @@ In the command table. Says what it is about to do before torch is imported; need
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -176,10 +177,15 @@ def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) 
     values = {name: cfg[name] for name in cfg.flat() if cfg.given(name)}
     values |= keys
     clean = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
-    text = f"{MARK} for {cluster.describe()}; the layout is at the end\n" + yaml.safe_dump(clean, sort_keys=False)
+    body = yaml.safe_dump(clean, sort_keys=False)
+    text = f"{MARK} for {cluster.describe()}; the layout is at the end; content {_digest(body)}\n{body}"
     made = target.with_name(f".{target.name}.{os.getpid()}")
     made.write_text(text, encoding="utf-8")
-    os.replace(made, target)
+    try:
+        _refuse_edited(target)  # again: a plan takes its time, in which the file may have been edited
+        os.replace(made, target)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def _target(word: str | None) -> Path | None:
@@ -189,16 +195,28 @@ def _target(word: str | None) -> Path | None:
     target = Path(word).expanduser()
     if not target.parent.is_dir():
         raise ConfigError(f"no folder {target.parent}", where=f"--write {word}", fix="create it, or name another file")
-    if target.is_symlink() or (target.exists() and not (target.is_file() and _ours(target))):
-        raise ConfigError(
-            f"{target} exists and was not written by `erniekit plan`", where="--write", fix="name a new file"
-        )
+    _refuse_edited(target)
     return target
 
 
-def _ours(target: Path) -> bool:
-    with target.open(encoding="utf-8", errors="replace") as lines:
-        return lines.readline().startswith(MARK)
+def _refuse_edited(target: Path) -> None:
+    """The first line of a file of ours holds the digest of the others: an edit shows, wherever the file is copied."""
+    if not os.path.lexists(target):
+        return
+    first, body = "", ""
+    if target.is_file() and not target.is_symlink():
+        with target.open(encoding="utf-8", errors="replace", newline="") as lines:
+            first, body = lines.readline(), lines.read()
+    if not first.startswith(MARK):
+        what = f"{target} exists and was not written by `erniekit plan`"
+        raise ConfigError(what, where=f"--write {target}", fix="name a new file")
+    if not first.endswith(f"content {_digest(body)}\n"):
+        what = f"{target} was changed since `erniekit plan` wrote it, and would be replaced"
+        raise ConfigError(what, where=f"--write {target}", fix="name a new file, or move this one away")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _calibration(word: str | None) -> dict[str, Any] | None:

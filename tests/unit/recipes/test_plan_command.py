@@ -17,6 +17,7 @@ from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.evaluate import Site, evaluate
 from erniekit.planner.memory import GIB
 from erniekit.recipes import plan_check
+from erniekit.recipes import plan_command as plan_module
 from erniekit.recipes.plan_command import MARK, plan_command
 from erniekit.recipes.planning import job_of, packs_of, shape_of
 
@@ -81,6 +82,28 @@ def test_a_file_of_somebody_else_is_left_alone(recipe: Path, capsys: pytest.Capt
         assert word.read_text() == before
     (recipe.parent / "link.yaml").symlink_to(target)
     assert main(["plan", str(recipe), "--cluster", "2xA100", "--write", str(recipe.parent / "link.yaml")]) == 2
+
+
+@pytest.mark.parametrize("edit", ["\nmax_seq_len: 4096\n", "# mine\n"])
+def test_a_written_recipe_that_was_edited_since_is_left_alone(
+    edit: str, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = recipe.parent / "planned.yaml"
+    words = ["plan", str(recipe), "--cluster", "1xA100", "--write", str(target)]
+    assert main(words) == 0
+    written = target.read_text()
+    target.write_text(written + edit)
+    assert main(words) == 2
+    assert target.read_text() == written + edit
+    assert "changed since" in capsys.readouterr().err
+
+    # and while the plan is made
+    target.write_text(written)
+    search = plan_module._planned
+    monkeypatch.setattr(plan_module, "_planned", lambda *a: [search(*a), target.write_text(written + edit)][0])
+    assert main(words) == 2
+    assert target.read_text() == written + edit
+    assert sorted(f.name for f in recipe.parent.iterdir()) == ["planned.yaml", "run.yaml"]
 
 
 @pytest.mark.parametrize(
