@@ -66,7 +66,7 @@ class Secrets:
     def in_value(self, value: Any) -> bool:
         """Whether a secret is part of it; of a mapping also by the names in it."""
         if isinstance(value, Mapping):
-            return any(is_secret(str(name)) and item or self.in_value(item) for name, item in value.items())
+            return any((is_secret(str(name)) and item) or self.in_value(item) for name, item in value.items())
         if isinstance(value, str):
             return self.hide(value) != value
         return isinstance(value, Iterable) and any(self.in_value(item) for item in value)
