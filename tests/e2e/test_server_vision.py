@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +101,49 @@ def test_what_is_too_much_or_damaged_is_refused_with_its_reason(client):
     )[0]  # fmt: skip
     long = refused(client, user(*[picture(inline("a.png"))] * 3, "?"), max_tokens=490)
     assert "context is 512 tokens" in long[0]
+
+
+def data_url(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+HALF = (MEDIA / "v.mp4").read_bytes()[: (MEDIA / "v.mp4").stat().st_size // 2]
+
+
+@pytest.mark.parametrize(
+    ("part", "what", "fix"),
+    [
+        (picture("data:image/png;base64,"), "empty", "content of the file"),
+        (picture("data:image/png;base64,%%"), "base64", "base64"),
+        (picture("data:image/png;base64,aGVsbG8="), "no picture", "PNG, JPEG or WebP"),
+        (picture(data_url((MEDIA / "a.png").read_bytes()[:60])), "damaged", "PNG, JPEG or WebP"),
+        (picture(inline("big.jpg", "image/jpeg")), "media_max_pixels", "scaled down"),
+        (picture(inline("v.mp4", "video/mp4")), "no picture", "video_url"),
+        (video(data_url(HALF, "video/mp4")), "no video", "MP4"),
+        (video(inline("long.mp4", "video/mp4")), "media_max_seconds", "a part of it"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_which_part_it_is_and_what_helps(client, part, what, fix):
+    lines = refused(client, user("first"), {"role": "assistant", "content": "yes"}, user("look", part, "?"))
+    assert what in lines[0]
+    assert lines[1] == "where: messages[2].content[1]"
+    assert fix in lines[2]
+    assert not re.search(r"Error|Errno|0x|<|object at", "".join(lines))
+
+
+def test_a_picture_outside_the_users_messages_is_refused_there(client):
+    shown = {"role": "system", "content": [picture(inline("a.png"))]}
+    lines = refused(client, shown, user("?"))
+    assert lines[1] == "where: messages[0]"
+    assert "message of the user" in lines[2]
+
+
+def test_too_many_parts_are_told_as_that(client):
+    for parts in (["x"] * 1025, [picture(inline("a.png"))] * 10_000):
+        with pytest.raises(openai.UnprocessableEntityError) as error:
+            ask(client, user(*parts))
+        assert error.value.body["message"].endswith("1,024 are the most of a message")
+        assert error.value.body["param"] == "messages[0].content"
 
 
 def test_a_decoder_that_hangs_is_cut_off_and_others_are_answered_meanwhile(client, server):
