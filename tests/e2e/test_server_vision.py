@@ -17,6 +17,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from erniekit.cli.main import main
 from support.processes import wait_until_gone
 from support.seeing import inline, picture, seeing_folder, user, video
 from support.seen import MEDIA
@@ -191,6 +192,20 @@ def test_the_terminal_shows_a_picture_with_a_question(server, tmp_path):
     assert asked[1] > asked[0] + 12, "the history keeps the first picture"
     assert "gone.png" in done.stdout
     assert "cleared" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "code"), [("a.png", 0), ("broken.png", 2)])
+def test_one_question_with_pictures_is_answered_or_refused_with_the_name_of_the_file(server, capsys, name, code):
+    words = ["chat", server.ready(), "--prompt", "what?", "--image", str(MEDIA / "b.png"), "--image", str(MEDIA / name)]
+    assert main(words) == code
+    said = capsys.readouterr()
+    if code:
+        lines = said.err.splitlines()
+        assert [line.split(":")[0] for line in lines] == ["error", "where", "fix"]
+        assert "damaged" in lines[0]
+        assert lines[1] == f"where: {MEDIA / name}"
+    else:
+        assert said.out.strip()
 
 
 def test_the_server_ends_with_its_decoders(client, server):

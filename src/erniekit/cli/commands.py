@@ -199,6 +199,7 @@ COMMANDS: dict[str, Command] = {
         "talk to a server, or to a base, adapter or merged folder, in the terminal",
         (
             "erniekit chat DIR [--system TEXT] [--prompt TEXT]   a folder, opened here",
+            "erniekit chat DIR --prompt TEXT --image PATH ...    with pictures, or --video PATH",
             "erniekit chat [URL] [--port 8188]                   a server that runs",
             "erniekit chat RECIPE.yaml [key=value ...]           the server at its port, or else its folder",
         ),
