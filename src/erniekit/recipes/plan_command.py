@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from erniekit.planner.job import Job
     from erniekit.planner.search import Ranking
 
-OPTIONS = ("--cluster", "--write", "--calibration", "--packs", "--top")
+OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top")
 MARK = "# written by `erniekit plan`"
 
 
@@ -35,20 +35,28 @@ def plan_command(args: list[str]) -> int:
     packs = _number(given, "--packs")
     cfg = load(words, "train")
     target = _target(given.get("--write"))
+    take = _number(given, "--take") or 1
+    if "--take" in given and target is None:
+        raise ConfigError("--take says which layout to write, and none is", where="--take", fix="add --write FILE")
     if not as_json:
         say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
-    result = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
+    top = _number(given, "--top") or 0
+    result = _planned(cfg, cluster, calibrated, packs, as_json, top, take)
     result["seconds"] = time.perf_counter() - began
     best = result["ranked"][0] if result["ranked"] else None
     if target is not None:
         if best is None:
             raise PlanError("no layout fits: nothing is written", where=f"--write {target}", fix=result["advice"])
-        write(target, cfg, best["keys"], cluster)
-        result["written"] = str(target)
+        if take > len(result["ranked"]):
+            count = len(result["ranked"])
+            raise PlanError(f"no layout {take}: {count} fit", where=f"--take {take}", fix=f"a number up to {count}")
+        taken = result["ranked"][take - 1]
+        write(target, cfg, taken["keys"], cluster)
+        result["written"], result["taken"] = str(target), take
     if as_json:
         print(json.dumps(result, indent=1))
     elif target is not None:
-        say(f"written  {target}: train with `erniekit train {target}`")
+        say(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
     if best is None and not as_json:
         raise PlanError(
             f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=result["advice"]
@@ -57,7 +65,13 @@ def plan_command(args: list[str]) -> int:
 
 
 def _planned(
-    cfg: RunConfig, cluster: Cluster, calibrated: dict[str, Any] | None, packs: int | None, quiet: bool, top: int
+    cfg: RunConfig,
+    cluster: Cluster,
+    calibrated: dict[str, Any] | None,
+    packs: int | None,
+    quiet: bool,
+    top: int,
+    take: int,
 ) -> dict[str, Any]:
     from erniekit.planner import report
     from erniekit.planner.evaluate import Site, evaluate
@@ -89,7 +103,7 @@ def _planned(
         "packs_per_step": job.packs,
         "rates": dict(place.rates.source),
         "tried": found.tried,
-        "ranked": [report.as_json(one) for one in found.ranked[: top or 20]],
+        "ranked": [report.as_json(one) for one in found.ranked[: max(top or 20, take)]],
         "own": report.as_json(own) if own is not None else None,
         "rejected": {name: {"layouts": count, "why": why} for name, (count, why) in found.failed.items()},
         "levers": [
@@ -131,7 +145,7 @@ def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int 
 def _prices(
     cfg: RunConfig, job: Job, place: Site, found: Ranking
 ) -> list[tuple[dict[str, Any], float | None, float, str]]:
-    """Each change by itself, on the best layout, or on the one that is nearest to fitting."""
+    """Each change that helps, by itself, on the best layout, or on the one that is nearest to fitting."""
     from erniekit.planner.evaluate import evaluate
     from erniekit.recipes.planning import levers
 
@@ -141,10 +155,17 @@ def _prices(
     out = []
     for lever in levers(cfg, job):
         made = evaluate(lever.job, one.layout, place, exact=True)
-        if made.stages:
+        if made.stages and _helps(made, one):
             tokens = None if made.problem else made.tokens
             out.append((lever.keys, tokens, made.most.total / 2**30, lever.loses))
     return out
+
+
+def _helps(made: Candidate, before: Candidate) -> bool:
+    """Less memory, or with the memory that it frees more speed."""
+    smaller = made.most.total < 0.995 * before.most.total
+    faster = not made.problem and not before.problem and made.tokens > 1.005 * before.tokens
+    return smaller or faster or (bool(before.problem) and not made.problem)
 
 
 def _fewest(job: Job, place: Site, ranks: int) -> int | None:
