@@ -73,6 +73,7 @@ COMMANDS: dict[str, Command] = {
             "  --packs N       rows of a step on all devices together; the recipe's own when not given",
             "  --calibration F rates measured by `erniekit bench --calibrate` instead of data sheets",
             "  --write F       the recipe with the fastest layout, as a new YAML",
+            "  --take N        with --write: the layout of this number in the list instead",
             "  --top N         layouts shown (8)",
             "  --json          for programs",
         ),

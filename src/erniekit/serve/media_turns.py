@@ -17,6 +17,8 @@ from erniekit.serve.work_queue import Busy, QueuedTask
 
 MEDIA_S = 60.0  # to read all media of a request, the waits for their turns included
 
+SHORT_S = 0.5  # of a decoder's time: a request that took more lets the client's other ones go first
+
 
 @dataclass(frozen=True)
 class MediaSettings:
@@ -38,6 +40,7 @@ class MediaTurn:
 
     client: str
     ends: float  # the deadline, on the monotonic clock
+    number: int = 0  # in the order of arrival
     spent: float = 0.0  # seconds of a decoder so far
 
 
@@ -47,6 +50,7 @@ class MediaTurns:
     _requests: Counter[str] = field(default_factory=Counter)  # by client
     _served: dict[str, int] = field(default_factory=dict)  # client -> when it had its last turn
     _clock: int = 0
+    _arrived: int = 0
 
     def enter(self, client: str, seconds: float) -> MediaTurn:
         """Raises Busy. Beyond the limit there is as much room again for clients that have nothing here: one client
@@ -55,7 +59,8 @@ class MediaTurns:
         if here >= (2 * most if not self._requests[client] else most):
             raise Busy
         self._requests[client] += 1
-        return MediaTurn(client, time.monotonic() + min(seconds, self.settings.deadline_s))
+        self._arrived += 1
+        return MediaTurn(client, time.monotonic() + min(seconds, self.settings.deadline_s), self._arrived)
 
     def leave(self, turn: MediaTurn) -> None:
         self._requests[turn.client] -= 1
@@ -64,15 +69,17 @@ class MediaTurns:
             self._served.pop(turn.client, None)
 
     def choose(self, waiting: Sequence[QueuedTask], running: Sequence[QueuedTask]) -> QueuedTask | None:
-        """The client with the fewest decoders, among equals the one served longest ago; of its requests the one that
-        has taken the least time so far. For a WorkQueue, under its lock."""
+        """The client with the fewest decoders, among equals the one served longest ago. Of its requests those that
+        took little so far, then the others; each kind as they came, since large ones in turns would all end too late.
+        For a WorkQueue, under its lock."""
         busy = Counter(task.turn.client for task in running)
         able = [task for task in waiting if busy[task.turn.client] < self.settings.of_one_client]
         if not able:
             return None
 
-        def order(task: QueuedTask) -> tuple[int, int, float]:
-            return busy[task.turn.client], self._served.get(task.turn.client, 0), task.turn.spent
+        def order(task: QueuedTask) -> tuple[int, int, bool, int]:
+            turn = task.turn
+            return busy[turn.client], self._served.get(turn.client, 0), turn.spent > SHORT_S, turn.number
 
         chosen = min(able, key=order)
         self._clock += 1

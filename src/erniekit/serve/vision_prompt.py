@@ -126,7 +126,7 @@ def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, set
         raise media_error(f"{name} is served without {kind}s (enable_mm is False)", where, "send text only")
     given = part.get(f"{kind}_url")
     url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str):
+    if not isinstance(url, str) or not url.strip():
         raise media_error(f"the part names no {kind}", where, f'write "{kind}_url": {{"url": "data:..."}}')
     if not url.startswith("data:"):
         shown = url if len(url) <= SHOWN else url[:SHOWN] + "..."

@@ -16,7 +16,7 @@ from erniekit.data.media.place import MediaPlace
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.media_turns import MediaSettings, MediaTurns, too_large
 from erniekit.serve.media_work import MediaReader
-from erniekit.serve.work_queue import Busy
+from erniekit.serve.work_queue import Busy, QueuedTask
 from support.clock import PATIENCE_S
 
 
@@ -66,25 +66,23 @@ def test_a_client_with_many_large_pictures_leaves_a_decoder_to_the_others() -> N
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
-def test_of_one_client_a_small_request_does_not_wait_for_all_of_a_large_one() -> None:
-    async def run() -> None:
-        media = MediaReader(MediaLimits(), MediaSettings(processes=1))
-        order: list[str] = []
-        go = threading.Event()
-        try:
-            large = asyncio.create_task(asks(media, "one", *[Held("large", order, go)] * 8))
-            while not order:
-                await asyncio.sleep(0.001)
-            small = asyncio.create_task(asks(media, "one", Held("small", order, go)))
-            await asyncio.sleep(0)  # it waits now
-            go.set()
-            await asyncio.gather(large, small)
-            assert order.index("small") <= 2
-        finally:
-            go.set()
-            media.end()
+def test_of_one_client_small_requests_go_first_and_large_ones_as_they_came() -> None:
+    turns = MediaTurns(MediaSettings(processes=1))
+    large, other, small = waiting = [QueuedTask(None, None, None, None, 0, turn=turns.enter("one", 9)) for _ in "abc"]
+    large.turn.spent = other.turn.spent = 5.0
+    assert turns.choose([other, large, small], []) is small
+    other.turn.spent = 2.0
+    assert turns.choose([other, large], []) is large
+    assert turns.choose(waiting, [small]) is None, "its one decoder is at work"
 
-    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+def test_clients_take_turns() -> None:
+    turns = MediaTurns(MediaSettings(processes=4))
+    tasks = {name: QueuedTask(None, None, None, None, 0, turn=turns.enter(name[0], 9)) for name in ("a1", "a2", "b1")}
+    chosen = [turns.choose(list(tasks.values()), [])]
+    chosen.append(turns.choose([task for task in tasks.values() if task not in chosen], []))
+    assert chosen == [tasks["a1"], tasks["b1"]]
+    assert turns.choose([tasks["a2"], tasks["b1"]], [tasks["a1"]]) is tasks["b1"], "it has no decoder yet"
 
 
 def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
