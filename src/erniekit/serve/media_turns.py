@@ -17,7 +17,7 @@ from erniekit.serve.work_queue import Busy, QueuedTask
 
 MEDIA_S = 60.0  # to read all media of a request, the waits for their turns included
 
-SHORT_S = 0.5  # of a decoder's time: a request that took more lets the client's other ones go first
+SMALL = 20_000_000  # pixels of a request that goes before larger ones of its client: a few tenths of a second
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MediaTurn:
     client: str
     ends: float  # the deadline, on the monotonic clock
     number: int = 0  # in the order of arrival
-    spent: float = 0.0  # seconds of a decoder so far
+    pixels: int = 0  # that are to be decoded, once their headers are read
 
 
 @dataclass
@@ -69,9 +69,9 @@ class MediaTurns:
             self._served.pop(turn.client, None)
 
     def choose(self, waiting: Sequence[QueuedTask], running: Sequence[QueuedTask]) -> QueuedTask | None:
-        """The client with the fewest decoders, among equals the one served longest ago. Of its requests those that
-        took little so far, then the others; each kind as they came, since large ones in turns would all end too late.
-        For a WorkQueue, under its lock."""
+        """The client with the fewest decoders, among equals the one served longest ago. Of its requests the
+        small ones, then the others; each kind as they came, since large ones in turns would all end too late. For a
+        WorkQueue, under its lock."""
         busy = Counter(task.turn.client for task in running)
         able = [task for task in waiting if busy[task.turn.client] < self.settings.of_one_client]
         if not able:
@@ -79,7 +79,7 @@ class MediaTurns:
 
         def order(task: QueuedTask) -> tuple[int, int, bool, int]:
             turn = task.turn
-            return busy[turn.client], self._served.get(turn.client, 0), turn.spent > SHORT_S, turn.number
+            return busy[turn.client], self._served.get(turn.client, 0), turn.pixels > SMALL, turn.number
 
         chosen = min(able, key=order)
         self._clock += 1
@@ -87,20 +87,25 @@ class MediaTurns:
         return chosen
 
 
+def pixels_of(medium: Medium, headers: Mapping[str, MediaHeader]) -> int:
+    """That are shown: of its frames together."""
+    found = [headers[place.path] for place in medium.places]
+    return sum(header.width * header.height for header in found) * max(1, len(medium.frames))
+
+
 def too_large(media: Sequence[Medium], headers: Mapping[str, MediaHeader], settings: MediaSettings) -> Failed | None:
     """What a request may not ask of a decoder, by the headers: nothing is decoded yet."""
     shown = 0
     for medium in media:
-        for place in medium.places:
-            header = headers[place.path]
-            size = header.width * header.height
-            shown += size * max(1, len(medium.frames))
-            length = max(medium.frames, default=-1) + 1
-            if length * size > settings.decoded:
-                what = f"{length:,} frames of {header.width:,} x {header.height:,} would have to be decoded"
-                return Failed("media", what, code="too_many_frames", where=place.name)
-            if shown > settings.pixels:
-                frames = f" in {len(medium.frames)} frames" if medium.frames else ""
-                what = f"the request shows {shown:,} pixels{frames}; {settings.pixels:,} are the most"
-                return Failed("media", what, code="too_many_pixels", where=place.name)
+        place = medium.places[0]
+        header = headers[place.path]
+        length = max(medium.frames, default=-1) + 1
+        if length * header.width * header.height > settings.decoded:
+            what = f"{length:,} frames of {header.width:,} x {header.height:,} would have to be decoded"
+            return Failed("media", what, code="too_many_frames", where=place.name)
+        shown += pixels_of(medium, headers)
+        if shown > settings.pixels:
+            frames = f" in {len(medium.frames)} frames" if medium.frames else ""
+            what = f"the request shows {shown:,} pixels{frames}; {settings.pixels:,} are the most"
+            return Failed("media", what, code="too_many_pixels", where=place.name)
     return None

@@ -25,7 +25,7 @@ from erniekit.data.vision.tokens import VisionPrompt
 from erniekit.errors import ErnieKitError
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.engines.vision_input import PAIR, FeatureCache, PromptVision
-from erniekit.serve.media_turns import MediaSettings, MediaTurn, MediaTurns, too_large
+from erniekit.serve.media_turns import MediaSettings, MediaTurn, MediaTurns, pixels_of, too_large
 from erniekit.serve.prompt_work import PromptLoad, PromptWork, registered
 from erniekit.serve.prompt_worker import Failed, SeenChat
 from erniekit.serve.request_parsing import ParsedRequest
@@ -77,7 +77,6 @@ class MediaProcess:
                 raise MediaError("timeout", f"{name}: no time was left to read it")
             return self._worker.ask(work, replace(self.limits, total=min(self.limits.total, left)), name)
 
-        began = time.monotonic()
         try:
             return task.work.read(ask)
         except (BadRow, MediaError) as error:
@@ -85,7 +84,6 @@ class MediaProcess:
         except ErnieKitError as error:  # an extra that is not installed
             return Failed("unable", f"{error.what}: {error.fix}")
         finally:
-            task.turn.spent += time.monotonic() - began
             with self._lock:
                 self._task = None
 
@@ -240,6 +238,7 @@ async def _read_media(
     missing = [medium for medium, features_of in zip(sources, known) if not features_of]
     if refused := too_large(missing, headers, media.settings):
         return refused
+    turn.pixels = sum(pixels_of(medium, headers) for medium in missing)
     patches: list[Any] = []
     for medium, features_of in zip(sources, known):
         pixels = None

@@ -69,9 +69,8 @@ def test_a_client_with_many_large_pictures_leaves_a_decoder_to_the_others() -> N
 def test_of_one_client_small_requests_go_first_and_large_ones_as_they_came() -> None:
     turns = MediaTurns(MediaSettings(processes=1))
     large, other, small = waiting = [QueuedTask(None, None, None, None, 0, turn=turns.enter("one", 9)) for _ in "abc"]
-    large.turn.spent = other.turn.spent = 5.0
+    large.turn.pixels, other.turn.pixels = 400_000_000, 30_000_000
     assert turns.choose([other, large, small], []) is small
-    other.turn.spent = 2.0
     assert turns.choose([other, large], []) is large
     assert turns.choose(waiting, [small]) is None, "its one decoder is at work"
 
