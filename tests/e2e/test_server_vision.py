@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from erniekit.cli.main import main
 from support.processes import wait_until_gone
 from support.seeing import inline, picture, seeing_folder, user, video
 from support.seen import MEDIA
@@ -101,6 +104,49 @@ def test_what_is_too_much_or_damaged_is_refused_with_its_reason(client):
     assert "context is 512 tokens" in long[0]
 
 
+def data_url(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+HALF = (MEDIA / "v.mp4").read_bytes()[: (MEDIA / "v.mp4").stat().st_size // 2]
+
+
+@pytest.mark.parametrize(
+    ("part", "what", "fix"),
+    [
+        (picture("data:image/png;base64,"), "empty", "content of the file"),
+        (picture("data:image/png;base64,%%"), "base64", "base64"),
+        (picture("data:image/png;base64,aGVsbG8="), "no picture", "PNG, JPEG or WebP"),
+        (picture(data_url((MEDIA / "a.png").read_bytes()[:60])), "damaged", "PNG, JPEG or WebP"),
+        (picture(inline("big.jpg", "image/jpeg")), "media_max_pixels", "scaled down"),
+        (picture(inline("v.mp4", "video/mp4")), "no picture", "video_url"),
+        (video(data_url(HALF, "video/mp4")), "no video", "MP4"),
+        (video(inline("long.mp4", "video/mp4")), "media_max_seconds", "a part of it"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_which_part_it_is_and_what_helps(client, part, what, fix):
+    lines = refused(client, user("first"), {"role": "assistant", "content": "yes"}, user("look", part, "?"))
+    assert what in lines[0]
+    assert lines[1] == "where: messages[2].content[1]"
+    assert fix in lines[2]
+    assert not re.search(r"Error|Errno|0x|<|object at", "".join(lines))
+
+
+def test_a_picture_outside_the_users_messages_is_refused_there(client):
+    shown = {"role": "system", "content": [picture(inline("a.png"))]}
+    lines = refused(client, shown, user("?"))
+    assert lines[1] == "where: messages[0]"
+    assert "message of the user" in lines[2]
+
+
+def test_too_many_parts_are_told_as_that(client):
+    for parts in (["x"] * 1025, [picture(inline("a.png"))] * 10_000):
+        with pytest.raises(openai.UnprocessableEntityError) as error:
+            ask(client, user(*parts))
+        assert error.value.body["message"].endswith("1,024 are the most of a message")
+        assert error.value.body["param"] == "messages[0].content"
+
+
 def test_a_decoder_that_hangs_is_cut_off_and_others_are_answered_meanwhile(client, server):
     """Stopped processes stand for a decoder that hangs."""
     ask(client, user(picture(inline("a.png")), "warm?"))
@@ -146,6 +192,20 @@ def test_the_terminal_shows_a_picture_with_a_question(server, tmp_path):
     assert asked[1] > asked[0] + 12, "the history keeps the first picture"
     assert "gone.png" in done.stdout
     assert "cleared" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "code"), [("a.png", 0), ("broken.png", 2)])
+def test_one_question_with_pictures_is_answered_or_refused_with_the_name_of_the_file(server, capsys, name, code):
+    words = ["chat", server.ready(), "--prompt", "what?", "--image", str(MEDIA / "b.png"), "--image", str(MEDIA / name)]
+    assert main(words) == code
+    said = capsys.readouterr()
+    if code:
+        lines = said.err.splitlines()
+        assert [line.split(":")[0] for line in lines] == ["error", "where", "fix"]
+        assert "damaged" in lines[0]
+        assert lines[1] == f"where: {MEDIA / name}"
+    else:
+        assert said.out.strip()
 
 
 def test_the_server_ends_with_its_decoders(client, server):

@@ -73,6 +73,7 @@ COMMANDS: dict[str, Command] = {
             "  --packs N       rows of a step on all devices together; the recipe's own when not given",
             "  --calibration F rates measured by `erniekit bench --calibrate` instead of data sheets",
             "  --write F       the recipe with the fastest layout, as a new YAML",
+            "  --take N        with --write: the layout of this number in the list instead",
             "  --timeline F    the fastest pipeline's step as an SVG picture, or - to print it",
             "  --top N, --json layouts shown (8); everything for programs",
         ),
@@ -215,6 +216,7 @@ COMMANDS: dict[str, Command] = {
         "talk to a server, or to a base, adapter or merged folder, in the terminal",
         (
             "erniekit chat DIR [--system TEXT] [--prompt TEXT]   a folder, opened here",
+            "erniekit chat DIR --prompt TEXT --image PATH ...    with pictures, or --video PATH",
             "erniekit chat [URL] [--port 8188]                   a server that runs",
             "erniekit chat RECIPE.yaml [key=value ...]           the server at its port, or else its folder",
         ),

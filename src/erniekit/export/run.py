@@ -33,6 +33,7 @@ from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
 from erniekit.export.vision_ids import with_token_ids
+from erniekit.files.listed import has_file
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import paint, say, typed, warn
 from erniekit.lora.adapter import Adapter, combined
@@ -125,6 +126,10 @@ def export(
         _check_bases(source, folders, loaded)
     if tokenizer is None and (copy_tokenizer or gguf):
         tokenizer = tokenizer_of(base, folders)
+    # Before anything is merged, and from the folder that is the user's: the copy that is checked is gone by then.
+    proof_in = next((place for place in (*reversed(folders), base) if has_file(place, proof_file.FILE)), base)
+    if verify and not gguf:
+        proof_file.load(proof_in)
     updates = row_updates(model, *loaded)
     whole = combined(loaded) if loaded else None
     size = sum(file.stat().st_size for file in set(source.files.values()))
@@ -170,7 +175,7 @@ def export(
                 proofs.append(prove(source, whole, written, set(updates), probe))
                 if not rounded:
                     info["proof"] = vars(proofs[0])
-                proved.append(_prove_pixels(folder))
+                proved.append(_prove_pixels(folder, proof_in))
         # Its rows are training data: an export is what people publish.
         (folder / proof_file.FILE).unlink(missing_ok=True)
 
@@ -192,16 +197,16 @@ def no_adapter(grid: str) -> ConfigError:
     )
 
 
-def _prove_pixels(folder: Path) -> Proved | None:
+def _prove_pixels(folder: Path, proof_in: Path) -> Proved | None:
     """Rows that the checkpoint keeps, made again by what the folder brings along. A stage that the folder decides must
-    be as in training; libraries of this machine are only told of."""
+    be as in training; libraries of this machine are only told of. proof_in: where the rows are from."""
     if not has_tokenizer(folder):
         return None
     proved = proof_file.check(folder, load_tokenizer(folder))
     if proved is not None and proved.of_folder:
         raise CheckpointError(
             f"{proved.line()}; nothing was published",
-            where=str(folder),
+            where=str(proof_in / proof_file.FILE),
             fix="export with the tokenizer the model was trained with: leave tokenizer_name out",
         )
     if proved is not None and (folder / PREPROCESSOR).is_file():

@@ -15,6 +15,7 @@ from erniekit.planner.cards import ALSO, BY_MEMORY, CARDS, GIB, Card
 from erniekit.registry import nearest
 
 PER_MACHINE = 8
+MOST = 100_000  # devices that are planned: more than any job has, and layouts are still counted in seconds
 FIX = "write 8x80G, 2x8xH200-141G, 16xBI150-32G, 128xAscend-64G, or the name of a YAML file"
 # Of a memory that a seller rounds up: what torch reports of a card sold as so many GB.
 SOLD = {141: 139.8, 80: 79.3, 40: 39.4, 48: 44.5, 24: 23.6, 32: 32.0, 64: 64.0, 96: 95.6, 192: 191.5}
@@ -51,27 +52,30 @@ class Cluster:
 
 def parse(words: str) -> Cluster:
     path = Path(words).expanduser()
-    if path.suffix in (".yaml", ".yml"):
-        return _from_file(path)
-    return Cluster((island_of(words),), words)
+    is_file = path.suffix in (".yaml", ".yml")
+    cluster = _from_file(path) if is_file else Cluster((island_of(words),), words)
+    if cluster.size > MOST:
+        what = f"{cluster.size:,} devices are beyond what is planned: {MOST:,}"
+        raise ConfigError(what, where=f"--cluster {words}", fix="give fewer machines; one job does not span more")
+    return cluster
 
 
 def island_of(words: str, where: str = "--cluster") -> Island:
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", words.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", words.strip(), re.IGNORECASE)
     if found is None:
         raise ConfigError(f"{words!r} is no cluster", where=where, fix=FIX)
     machines, devices, kind = int(found[1] or 0), int(found[2]), found[3]
-    if not devices or found[1] == "0" or devices * max(1, machines) > 1_000_000:
-        raise ConfigError(f"{words!r} has no sensible number of devices", where=where, fix=FIX)
-    card = card_of(kind, where)
+    if not devices or found[1] == "0":
+        raise ConfigError(f"{words!r} has no devices", where=where, fix=FIX)
+    card = card_of(kind, where, words.strip()[: found.start(3)])
     if not machines:  # one number: machines of eight where it comes out even
         whole = devices > PER_MACHINE and devices % PER_MACHINE == 0
         machines, devices = (devices // PER_MACHINE, PER_MACHINE) if whole else (1, devices)
     return Island(card, machines, devices)
 
 
-def card_of(words: str, where: str = "--cluster") -> Card:
-    """`H200-141G`, `H200`, `80G`."""
+def card_of(words: str, where: str = "--cluster", before: str = "") -> Card:
+    """`H200-141G`, `H200`, `80G`. before: what stands before it, as in 8x."""
     name, _, size = words.strip().rpartition("-")
     memory = _gib(size)
     if memory is None:
@@ -83,11 +87,15 @@ def card_of(words: str, where: str = "--cluster") -> Card:
         known = next(card for most, card in BY_MEMORY if memory <= most)
         return replace(CARDS[known], name=f"{memory:g}G", memory=SOLD.get(int(memory), memory) * GIB)
     key = ALSO.get(name.lower(), name.lower())
+    if key not in CARDS and (number := re.match(r"\d+(\.\d+)?", name)):
+        fix = f"did you mean {before}{number[0]}G?"
+        raise ConfigError(f"{words!r} is neither a memory nor a card", where=where, fix=fix)
     if key not in CARDS:
         near = nearest(key, list(CARDS))
-        fix = f"did you mean {CARDS[near[0]].name}?" if near else FIX
         listed = ", ".join(card.name for card in CARDS.values())
-        raise ConfigError(f"no data sheet of a card {name!r}", where=where, fix=f"{fix} known: {listed}")
+        fix = f"give its memory alone, {before}{size if memory else '80G'}, or one of: {listed}"
+        fix = f"did you mean {before}{CARDS[near[0]].name}? Otherwise {fix}" if near else fix
+        raise ConfigError(f"no data sheet of a card {name!r}", where=where, fix=fix)
     card = CARDS[key]
     return card if memory is None else replace(card, memory=SOLD.get(int(memory), memory) * GIB)
 
@@ -134,7 +142,9 @@ def _island(entry: Any, where: str) -> Island:
         whole = key in ("machines", "devices")
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0
         if value is not None and wrong:
-            raise ConfigError(f"{key} is {value!r}", where=where, fix=f"{key}: a number above 0")
+            raise ConfigError(
+                f"{key} is {value!r}", where=where, fix=f"{key}: a {'whole ' if whole else ''}number above 0"
+            )
         numbers[key] = value
     strange = sorted(set(entry) - {"card", "machines", "devices", *_UNITS})
     if strange:

@@ -16,11 +16,14 @@ FAMILIES = 8
 
 def table(ranked: Sequence[Candidate], shown: int = SHOWN) -> list[str]:
     """The fastest first."""
-    head = f"{'':<3}{'layout':<58}{'tokens/s':>10}{'step s':>9}{'waits':>7}{'bubble':>8}{'GiB':>6}{'worst':>7}  again"
+    width = max([56, *(len(one.layout.describe()) for one in ranked[:shown])]) + 2
+    head = (
+        f"{'':<3}{'layout':<{width}}{'tokens/s':>10}{'step s':>9}{'waits':>7}{'bubble':>8}{'GiB':>6}{'worst':>7}  again"
+    )
     out = [head]
     for number, one in enumerate(ranked[:shown], 1):
         out.append(
-            f"{number:<3}{one.layout.describe()[:57]:<58}{_count(one.tokens):>10}{one.seconds:>9.2f}"
+            f"{number:<3}{one.layout.describe():<{width}}{_count(one.tokens):>10}{one.seconds:>9.2f}"
             f"{one.waits:>7.0%}{one.bubble:>8.0%}{one.most.total / GIB:>6.0f}{one.worst / GIB:>7.0f}  "
             f"{len(one.again) or '-'}"
         )

@@ -5,6 +5,7 @@ In the command table. Says what it is about to do before torch is imported; need
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from erniekit.planner.job import Job
     from erniekit.planner.search import Ranking
 
-OPTIONS = ("--cluster", "--write", "--calibration", "--packs", "--top", "--timeline")
+OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top", "--timeline")
 MARK = "# written by `erniekit plan`"
 
 
@@ -36,22 +37,30 @@ def plan_command(args: list[str]) -> int:
     cfg = load(words, "train")
     target = _target(given.get("--write"))
     picture = timeline_target(given.get("--timeline"))
+    take = _number(given, "--take") or 1
+    if "--take" in given and target is None:
+        raise ConfigError("--take says which layout to write, and none is", where="--take", fix="add --write FILE")
     if not as_json:
         say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
-    result, ranked, job = _planned(cfg, cluster, calibrated, packs, as_json, _number(given, "--top") or 0)
+    top = _number(given, "--top") or 0
+    result, ranked, job = _planned(cfg, cluster, calibrated, packs, as_json, top, take)
     result["seconds"] = time.perf_counter() - began
     best = result["ranked"][0] if result["ranked"] else None
     if target is not None:
         if best is None:
             raise PlanError("no layout fits: nothing is written", where=f"--write {target}", fix=result["advice"])
-        write(target, cfg, best["keys"], cluster)
-        result["written"] = str(target)
+        if take > len(result["ranked"]):
+            count = len(result["ranked"])
+            raise PlanError(f"no layout {take}: {count} fit", where=f"--take {take}", fix=f"a number up to {count}")
+        taken = result["ranked"][take - 1]
+        write(target, cfg, taken["keys"], cluster)
+        result["written"], result["taken"] = str(target), take
     if picture is not None and ranked:
         result["timeline"] = draw(picture, ranked, job.schedule, quiet=as_json)
     if as_json:
         print(json.dumps(result, indent=1))
     elif target is not None:
-        say(f"written  {target}: train with `erniekit train {target}`")
+        say(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
     if best is None and not as_json:
         raise PlanError(
             f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=result["advice"]
@@ -60,7 +69,13 @@ def plan_command(args: list[str]) -> int:
 
 
 def _planned(
-    cfg: RunConfig, cluster: Cluster, calibrated: dict[str, Any] | None, packs: int | None, quiet: bool, top: int
+    cfg: RunConfig,
+    cluster: Cluster,
+    calibrated: dict[str, Any] | None,
+    packs: int | None,
+    quiet: bool,
+    top: int,
+    take: int,
 ) -> tuple[dict[str, Any], list[Candidate], Job]:
     """What a program reads, the layouts that fit, and the run in numbers."""
     from erniekit.planner import report
@@ -93,7 +108,7 @@ def _planned(
         "packs_per_step": job.packs,
         "rates": dict(place.rates.source),
         "tried": found.tried,
-        "ranked": [report.as_json(one) for one in found.ranked[: top or 20]],
+        "ranked": [report.as_json(one) for one in found.ranked[: max(top or 20, take)]],
         "own": report.as_json(own) if own is not None else None,
         "rejected": {name: {"layouts": count, "why": why} for name, (count, why) in found.failed.items()},
         "levers": [
@@ -136,7 +151,7 @@ def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int 
 def _prices(
     cfg: RunConfig, job: Job, place: Site, found: Ranking
 ) -> list[tuple[dict[str, Any], float | None, float, str]]:
-    """Each change by itself, on the best layout, or on the one that is nearest to fitting."""
+    """Each change that helps, by itself, on the best layout, or on the one that is nearest to fitting."""
     from erniekit.planner.evaluate import evaluate
     from erniekit.recipes.planning import levers
 
@@ -146,10 +161,17 @@ def _prices(
     out = []
     for lever in levers(cfg, job):
         made = evaluate(lever.job, one.layout, place, exact=True)
-        if made.stages:
+        if made.stages and _helps(made, one):
             tokens = None if made.problem else made.tokens
             out.append((lever.keys, tokens, made.most.total / 2**30, lever.loses))
     return out
+
+
+def _helps(made: Candidate, before: Candidate) -> bool:
+    """Less memory, or with the memory that it frees more speed."""
+    smaller = made.most.total < 0.995 * before.most.total
+    faster = not made.problem and not before.problem and made.tokens > 1.005 * before.tokens
+    return smaller or faster or (bool(before.problem) and not made.problem)
 
 
 def _fewest(job: Job, place: Site, ranks: int) -> int | None:
@@ -182,10 +204,15 @@ def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) 
     values = {name: cfg[name] for name in cfg.flat() if cfg.given(name)}
     values |= keys
     clean = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
-    text = f"{MARK} for {cluster.describe()}; the layout is at the end\n" + yaml.safe_dump(clean, sort_keys=False)
+    body = yaml.safe_dump(clean, sort_keys=False)
+    text = f"{MARK} for {cluster.describe()}; the layout is at the end; content {_digest(body)}\n{body}"
     made = target.with_name(f".{target.name}.{os.getpid()}")
     made.write_text(text, encoding="utf-8")
-    os.replace(made, target)
+    try:
+        _refuse_edited(target)  # again: a plan takes its time, in which the file may have been edited
+        os.replace(made, target)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def _target(word: str | None) -> Path | None:
@@ -195,16 +222,28 @@ def _target(word: str | None) -> Path | None:
     target = Path(word).expanduser()
     if not target.parent.is_dir():
         raise ConfigError(f"no folder {target.parent}", where=f"--write {word}", fix="create it, or name another file")
-    if target.is_symlink() or (target.exists() and not (target.is_file() and _ours(target))):
-        raise ConfigError(
-            f"{target} exists and was not written by `erniekit plan`", where="--write", fix="name a new file"
-        )
+    _refuse_edited(target)
     return target
 
 
-def _ours(target: Path) -> bool:
-    with target.open(encoding="utf-8", errors="replace") as lines:
-        return lines.readline().startswith(MARK)
+def _refuse_edited(target: Path) -> None:
+    """The first line of a file of ours holds the digest of the others: an edit shows, wherever the file is copied."""
+    if not os.path.lexists(target):
+        return
+    first, body = "", ""
+    if target.is_file() and not target.is_symlink():
+        with target.open(encoding="utf-8", errors="replace", newline="") as lines:
+            first, body = lines.readline(), lines.read()
+    if not first.startswith(MARK):
+        what = f"{target} exists and was not written by `erniekit plan`"
+        raise ConfigError(what, where=f"--write {target}", fix="name a new file")
+    if not first.endswith(f"content {_digest(body)}\n"):
+        what = f"{target} was changed since `erniekit plan` wrote it, and would be replaced"
+        raise ConfigError(what, where=f"--write {target}", fix="name a new file, or move this one away")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _calibration(word: str | None) -> dict[str, Any] | None:

@@ -22,7 +22,8 @@ from erniekit.net.hosts import Hosts
 from erniekit.serve.engines.base import InferenceEngine
 from erniekit.serve.engines.vision_input import FeatureCache
 from erniekit.serve.health import HealthMonitor
-from erniekit.serve.media_work import MediaReader, MediaSettings, read_vision
+from erniekit.serve.media_turns import MediaSettings
+from erniekit.serve.media_work import MediaReader, read_vision
 from erniekit.serve.metrics import TYPE, Metrics
 from erniekit.serve.middleware import (
     MAX_BODY_BYTES,
@@ -34,7 +35,7 @@ from erniekit.serve.middleware import (
     error_response,
     read_json,
 )
-from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptLoad, PromptWork, Stuck
+from erniekit.serve.prompt_work import PromptLimits, PromptLoad, PromptWork
 from erniekit.serve.prompt_worker import Failed, TextPrompts
 from erniekit.serve.request_error import RequestError, as_json
 from erniekit.serve.request_parsing import (
@@ -50,6 +51,7 @@ from erniekit.serve.response_builder import ResponseBuilder
 from erniekit.serve.running_request import ChoiceDelta, RunningRequest
 from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 from erniekit.serve.vision_prompt import VisionChat
+from erniekit.serve.work_queue import Busy, Late, Stuck
 from erniekit.version import __version__
 
 DONE = b"data: [DONE]\n\n"

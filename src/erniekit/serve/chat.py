@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from erniekit.config import RunConfig, load, refuse_later
+from erniekit.data.media.limits import MediaLimits
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import colour_on, paint
 from erniekit.serve import chat_media
@@ -27,16 +28,20 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 def chat_command(args: list[str]) -> int:
-    """`erniekit chat [URL | DIR | RECIPE.yaml] [key=value ...] [--system TEXT] [--prompt TEXT]`."""
-    rest, own = own_flags(args)
+    """`erniekit chat [URL | DIR | RECIPE.yaml] [key=value ...] [--system TEXT] [--prompt TEXT]
+    [--image PATH ...] [--video PATH ...]`."""
+    rest, own, shown = own_flags(args)
     cfg = load(rest, "chat")
     refuse_later(cfg, "chat")
+    pixels = cfg.vision.media_max_pixels
+    attached = [chat_media.attach(path, kind, pixels) for kind, path in shown]  # before a model is opened
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character this terminal cannot spell must not end the conversation
             stream.reconfigure(errors="replace")
     alone = "prompt" in own
     with connect(cfg, sys.stderr if alone else sys.stdout, quiet=alone) as (client, about):
-        talk = ChatSession(client, request_fields(cfg), own.get("system", ""))
+        talk = ChatSession(client, request_fields(cfg), own.get("system", ""), pixels=pixels)
+        talk.attached = attached
         if alone:
             return ask(talk, own["prompt"], sys.stdout, sys.stderr)
         return converse(talk, about, sys.stdin, sys.stdout)
@@ -133,6 +138,7 @@ class ChatSession:
     system: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     attached: list[Attachment] = field(default_factory=list)  # for the next question
+    pixels: int = MediaLimits.pixels  # most of a picture
 
     def __post_init__(self) -> None:
         self.clear()
@@ -140,18 +146,20 @@ class ChatSession:
     def clear(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.attached = []
+        self._files: dict[str, str] = {}  # place in the request -> the file that is there
 
     def attach(self, line: str) -> Attachment | None:
         """What the line attaches to the next question, if it does."""
-        found = chat_media.command(line)
+        found = chat_media.command(line, self.pixels)
         if found is not None:
             self.attached.append(found)
         return found
 
     def say(self, text: str, screen: Screen) -> ChatAnswer:
         """Ctrl-C hangs up, which stops the server, and keeps what was said."""
-        text, named = chat_media.named_in(text)
+        text, named = chat_media.named_in(text, self.pixels)
         shown, self.attached = [*self.attached, *named], []
+        files = {f"messages[{len(self.messages)}].content[{k}]": str(one.path) for k, one in enumerate(shown)}
         asked = [*self.messages, {"role": "user", "content": chat_media.content(text, shown)}]
         answer = ChatAnswer()
         try:
@@ -160,10 +168,14 @@ class ChatSession:
                     screen.show(piece)
         except KeyboardInterrupt:
             answer.finish = "interrupt"
+        except NoAnswer as error:
+            error.where = {**self._files, **files}.get(error.where, error.where)
+            raise
         if answer.text or answer.finish != "interrupt":
             # Half a character may come of a cut answer, and no server takes it back.
             said = answer.text.encode("utf-8", "replace").decode()
             self.messages = [*asked, {"role": "assistant", "content": said}]
+            self._files |= files
         return answer
 
 
@@ -279,20 +291,25 @@ def _read(input_stream: TextIO, output: TextIO) -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def own_flags(args: list[str]) -> tuple[list[str], dict[str, str]]:
-    """--prompt and --system belong to chat alone: they are no keys of a run."""
+def own_flags(args: list[str]) -> tuple[list[str], dict[str, str], list[tuple[str, str]]]:
+    """--prompt, --system, --image and --video belong to chat alone: they are no keys of a run. The last are (kind,
+    path), in their order."""
     rest: list[str] = []
     own: dict[str, str] = {}
+    shown: list[tuple[str, str]] = []
     words = iter(args)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in ("prompt", "system"):
+        if not word.startswith("--") or name not in ("prompt", "system", "image", "video"):
             rest.append(word)
             continue
-        if not equals:
-            following = next(words, None)
-            if following is None:
-                raise ConfigError(f"--{name} needs a text", where=f"flag --{name}", fix=f'--{name} "..."')
-            value = following
-        own[name] = value
-    return rest, own
+        is_path = name in ("image", "video")
+        given = value if equals else next(words, None)
+        if given is None or (is_path and not given):
+            needs, form = ("a path", "PATH") if is_path else ("a text", '"..."')
+            raise ConfigError(f"--{name} needs {needs}", where=f"flag --{name}", fix=f"--{name} {form}")
+        if is_path:
+            shown.append((name, given))
+        else:
+            own[name] = given
+    return rest, own, shown

@@ -81,12 +81,18 @@ class ChatAnswer:
 
 @dataclass
 class Client:
-    """timeout: seconds without a word from the server. model: the one to ask for, once `choose_model` has run."""
+    """timeout: seconds without a word from the server. model: the one to ask for, once `choose_model` has run.
+    place: what messages call the server; empty: its address."""
 
     address: Address
     key: str | None = field(default=None, repr=False)
     timeout: float = 600.0
     model: str = "default"
+    place: str = ""
+
+    @property
+    def where(self) -> str:
+        return self.place or self.address.url
 
     def choose_model(self, wanted: str | None = None) -> None:
         """The first the server offers, or the one asked for by name."""
@@ -100,7 +106,7 @@ class Client:
             names = []  # servers without that page know `default`
         except (ValueError, TypeError, KeyError):
             raise NoAnswer(
-                "what answers there is no OpenAI-compatible server", where=self.address.url, fix="check host and port"
+                "what answers there is no OpenAI-compatible server", where=self.where, fix="check host and port"
             ) from None
         if wanted and names and wanted not in names:
             raise ConfigError(
@@ -143,9 +149,7 @@ class Client:
             if event.get("error"):
                 self._refused(0, event)
             yield event
-        raise NoAnswer(
-            "the server broke off", where=self.address.url, fix="see what its own output says, and ask again"
-        )
+        raise NoAnswer("the server broke off", where=self.where, fix="see what its own output says, and ask again")
 
     def _whole(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         event = self._read(response.read())
@@ -160,7 +164,7 @@ class Client:
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            raise NoAnswer("the server said something that is no answer", where=self.address.url, fix="check the URL")
+            raise NoAnswer("the server said something that is no answer", where=self.where, fix="check the URL")
         return event
 
     @contextmanager
@@ -186,13 +190,13 @@ class Client:
             except TimeoutError:
                 raise NoAnswer(
                     f"the server said nothing for {self.timeout:g} s",
-                    where=self.address.url,
+                    where=self.where,
                     fix="raise request_timeout",
                 ) from None
             except (OSError, http.client.HTTPException) as error:
                 raise NoAnswer(
                     f"the connection broke: {error or type(error).__name__}",
-                    where=self.address.url,
+                    where=self.where,
                     fix="see whether the server still runs, and ask again",
                 ) from None
 
@@ -200,7 +204,7 @@ class Client:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return NoAnswer(
             f"no server answers: {why}",
-            where=self.address.url,
+            where=self.where,
             fix=f"start one: erniekit server DIR --port {self.address.port}; or open a folder: erniekit chat DIR",
         )
 
@@ -215,6 +219,8 @@ class Client:
         """In the server's own words: OpenAI's shape, or one of those seen elsewhere."""
         error = told.get("error") or told
         words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+        if ours := _THREE_LINES.fullmatch(str(words)[:2000]):
+            raise NoAnswer(ours[1], where=ours[2], fix=ours[3], status=status)
         fixes = {
             401: "give the server's key: api_key_file=FILE, or ERNIEKIT_API_KEY",
             404: "check the URL and served_model_name",
@@ -223,7 +229,11 @@ class Client:
         }
         fix = fixes.get(status, "start anew with clear, or change the key it names")
         text = " ".join(str(words or f"status {status}").split())[:500]
-        raise NoAnswer(f"the server refused: {text}", where=self.address.url, fix=fix, status=status)
+        raise NoAnswer(f"the server refused: {text}", where=self.where, fix=fix, status=status)
+
+
+# An error of an erniekit server that has a place and a way out of its own.
+_THREE_LINES = re.compile(r"error: (.+)\nwhere: (.+)\nfix: +(.+)")
 
 
 def _lacks_room(error: NoAnswer) -> bool:

@@ -1,6 +1,6 @@
 """Pictures and videos for a question in the terminal: `/image PATH`, `/video PATH`, or `@PATH` in the text.
 
-Used by chat.py. Files are read here and sent as `data:` URLs: a server opens no paths. Imports no decoder.
+Used by chat.py. Files are read here and sent as `data:` URLs: a server opens no paths. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from erniekit.errors import DataError
+from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.errors import DataError, ErnieKitError
 from erniekit.files import refuse_special
 
 MAX_BYTES = 24 * 2**20  # of one question: in base64 a third more, and servers end bodies at 32 MiB
@@ -37,8 +38,8 @@ class Attachment:
         return f"{word} {self.path.name} ({self.size:,} bytes)"
 
 
-def attach(path: str, kind: str) -> Attachment:
-    """kind: image or video, or what its name says where it is neither."""
+def attach(path: str, kind: str, pixels: int = MediaLimits.pixels) -> Attachment:
+    """kind: image or video, or what its name says where it is neither. pixels: most of a picture."""
     file = Path(path.strip().strip("\"'")).expanduser()
     guessed = mimetypes.guess_type(file.name)[0] or ""
     kind = kind or guessed.partition("/")[0]
@@ -58,21 +59,72 @@ def attach(path: str, kind: str) -> Attachment:
         raise DataError(
             f"it cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
         ) from None
+    check(content, kind, file, pixels)
     type_ = guessed if guessed.startswith(f"{kind}/") else "image/png" if kind == "image" else "video/mp4"
     return Attachment(kind, file, len(content), f"data:{type_};base64,{base64.b64encode(content).decode()}")
 
 
-def command(line: str) -> Attachment | None:
+# First bytes of files that hold a video, or at byte 4 of those that are made of boxes.
+_VIDEOS = (
+    b"\x1aE\xdf\xa3",
+    b"FLV",
+    b"G",
+    b"\0\0\1",
+    b"\0\0\0\1",
+    b"OggS",
+    b"0&\xb2u",
+    b".RMF",
+    b"DKIF",
+    b"\x89PNG",
+    b"GIF8",
+)
+_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip")
+_PICTURE_BRANDS = (b"avif", b"avis", b"mif1", b"heic")
+
+
+def is_video(content: bytes) -> bool:
+    """By its first bytes. A GIF or PNG may play."""
+    if content[4:8] in _BOXES:
+        return content[8:12] not in _PICTURE_BRANDS
+    return content.startswith(_VIDEOS) or (content.startswith(b"RIFF") and content[8:12] == b"AVI ")
+
+
+def check(content: bytes, kind: str, file: Path, pixels: int) -> None:
+    """That it is what it passes for, by its header: a server would say it only once it is asked."""
+    if not content:
+        raise DataError("the file is empty", where=str(file), fix="name another file")
+    if kind == "video":
+        if not is_video(content):
+            fix = "/video takes MP4, WebM, MKV, AVI and the like; /image PATH shows a picture"
+            raise DataError("its first bytes are of no video", where=str(file), fix=fix)
+        return
+    if is_video(content) and not content.startswith((b"\x89PNG", b"GIF8")):
+        raise DataError("it is a video, not a picture", where=str(file), fix=f"/video {file}")
+    from erniekit.data.media.picture import read_header
+
+    try:
+        header = read_header(content, "", MediaLimits(pixels=pixels))
+    except MediaError as error:
+        large = error.kind == "too_many_pixels"
+        fix = "scale it down" if large else "/image takes PNG, JPEG, WebP and the like, whole"
+        raise DataError(error.reason.removeprefix(": "), where=str(file), fix=fix) from None
+    except ErnieKitError:  # no Pillow here: the server will say it
+        return
+    if header.animated:
+        raise DataError("it is an animated picture", where=str(file), fix=f"/video {file} shows all of it")
+
+
+def command(line: str, pixels: int = MediaLimits.pixels) -> Attachment | None:
     """What `/image PATH` or `/video PATH` names; None: the line is a question."""
     word, _, path = line.strip().partition(" ")
     if word not in COMMANDS:
         return None
     if not path.strip():
         raise DataError(f"{word} needs a path", where=line.strip(), fix=f"{word} PATH")
-    return attach(path, COMMANDS[word])
+    return attach(path, COMMANDS[word], pixels)
 
 
-def named_in(text: str) -> tuple[str, list[Attachment]]:
+def named_in(text: str, pixels: int = MediaLimits.pixels) -> tuple[str, list[Attachment]]:
     """The text without each `@PATH` that names a picture or video that is there, and these."""
     found: list[Attachment] = []
 
@@ -81,7 +133,7 @@ def named_in(text: str) -> tuple[str, list[Attachment]]:
         guessed = (mimetypes.guess_type(path)[0] or "").partition("/")[0]
         if guessed not in ("image", "video") or not Path(path).expanduser().is_file():
             return match[0]  # a name like any other
-        found.append(attach(path, guessed))
+        found.append(attach(path, guessed, pixels))
         return ""
 
     return _NAMED.sub(take, text).strip(), found

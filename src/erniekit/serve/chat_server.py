@@ -40,6 +40,7 @@ def embedded(cfg: RunConfig) -> Iterator[tuple[Client, str]]:
     import uvicorn
 
     from erniekit.net.connections import limited
+    from erniekit.serve.folder import choose_folder
     from erniekit.serve.loaded_models import find_models, load_models
 
     cfg = cfg.replace(max_num_seqs=1)  # one person: the cache holds one conversation
@@ -55,7 +56,7 @@ def embedded(cfg: RunConfig) -> Iterator[tuple[Client, str]]:
         try:
             _wait(server, thread)
             address = Address("127.0.0.1", sock.getsockname()[1])
-            client = Client(address, key, cfg.serve.request_timeout, entries[0].name)
+            client = Client(address, key, cfg.serve.request_timeout, entries[0].name, place=choose_folder(cfg)[0])
             yield client, f"{entries[0].found.describe()}, {loaded.about.partition(',')[0]}"
         finally:
             server.should_exit = server.force_exit = True

@@ -1,7 +1,7 @@
 """Media of requests: read by worker processes beside the event loop, bounded in number, in waiting and in time.
 
 Used by api.py, through `read_vision`. A thread waits for each process; a decoder that hangs or dies is killed with its
-process, and costs the request that sent the picture.
+process, and costs the request that sent the picture. media_turns.py says whose medium is next.
 """
 
 from __future__ import annotations
@@ -9,64 +9,52 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from erniekit.data.formats.fields import BadRow
-from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
+from erniekit.data.media.decode import MediaHeader, ReadHeader, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaWorker
 from erniekit.data.vision.chat_rows import read_prompt
-from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionPrompt
 from erniekit.errors import ErnieKitError
+from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.engines.vision_input import PAIR, FeatureCache, PromptVision
-from erniekit.serve.prompt_work import LEFT_S, PromptLoad, PromptWork, QueuedTask, WorkQueue, registered, result_of
+from erniekit.serve.media_turns import MediaSettings, MediaTurn, MediaTurns, pixels_of, too_large
+from erniekit.serve.prompt_work import PromptLoad, PromptWork, registered
 from erniekit.serve.prompt_worker import Failed, SeenChat
 from erniekit.serve.request_parsing import ParsedRequest
 from erniekit.serve.vision_prompt import VisionChat, medium_key, prompt_vision
+from erniekit.serve.work_queue import LEFT_S, QueuedTask, WorkQueue, result_of
 
-MEDIA_S = 60.0  # to read all media of a request, once their turn has come and while they wait for it
 Ask = Callable[[Any, str], Any]  # work and a name for messages -> its result
 
 
 @dataclass(frozen=True)
-class MediaSettings:
-    processes: int = 2
-    queue: int = 16  # requests that may wait
-    deadline_s: float = MEDIA_S
-
-
-@dataclass(frozen=True)
 class ReadRow:
-    """Messages with `data:` URLs -> the row, and the header of every source."""
+    """Messages with `data:` URLs -> the row, its bytes decoded from base64."""
 
     messages: list[dict[str, Any]]
-    rules: VisionRules
+    where: str = "messages"
 
-    def read(self, ask: Ask) -> tuple[VisionRow, dict[str, MediaHeader]]:
-        row = numbered(read_prompt(self.messages))
-        limits = self.rules.limits
-        headers = {
-            place.path: ask(ReadHeader(replace(place, path=""), given.video and not given.stamps, limits), place.name)
-            for given in row.media
-            for place in given.sources
-        }
-        return row, headers
+    def read(self, ask: Ask) -> VisionRow:
+        return numbered(read_prompt(self.messages))
 
 
 @dataclass(frozen=True)
-class ReadPixels:
-    media: Sequence[Medium]
-    limits: MediaLimits
+class ReadMedium:
+    """The header or the patches of one medium."""
 
-    def read(self, ask: Ask) -> list[np.ndarray]:
-        return [ask(ReadPatches(medium, self.limits), medium.places[0].name) for medium in self.media]
+    work: ReadHeader | ReadPatches
+    where: str  # in the request
+
+    def read(self, ask: Ask) -> Any:
+        return ask(self.work, self.where)
 
 
 class MediaProcess:
@@ -92,7 +80,7 @@ class MediaProcess:
         try:
             return task.work.read(ask)
         except (BadRow, MediaError) as error:
-            return Failed("media", error.reason)
+            return Failed("media", error.reason, code=error.kind, where=task.work.where)
         except ErnieKitError as error:  # an extra that is not installed
             return Failed("unable", f"{error.what}: {error.fix}")
         finally:
@@ -116,15 +104,25 @@ class MediaReader:
 
     def __post_init__(self) -> None:
         s = self.settings
-        self._queue = WorkQueue("media", s.processes, s.queue, self._do, self._leave, LEFT_S)
+        self._turns = MediaTurns(s)
+        room = 2 * (s.processes + s.queue)  # `turns` counts requests, and each has one piece of work here at a time
+        self._queue = WorkQueue("media", s.processes, room, self._do, self._leave, LEFT_S, self._turns.choose)
         self._own = threading.local()
         self._processes: list[MediaProcess] = []
 
-    async def read(self, work: ReadRow | ReadPixels, seconds: float) -> Any:
-        """What `work` gives, or Failed. Raises Busy, Late or Stuck."""
+    @contextmanager
+    def turn(self, seconds: float) -> Iterator[MediaTurn]:
+        """Of the current request. Raises Busy."""
+        turn = self._turns.enter(CLIENT.get(), seconds)
+        try:
+            yield turn
+        finally:
+            self._turns.leave(turn)
+
+    async def read(self, work: ReadRow | ReadMedium, turn: MediaTurn) -> Any:
+        """What `work` gives, or Failed. Raises Late or Stuck."""
         loop = asyncio.get_running_loop()
-        ends = time.monotonic() + min(seconds, self.settings.deadline_s)
-        task = QueuedTask(work, None, loop, loop.create_future(), ends)
+        task = QueuedTask(work, None, loop, loop.create_future(), turn.ends, turn=turn)
         try:
             return await result_of(self._queue, task)
         finally:
@@ -179,38 +177,75 @@ async def read_vision(
     parsed: ParsedRequest, prompts: PromptWork, media: MediaReader, features: FeatureCache, seconds: float
 ) -> tuple[list[int], PromptVision | None] | Failed:
     """Ids and pictures of a chat with a model that sees. Media whose features the engine keeps are not decoded."""
-    served, work = parsed.served, parsed.work
-    assert served.vision is not None
+    work = parsed.work
     assert isinstance(work, VisionChat)
-    rules = served.vision.rules
-    headers: dict[str, MediaHeader] = {}
     if work.media:
-        found = await media.read(ReadRow(work.messages, rules), seconds)
-        if isinstance(found, Failed):
-            return found
-        row, headers = found
-    else:
-        try:
-            row = read_prompt(work.messages)
-        except BadRow as error:
-            return Failed("refused", error.reason)
+        with media.turn(seconds) as turn:
+            return await _read_media(parsed, work, prompts, media, features, turn)
+    try:
+        row = read_prompt(work.messages)
+    except BadRow as error:
+        return Failed("refused", error.reason)
+    made = await _ids(parsed, row, {}, work.thinking, prompts, seconds)
+    return made if isinstance(made, Failed) else (made.ids.tolist(), None)
+
+
+async def _ids(
+    parsed: ParsedRequest,
+    row: VisionRow,
+    headers: dict[str, MediaHeader],
+    thinking: bool | None,
+    prompts: PromptWork,
+    seconds: float,
+) -> VisionPrompt | Failed:
+    served = parsed.served
+    assert served.vision is not None
+    chat = SeenChat(row, headers, served.vision.rules, thinking)
+    made = await prompts.ids(chat, served.tokenizer, parsed.most, seconds)
+    return made if isinstance(made, Failed) else made[0]
+
+
+async def _read_media(
+    parsed: ParsedRequest,
+    work: VisionChat,
+    prompts: PromptWork,
+    media: MediaReader,
+    features: FeatureCache,
+    turn: MediaTurn,
+) -> tuple[list[int], PromptVision | None] | Failed:
+    served = parsed.served
+    assert served.vision is not None
+    rules = served.vision.rules
+    row = await media.read(ReadRow(work.messages), turn)
+    if isinstance(row, Failed):
+        return row
+    headers: dict[str, MediaHeader] = {}
+    for given in row.media:
+        for place in given.sources:
+            header = ReadHeader(replace(place, path=""), given.video and not given.stamps, rules.limits)
+            found = await media.read(ReadMedium(header, place.name), turn)
+            if isinstance(found, Failed):
+                return found
+            headers[place.path] = found
     bare, kept = without_bytes(row)
-    made = await prompts.ids(SeenChat(bare, headers, rules, work.thinking), served.tokenizer, parsed.most, seconds)
-    if isinstance(made, Failed):
-        return made
-    asked: VisionPrompt = made[0]
-    ids = asked.ids.tolist()
-    if not asked.media.sources:
-        return ids, None
-    known = [features.all(served.name, medium_key(m), max(1, m.grid[0] // PAIR)) for m in asked.media.sources]
-    missing = [
-        replace(medium, places=tuple(replace(kept[place.path], path="") for place in medium.places))
-        for medium, features_of in zip(asked.media.sources, known)
-        if not features_of
-    ]
-    pixels = await media.read(ReadPixels(missing, rules.limits), seconds) if missing else []
-    if isinstance(pixels, Failed):
-        return pixels
-    left = iter(pixels)
-    patches = [None if features_of else next(left) for features_of in known]
-    return ids, prompt_vision(asked, patches, served.tokenizer, rules, known)
+    asked = await _ids(parsed, bare, headers, work.thinking, prompts, turn.ends - time.monotonic())
+    if isinstance(asked, Failed):
+        return asked
+    sources = asked.media.sources
+    if not sources:
+        return asked.ids.tolist(), None
+    known = [features.all(served.name, medium_key(m), max(1, m.grid[0] // PAIR)) for m in sources]
+    missing = [medium for medium, features_of in zip(sources, known) if not features_of]
+    if refused := too_large(missing, headers, media.settings):
+        return refused
+    turn.pixels = sum(pixels_of(medium, headers) for medium in missing)
+    patches: list[Any] = []
+    for medium, features_of in zip(sources, known):
+        pixels = None
+        if not features_of:
+            whole = replace(medium, places=tuple(replace(kept[place.path], path="") for place in medium.places))
+            pixels = await media.read(ReadMedium(ReadPatches(whole, rules.limits), whole.places[0].name), turn)
+            if isinstance(pixels, Failed):
+                return pixels
+        patches.append(pixels)
+    return asked.ids.tolist(), prompt_vision(asked, patches, served.tokenizer, rules, known)

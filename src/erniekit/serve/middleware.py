@@ -26,6 +26,7 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_LARGE_BODIES = 4  # larger ones, with pictures in them, that arrive at once
 BODY_S = 60.0  # for a whole body to arrive
 MAX_VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
+_KINDS = {"str", "int", "float", "bool", "dict", "list"}  # pydantic puts them into the place of an error
 OPEN = ("/health",)  # without a key: for load balancers
 
 Scope = MutableMapping[str, Any]
@@ -207,7 +208,12 @@ def _is_encodable(value: Any) -> bool:
 
 
 def _validation_error(error: ValidationError) -> RequestError:
-    """The first thing wrong, by its place: the others often follow from it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(str(word) for word in first["loc"])[:200]
-    return RequestError(422, f"{place}: {first['msg']}"[:400] if place else first["msg"], param=place or None)
+    """The first thing wrong, by its place: the others often follow from it. Of a value that may be of several kinds
+    every kind has its error; the one that comes furthest into the value is of the kind that was meant."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    start = errors[0]["loc"][:-1]
+    found = max((one for one in errors if one["loc"][: len(start)] == start), key=lambda one: len(one["loc"]))
+    words = [word for word in found["loc"] if isinstance(word, int) or (word.isidentifier() and word not in _KINDS)]
+    place = "".join(f"[{word}]" if isinstance(word, int) else f".{word}" for word in words).lstrip(".")[:200]
+    said = found["msg"].removeprefix("Value error, ")
+    return RequestError(422, f"{place}: {said}"[:400] if place else said, param=place or None)

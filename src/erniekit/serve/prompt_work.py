@@ -14,11 +14,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve import prompt_worker
@@ -31,148 +29,12 @@ from erniekit.serve.prompt_worker import (
     TokenizerSource,
     prepare,
 )
+from erniekit.serve.work_queue import LEFT_S, Killable, QueuedTask, WorkQueue, result_of
 
 SHORT_CHARACTERS, SHORT_MESSAGES = 16_384, 64  # a prompt with more of either is long
 DEADLINE_S = 30.0  # from a request's arrival to its ids
 RENDER_S = 5.0  # of processor time for the chat template
 SHORT_RENDER_S = 0.25  # the same in a thread that others wait for; what takes longer is given to a process
-LEFT_S = 1.0  # how long work may go on for a client that has left
-
-
-class Busy(Exception):
-    """Too much waits; later there will be room."""
-
-
-class Late(Exception):
-    """The deadline passed; what was begun is abandoned."""
-
-
-class Stuck(Exception):
-    """All threads are beyond their deadline."""
-
-
-class Killable(Protocol):
-    def kill(self, task: QueuedTask | None = None) -> None:
-        """The process; with a task, only if that is what it works on."""
-
-
-@dataclass(eq=False)
-class QueuedTask:
-    work: Any  # PromptTask, or what media_work.py reads
-    tokenizer: Tokenizer | None
-    loop: asyncio.AbstractEventLoop
-    result: asyncio.Future[Any]
-    ends: float  # the deadline, on the monotonic clock
-    process: Killable | None = None  # that does it
-    late: bool = False  # its deadline passed
-
-    def settle(self, result: Any) -> None:
-        _settle(self.result, result)
-
-
-@dataclass(eq=False)
-class WorkerSlot:
-    """A thread, and the work it is at."""
-
-    task: QueuedTask | None = None
-
-
-class WorkQueue:
-    """A queue and the threads that work it off. A thread that is beyond a deadline counts as lost: another takes its
-    place, up to twice as many, and it ends when it comes back."""
-
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        queue: int,
-        do: Callable[[QueuedTask], Any],
-        leave: Callable[[], None],
-        grace_s: float,
-    ) -> None:
-        """leave: called at a thread's end, in it. grace_s: between a deadline and the thread's counting as lost."""
-        self.name, self.threads, self.queue, self.do, self.leave = name, threads, queue, do, leave
-        self.grace_s = grace_s
-        self.waiting: deque[QueuedTask] = deque()
-        self.slots: list[WorkerSlot] = []
-        self._lock = threading.Condition()
-        self._ended = False
-
-    def put(self, task: QueuedTask) -> None:
-        with self._lock:
-            lost = self._lost()
-            if len(lost) >= 2 * self.threads:
-                raise Stuck
-            free = sum(slot.task is None for slot in self.slots)
-            to_come = max(0, self.threads - (len(self.slots) - len(lost)))
-            if len(self.waiting) >= self.queue + free + to_come:
-                raise Busy
-            self.waiting.append(task)
-            if free < len(self.waiting) and to_come:
-                slot = WorkerSlot()
-                thread = threading.Thread(target=self._run, args=(slot,), name=f"{self.name} prompts", daemon=True)
-                self.slots.append(slot)
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no more threads to give
-                    self.slots.remove(slot)
-                    if not self.slots:
-                        self.waiting.remove(task)
-                        raise Busy from None
-            self._lock.notify()
-
-    def drop(self, task: QueuedTask) -> None:
-        """What waits is forgotten; what runs goes on, and its result is not looked at."""
-        with self._lock:
-            if task in self.waiting:
-                self.waiting.remove(task)
-
-    def _lost(self) -> list[WorkerSlot]:
-        late = time.monotonic() - self.grace_s
-        return [slot for slot in self.slots if slot.task is not None and slot.task.ends < late]
-
-    def counts(self) -> tuple[int, int, int]:
-        """(running, waiting, lost)."""
-        with self._lock:
-            return sum(slot.task is not None for slot in self.slots), len(self.waiting), len(self._lost())
-
-    def end(self) -> list[QueuedTask]:
-        """No thread takes another task; those that waited or run are given back."""
-        with self._lock:
-            self._ended = True
-            left = [*self.waiting, *(slot.task for slot in self.slots if slot.task is not None)]
-            self.waiting.clear()
-            self._lock.notify_all()
-        return left
-
-    def _run(self, slot: WorkerSlot) -> None:
-        while (task := self._next(slot)) is not None:
-            try:
-                result = self.do(task)
-            except Exception as error:
-                result = Failed("fault", f"{type(error).__name__}: {error}"[:400])
-            with self._lock:
-                slot.task = None
-            try:
-                task.loop.call_soon_threadsafe(_settle, task.result, result)
-            except RuntimeError:  # that loop is closed
-                pass
-        self.leave()
-
-    def _next(self, slot: WorkerSlot) -> QueuedTask | None:
-        with self._lock:
-            while not self._ended and len(self.slots) <= self.threads + len(self._lost()):
-                if self.waiting:
-                    slot.task = self.waiting.popleft()
-                    return slot.task
-                self._lock.wait()
-            self.slots.remove(slot)
-            return None
-
-
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
 
 
 class Process:
@@ -344,34 +206,9 @@ class PromptWork:
             process.kill()
 
 
-async def result_of(queue: WorkQueue, task: QueuedTask) -> Any:
-    """The task's result, once it is done. Raises Busy, Late or Stuck; cancelling it drops the work."""
-    queue.put(task)
-    alarm = task.loop.call_later(task.ends - time.monotonic(), _settle, task.result, Late())
-    try:
-        found = await task.result
-    except asyncio.CancelledError:
-        queue.drop(task)
-        task.loop.call_later(LEFT_S, _kill, task)
-        raise
-    finally:
-        alarm.cancel()
-    if isinstance(found, Late):
-        queue.drop(task)
-        _kill(task)
-        task.late = True
-        raise found
-    return found
-
-
 def _in_thread(task: QueuedTask) -> Any:
     assert task.tokenizer is not None
     return prepare(task.work, task.tokenizer)
-
-
-def _kill(task: QueuedTask) -> None:
-    if task.process is not None:
-        task.process.kill(task)
 
 
 def is_short(what: ChatPrompt | TextPrompts | SeenChat, most: int = SHORT_CHARACTERS) -> bool:

@@ -84,6 +84,8 @@ class Failed:
     kind: str
     message: str
     tokens: int = 0
+    code: str = ""  # of media: what MediaError and BadRow call their kind
+    where: str = ""  # of media: the place in the request, if it is known
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def prepare(work: PromptTask, tokenizer: Tokenizer) -> list[list[int]] | list[Vi
     except BadRow as bad:
         return Failed("refused", bad.reason)
     except MediaError as bad:
-        return Failed("media", bad.reason)
+        return Failed("media", bad.reason, code=bad.kind)
     except PromptTooLong as long:
         return Failed("too long", str(long), long.tokens)
     except RenderedTooLong as slow:

@@ -18,7 +18,7 @@ from erniekit.serve.output_parser import THINK
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest, Message
-from erniekit.serve.vision_prompt import VisionChat, VisionSettings, check_parts, media_error
+from erniekit.serve.vision_prompt import VisionChat, VisionSettings, check_parts, media_refused
 
 MAX_IGNORED_NAMES = 16  # ignored fields that a response names
 MAX_ARGUMENT_CHARACTERS = 2**18  # characters of tool calls' arguments that are read as JSON, of a whole request
@@ -120,7 +120,7 @@ class ParsedRequest:
         if failed.kind in ("refused", "beyond"):
             return RequestError(400, failed.message, param=self.field)
         if failed.kind == "media":
-            return media_error(failed.message)
+            return media_refused(failed)
         if failed.kind == "unable":
             return RequestError(503, failed.message, code="no_media")
         if failed.kind == "no text":

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
 
+MAX_PARTS = 1024  # of a message
 MAX_COMPLETIONS = 128  # of one request: prompts times n
 StopString = Annotated[str, Field(max_length=64)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -94,9 +95,19 @@ class MessagePart(TypedDict, total=False):
 
 class Message(_Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[MessagePart], Field(max_length=1024, fail_fast=True)] | None = None
+    content: str | Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_calls: list[dict[str, Any]] | None = Field(None, max_length=128)
     tool_call_id: str | None = Field(None, max_length=256)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_or_parts(cls, content: Any) -> Any:
+        """Said here: of a union pydantic names each kind that it is not, the wrong one first."""
+        if isinstance(content, list) and len(content) > MAX_PARTS:
+            raise ValueError(f"{len(content):,} parts are too many; {MAX_PARTS:,} are the most of a message")
+        if not isinstance(content, str | list | None):
+            raise ValueError("content is text or a list of parts")
+        return content
 
 
 class Tool(_Object):

@@ -156,7 +156,7 @@ async def warm_up(loaded: LoadedModels) -> None:
 def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> Middleware:
     """The application with the keys of this run as what a request gets that does not say."""
     from erniekit.serve.api import ApiSettings, make_app
-    from erniekit.serve.media_work import MediaSettings
+    from erniekit.serve.media_turns import MediaSettings
     from erniekit.serve.request_parsing import SamplingDefaults
 
     s = cfg.serve

@@ -6,6 +6,7 @@ request_parsing.py checks the parts of messages here, before a byte is decoded; 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from erniekit.data.vision.rules import VisionRules, VisionTokens
 from erniekit.data.vision.tokens import VisionPrompt
 from erniekit.errors import DataError
 from erniekit.serve.engines.vision_input import PromptMedium, PromptVision
+from erniekit.serve.prompt_worker import Failed
 from erniekit.serve.request_error import RequestError
 
 KINDS = {"image_url": "image", "video_url": "video"}  # of parts
@@ -45,9 +47,45 @@ class VisionChat:
     media: bool
 
 
-def media_error(what: str, where: str = "messages", fix: str = "send PNG, JPEG or WebP, whole") -> RequestError:
+# What to do, by the kind of a MediaError or BadRow.
+FIXES = {
+    "animated": "send it as video_url, or one frame of it as PNG",
+    "bad_base64": "send data:image/png;base64, and the whole file in base64 behind it",
+    "bad_data_url": "send data:image/png;base64, and the whole file in base64 behind it",
+    "bad_media": "save it again, a picture as PNG and a video as MP4, and send that",
+    "bad_picture": "send PNG, JPEG or WebP, whole; a video is a video_url",
+    "bad_text": "send the text without these characters",
+    "bad_video": "send the video whole, as MP4, WebM or MKV; a picture is an image_url",
+    "decoder_died": "save it again, a picture as PNG and a video as MP4, and send that",
+    "empty_media": "send the content of the file in base64 behind the comma",
+    "frames": "send a longer video",
+    "media_in_answer": "put the picture or video into a message of the user",
+    "role_order": "let the last message be the user's",
+    "strip": "cut it into pieces that are less long",
+    "timeout": "send it smaller or shorter, or ask again when the server is less busy",
+    "too_long_video": "send a part of it",
+    "too_many_bytes": "send a smaller file",
+    "too_many_frames": "send a part of it, or the video in a smaller size",
+    "too_many_pixels": "send it scaled down, or fewer at a time",
+    "too_much_memory": "send it scaled down",
+    "two_systems": "send one system message",
+}
+_PLACE = re.compile(r"`?(messages\[\d+\](?:\.\w+|\[\d+\])*)`?(: )?")
+
+
+def media_error(what: str, where: str, fix: str) -> RequestError:
     """What, where and what to do, a line each."""
     return RequestError(400, str(DataError(what, where=where, fix=fix)), param="messages", code="invalid_media")
+
+
+def media_refused(failed: Failed) -> RequestError:
+    """Of media that cannot be used: the place is in front of the reason, or known to who asked."""
+    what, where = failed.message, failed.where or "messages"
+    if found := _PLACE.match(what):
+        where, what = found[1], what[found.end() :] if found[2] else what
+    if failed.code == "bad_media":  # a decoder's own fault, in the decoder's own words
+        what = "its data cannot be decoded"
+    return media_error(what, where, FIXES.get(failed.code, "see the documentation of messages with pictures"))
 
 
 def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | None) -> bool:
@@ -75,7 +113,8 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
         if count > most:
             raise media_error(
                 f"the request has {count} {kind}s; {most} are the most",
-                fix=f"send fewer, or start the server with limit_mm_per_prompt={{{kind}: {count}}}",
+                "messages",
+                f"send fewer, or start the server with limit_mm_per_prompt={{{kind}: {count}}}",
             )
     return bool(counts)
 
@@ -87,7 +126,7 @@ def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, set
         raise media_error(f"{name} is served without {kind}s (enable_mm is False)", where, "send text only")
     given = part.get(f"{kind}_url")
     url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str):
+    if not isinstance(url, str) or not url.strip():
         raise media_error(f"the part names no {kind}", where, f'write "{kind}_url": {{"url": "data:..."}}')
     if not url.startswith("data:"):
         shown = url if len(url) <= SHOWN else url[:SHOWN] + "..."

@@ -38,6 +38,41 @@ def test_what_is_no_cluster_is_refused_with_what_would_be(words: str) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("8x80", "did you mean 8x80G?"),
+        ("8x80G80G", "did you mean 8x80G?"),
+        ("2x8x141-141G", "did you mean 2x8x141G?"),
+        ("8x40.5g.", "did you mean 8x40.5G?"),
+        ("8xFoo-80G", "give its memory alone, 8x80G, or one of: "),
+        ("8xAscent-64G", "did you mean 8xAscend? Otherwise give its memory alone, 8x64G, or one of: "),
+    ],
+)
+def test_a_card_that_is_none_is_told_what_was_meant(words: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize("count", ["1.5", "2.0", "-1", "two"])
+def test_machines_are_a_whole_number(count: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"islands: [{{card: H200, machines: {count}}}]")
+    with pytest.raises(ConfigError) as caught:
+        parse(str(file))
+    assert caught.value.fix == "machines: a whole number above 0"
+
+
+def test_more_devices_than_are_planned_are_refused_however_they_are_given(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("islands: [60000x80G, {card: H200, machines: 50000}]")
+    for words in ("1000000x80G", "20000x8xH200", str(file)):
+        with pytest.raises(ConfigError, match="beyond what is planned: 100,000"):
+            parse(words)
+    assert parse("12500x8xH200").size == 100_000
+
+
 def test_a_mistyped_card_is_told_its_nearest() -> None:
     with pytest.raises(ConfigError, match="H220") as caught:
         parse("8xH220-141G")

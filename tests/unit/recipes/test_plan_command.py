@@ -11,12 +11,15 @@ import pytest
 
 from erniekit.cli.main import main
 from erniekit.config import load
+from erniekit.config.note import shown
 from erniekit.devices.cuda import CudaDevice
 from erniekit.parallel.mesh import Layout
+from erniekit.planner import report
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.evaluate import Site, evaluate
 from erniekit.planner.memory import GIB
 from erniekit.recipes import plan_check
+from erniekit.recipes import plan_command as plan_module
 from erniekit.recipes.plan_command import MARK, plan_command
 from erniekit.recipes.planning import job_of, packs_of, shape_of
 
@@ -97,6 +100,71 @@ def test_a_file_of_somebody_else_is_left_alone(recipe: Path, capsys: pytest.Capt
         assert word.read_text() == before
     (recipe.parent / "link.yaml").symlink_to(target)
     assert main(["plan", str(recipe), "--cluster", "2xA100", "--write", str(recipe.parent / "link.yaml")]) == 2
+
+
+def test_a_number_chooses_the_layout_that_is_written(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = recipe.parent / "planned.yaml"
+    words = ["plan", str(recipe), "--cluster", "4xA100", "--json", "--top", "2", "--write", str(target)]
+    assert main([*words, "--take", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["taken"] == 3
+    third = found["ranked"][2]["keys"]
+    assert third != found["ranked"][0]["keys"]
+    cfg = load([str(target)], "train")
+    assert {key: shown(cfg[key]) for key in third} == {key: shown(value) for key, value in third.items()}
+    before = target.read_text()
+    assert main([*words, "--take", "9999"]) == 2
+    assert "fit" in capsys.readouterr().err
+    assert target.read_text() == before
+    assert main(["plan", str(recipe), "--cluster", "4xA100", "--take", "2"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["fine_tuning=LoRA", "frozen_base=wint4/8"], ["fine_tuning=LoRA"], [], ["recompute=True"]]
+)
+def test_only_changes_that_help_are_listed(words: list[str], recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "--cluster", "2xA100", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["ranked"][0]
+    now = max(stage["total"] for stage in best["gib_by_stage"])
+    assert found["levers"]
+    for lever in found["levers"]:
+        faster = lever["tokens_per_second"] and lever["tokens_per_second"] > best["tokens_per_second"]
+        assert lever["gib"] < now or faster, lever
+    if words[-1:] == ["frozen_base=wint4/8"]:
+        assert {"frozen_base": "int8"} not in [lever["keys"] for lever in found["levers"]]
+
+
+def test_layouts_are_named_whole(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(recipe), "--cluster", "16xA100", "model_name_or_path=baidu/ERNIE-4.5-21B-A3B-Paddle"]
+    assert main([*words, "--json"]) == 0
+    names = [one["layout"] for one in json.loads(capsys.readouterr().out)["ranked"][: report.SHOWN]]
+    assert max(map(len, names)) > 58
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said for name in names)
+
+
+@pytest.mark.parametrize("edit", ["\nmax_seq_len: 4096\n", "# mine\n"])
+def test_a_written_recipe_that_was_edited_since_is_left_alone(
+    edit: str, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = recipe.parent / "planned.yaml"
+    words = ["plan", str(recipe), "--cluster", "1xA100", "--write", str(target)]
+    assert main(words) == 0
+    written = target.read_text()
+    target.write_text(written + edit)
+    assert main(words) == 2
+    assert target.read_text() == written + edit
+    assert "changed since" in capsys.readouterr().err
+
+    # and while the plan is made
+    target.write_text(written)
+    search = plan_module._planned
+    monkeypatch.setattr(plan_module, "_planned", lambda *a: [search(*a), target.write_text(written + edit)][0])
+    assert main(words) == 2
+    assert target.read_text() == written + edit
+    assert sorted(f.name for f in recipe.parent.iterdir()) == ["planned.yaml", "run.yaml"]
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from erniekit.errors import ConfigError
+from erniekit.serve import chat_media
 from erniekit.serve.chat import ChatSession, Screen, ask, converse
 from erniekit.serve.chat_client import Address, ChatAnswer, Client, NoAnswer, address_of, is_address
+from support.seen import MEDIA
 
 
 class StandIn(ThreadingHTTPServer):
@@ -184,6 +187,24 @@ def test_a_refusal_is_told_in_the_servers_own_words(other, status, body, what, f
     assert caught.value.what == f"the server refused: {what}"
     assert fix in caught.value.fix
     assert caught.value.status == status
+
+
+def test_a_refusal_of_a_picture_is_one_error_that_names_its_file(other):
+    told = "error: it breaks off\nwhere: messages[3].content[1]\nfix:   send it whole"
+    other.replies = [(200, events({"content": "a"})), (400, {"error": {"message": told}})]
+    talk = ChatSession(other.client(), {"stream": True}, "Be brief.")
+    talk.say("first", Screen(io.StringIO(), io.StringIO()))
+    talk.attached = [chat_media.attach(str(MEDIA / name), "image") for name in ("a.png", "b.png")]
+    with pytest.raises(NoAnswer) as caught:
+        talk.say("which?", Screen(io.StringIO(), io.StringIO()))
+    assert caught.value.lines() == ["error: it breaks off", f"where: {MEDIA / 'b.png'}", "fix:   send it whole"]
+
+
+def test_of_an_opened_folder_errors_name_the_folder(other):
+    other.replies = [(400, {"error": {"message": "no"}})]
+    with pytest.raises(NoAnswer) as caught:
+        answer_of(replace(other.client(), place="runs/one"))
+    assert caught.value.where == "runs/one"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,14 @@ def test_prompt_and_system_are_taken_from_the_words_and_the_rest_is_the_runs():
     assert own_flags(words) == (
         ["dir", "top_p=0.5", "--temperature", "0"],
         {"prompt": "a --b c=d", "system": "Be brief."},
+        [],
     )
+    assert own_flags(["dir", "--image", "a.png", "--video=v.mp4", "--image", "b,c.png"]) == (
+        ["dir"], {}, [("image", "a.png"), ("video", "v.mp4"), ("image", "b,c.png")],
+    )  # fmt: skip
+    for words in (["--image"], ["--video="]):
+        with pytest.raises(ConfigError, match="needs a path"):
+            own_flags(words)
     with pytest.raises(ConfigError, match="--prompt needs a text"):
         own_flags(["dir", "--prompt"])
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from erniekit.errors import DataError
 from erniekit.serve import chat_media
@@ -38,6 +39,32 @@ def test_a_path_behind_an_at_sign_is_shown_if_it_is_a_picture(folder: Path) -> N
     assert [one.path.name for one in found] == ["a.png", "two words.png"]
     assert [part["type"] for part in content(text, found)] == ["image_url", "image_url", "text"]
     assert content("plain", []) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "what", "fix"),
+    [
+        ("notes.txt", "image", "no picture", "PNG"),
+        ("notes.txt", "video", "no video", "MP4"),
+        ("v.mp4", "image", "a video, not a picture", "/video"),
+        ("a.png", "image", "more than media_max_pixels=99", "scale"),
+        ("empty.png", "image", "empty", "another"),
+        ("jpeg.mp4", "video", "no video", "/image"),
+        ("plays.gif", "image", "animated", "/video"),
+    ],
+)
+def test_a_file_that_is_not_what_it_passes_for_is_refused_as_it_is_named(
+    folder: Path, name: str, kind: str, what: str, fix: str
+) -> None:
+    (folder / "empty.png").touch()
+    picture = Image.open(folder / "a.png").convert("RGB")
+    picture.save(folder / "jpeg.mp4", "JPEG")
+    picture.save(folder / "plays.gif", save_all=True, append_images=[picture.transpose(Image.Transpose.ROTATE_180)])
+    with pytest.raises(DataError, match=what) as error:
+        command(f"/{kind} {name}", 99 if "pixels" in what else 10**8)
+    assert error.value.where == name
+    assert fix in error.value.fix
+    assert command("/video plays.gif").kind == "video"
 
 
 @pytest.mark.parametrize("line", ["/image gone.png", "/image", "/image .", "/video /dev/zero"])

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
-from erniekit.serve.prompt_work import Busy, Late, PromptLimits, PromptWork, Stuck, is_short
+from erniekit.serve.prompt_work import PromptLimits, PromptWork, is_short
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, PromptTask, TextPrompts, prepare
+from erniekit.serve.work_queue import Busy, Late, Stuck
 from support.clock import PATIENCE_S
 
 MANY = "{% for b in range(99999) %}{% set c = b %}{% endfor %}"

@@ -36,11 +36,6 @@ _KEPT = re.compile(
 )
 # Of the launch itself: the launch line says them.
 LAUNCH = {"NNODES": "nnodes", "MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port", "RANK": "rank"}
-_SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL).*", re.IGNORECASE)
-
-
-def is_secret(name: str) -> bool:
-    return _SECRET.fullmatch(name) is not None and name != "TOKENIZERS_PARALLELISM"
 
 
 def fate(name: str) -> tuple[bool, str]:

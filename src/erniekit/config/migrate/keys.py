@@ -28,6 +28,7 @@ class WrittenKey:
     place: str  # file:line
     in_file: bool = False  # of a recipe, not of the command line
     open: bool = False  # the value is known only when the script runs
+    secret: bool = False  # it is or holds one
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _put(sources: Sources, entry: WrittenKey) -> Iterator[Remark]:
     written = entry.name.replace("-", "_")
     what = f"{written} {shown(entry.value)}" if entry.value is not True else written
     name = canonical(paddleformers.translated(written, entry.value)[0])
-    if name in KEYS and KEYS[name].secret:
+    if (name in KEYS and KEYS[name].secret) or entry.secret:
         yield Remark("dropped", entry.place, written, "a secret has no place in a recipe; set it in the environment")
     elif name in KEYS and entry.open:
         why = f"its value is known only when the script runs; give it behind the recipe: {name}=VALUE"

@@ -6,8 +6,8 @@ Called by `erniekit migrate`. Reads the file and the recipes it names; runs noth
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from erniekit.config.migrate import environment
 from erniekit.config.migrate.keys import Remark, WrittenKey, migrated_keys
 from erniekit.config.migrate.launcher import Launch, launch_of
 from erniekit.config.migrate.machines import Machines
+from erniekit.config.migrate.secrets import HIDDEN, Secrets, is_secret
 from erniekit.config.migrate.shell import ShellWord, Statement, read_script
 from erniekit.config.sources import JSON, SECTIONED, YAML, words_by_key
 from erniekit.errors import ConfigError
@@ -50,13 +51,34 @@ class MigratedRun:
 
 
 def migrate_file(name: str) -> list[MigratedRun]:
-    """Every run that a script starts, or the one of a recipe."""
+    """Every run that a script starts, or the one of a recipe. No secret is left in what it returns or raises."""
+    secrets = Secrets()
+    try:
+        runs = _migrated(name, secrets)
+    except ConfigError as error:
+        raise ConfigError(secrets.hide(error.what), where=secrets.hide(error.where), fix=error.fix) from None
+    for run in runs:
+        run.what = secrets.hide(run.what)
+        run.remarks = [replace(r, what=secrets.hide(r.what), why=secrets.hide(r.why)) for r in run.remarks]
+        run.machines.before = [secrets.hide(line) for line in run.machines.before]
+    return runs
+
+
+def _migrated(name: str, secrets: Secrets) -> list[MigratedRun]:
     if name.endswith(YAML + JSON):
-        keys = migrated_keys(_recipe_entries(name))
+        keys = migrated_keys(_without_secrets(_recipe_entries(name), secrets))
         run = MigratedRun(name, "a recipe", "", keys.values, keys.places, keys.remarks, keys.kept)
         run.machines.take_keys(keys.launch)
         return [run]
-    return _of_script(_text(name), name)
+    return _of_script(_text(name), name, secrets)
+
+
+def _without_secrets(entries: Iterable[WrittenKey], secrets: Secrets) -> list[WrittenKey]:
+    """Each with its secret marked. All are read first: one key may hold what another calls a secret."""
+    found = list(entries)
+    for entry in found:
+        secrets.add(entry.name, entry.value)
+    return [replace(entry, secret=is_secret(entry.name) or secrets.in_value(entry.value)) for entry in found]
 
 
 def _text(name: str) -> str:
@@ -92,12 +114,17 @@ def _plain(entry: FileEntry) -> Any:
 # ---- scripts
 
 
-def _of_script(text: str, name: str) -> list[MigratedRun]:
+def _of_script(text: str, name: str, secrets: Secrets) -> list[MigratedRun]:
     aside: list[Remark] = []
     runs: list[MigratedRun] = []
     exported: dict[str, ShellWord] = {}
     before: list[str] = []  # lines to type before the launch
-    for statement in read_script(text, name):
+    statements = list(read_script(text, name))
+    for statement in statements:
+        secrets.add_words([word.text for word in statement.words])
+        for variable, word in statement.assigned:
+            secrets.add(variable, word.text)
+    for statement in statements:
         place = f"{name}:{statement.line}"
         words = list(statement.words)
         if words and words[0].text == "export":
@@ -109,9 +136,9 @@ def _of_script(text: str, name: str) -> list[MigratedRun]:
             before.append(" ".join(w.text for w in words))
         elif words and not statement.piped and (launch := launch_of(words)) is not None:
             env = {**exported, **dict(statement.assigned)}
-            runs.append(_run(launch, env, name, before))
+            runs.append(_run(launch, env, name, before, secrets))
         elif words:
-            aside += _left_out(statement, place)
+            aside += _left_out(statement, place, secrets)
     if not runs:
         raise ConfigError(
             f"{name} starts no training that is known here",
@@ -122,9 +149,9 @@ def _of_script(text: str, name: str) -> list[MigratedRun]:
     return runs
 
 
-def _left_out(statement: Statement, place: str) -> Iterator[Remark]:
+def _left_out(statement: Statement, place: str, secrets: Secrets) -> Iterator[Remark]:
     program = statement.words[0].text.rpartition("/")[2]
-    text = " ".join(w.text for w in statement.words)
+    text = secrets.hide(" ".join(w.text for w in statement.words))  # before it is cut: half a secret is one too
     text = text if len(text) <= 60 else text[:57] + "..."
     if program in ("bash", "sh") and len(statement.words) > 1:
         yield Remark("no counterpart", place, text, "another script; give it to erniekit migrate as well")
@@ -132,19 +159,20 @@ def _left_out(statement: Statement, place: str) -> Iterator[Remark]:
         yield Remark("dropped", place, text, ASIDE.get(program, "no part of the run"))
 
 
-def _run(launch: Launch, env: dict[str, ShellWord], name: str, before: Sequence[str]) -> MigratedRun:
+def _run(launch: Launch, env: dict[str, ShellWord], name: str, before: Sequence[str], secrets: Secrets) -> MigratedRun:
     what = f"erniekit {launch.command}"
     if launch.program:
         what = f"paddle.distributed.launch of {launch.program}" if launch.by_paddle else launch.program
     run = MigratedRun(f"{name}:{launch.line}", what, launch.command)
     run.machines.before = list(before)
-    keys = migrated_keys(_entries(launch, name), launch.stage, from_script=launch.stage in ("SFT", "DPO"))
+    entries = _without_secrets(_entries(launch, name), secrets)
+    keys = migrated_keys(entries, launch.stage, from_script=launch.stage in ("SFT", "DPO"))
     run.values, run.places, run.remarks, run.kept = keys.values, keys.places, keys.remarks, keys.kept
     if launch.program and not launch.stage:
         run.remarks.append(Remark("added", "", "stage: SFT", f"{launch.program} is not known: taken for SFT"))
     for option, word, why in launch.dropped:
-        run.remarks.append(Remark("dropped", f"{name}:{word.line}", f"--{option} {word.text}".strip(), why))
-    run.remarks[:0] = list(_environment(run, env, name))
+        run.remarks.append(Remark("dropped", f"{name}:{word.line}", _option(option, word.text), why))
+    run.remarks[:0] = list(_environment(run, env, name, secrets))
     run.machines.take_keys(keys.launch)
     run.machines.take_options(launch)
     joined = next((word for variable, word in env.items() if variable.startswith("FLAGCX_")), None)
@@ -154,13 +182,17 @@ def _run(launch: Launch, env: dict[str, ShellWord], name: str, before: Sequence[
     return run
 
 
-def _environment(run: MigratedRun, env: dict[str, ShellWord], name: str) -> Iterator[Remark]:
+def _option(name: str, value: str) -> str:
+    return f"--{name} {HIDDEN if is_secret(name) else value}".strip()
+
+
+def _environment(run: MigratedRun, env: dict[str, ShellWord], name: str, secrets: Secrets) -> Iterator[Remark]:
     for variable, word in env.items():
         place = f"{name}:{word.line}"
         kept, why = environment.fate(variable)
         if variable in environment.LAUNCH:
             run.machines.take_variable(environment.LAUNCH[variable], word)
-        elif environment.is_secret(variable):
+        elif is_secret(variable) or secrets.in_value(word.text):
             yield Remark("dropped", place, variable, "a secret; set it in the environment")
         elif kept:
             run.machines.exported[variable] = word

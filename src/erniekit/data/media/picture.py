@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,4 +122,10 @@ def _orientation(picture: Picture) -> int:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    """Pillow's words where a person can use them; its errors also name objects, classes and bytes."""
+    said = str(error).splitlines()[0][:160] if str(error) else ""
+    if "cannot identify" in said:
+        return f"its bytes are none of {', '.join(FORMATS)}"
+    if "truncated" in said.lower():
+        return "it breaks off"
+    return said if said and not re.search(r"[<>_'\"\\]|\.\w|0x|Plugin", said) else "its data are not as the format says"

@@ -77,7 +77,10 @@ def from_data_url(url: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise MediaError("bad_data_url", f"{url[:40]}...: a data URL has a comma before its content")
-    return from_base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+    content = from_base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+    if not content:
+        raise MediaError("empty_media", "it is empty: nothing stands behind the comma")
+    return content
 
 
 def from_base64(text: str) -> bytes:
@@ -100,6 +103,8 @@ def read(place: MediaPlace, limits: MediaLimits) -> bytes:
             raise _too_large(place, size, limits)
         if not os.path.isfile(place.path):
             raise MediaError("missing_media", f"{place.name}: not a plain file")
+        if not size:
+            raise MediaError("empty_media", f"{place.name}: the file is empty")
         with open(place.path, "rb") as file:
             file.seek(place.start)
             return file.read(size)

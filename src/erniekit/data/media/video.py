@@ -48,7 +48,7 @@ def _opened(content: bytes, name: str) -> Any:
     except MediaError:
         raise
     except (av.FFmpegError, ValueError, MemoryError, OSError) as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        said = getattr(error, "strerror", None) or "its data are not as the format says"
         raise MediaError("bad_video", f"{name}: no video that can be read ({said})") from None
 
 

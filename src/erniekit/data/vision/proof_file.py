@@ -84,35 +84,50 @@ def proof_file(
     return json.dumps({"version": 1, **settings, "rows": kept}, ensure_ascii=False, sort_keys=True).encode()
 
 
-def check(folder: Path, tokenizer: Tokenizer, rules: VisionRules | None = None) -> Proved | None:
-    """None where the folder has no proof. rules: other ones than those of training, such as a server's own."""
+@dataclass(frozen=True)
+class StoredProof:
+    rules: VisionRules
+    thinking: Thinking
+    max_seq_len: int
+    rows: tuple[VisionRow, ...]
+    proofs: tuple[dict[str, str], ...]
+
+
+def load(folder: Path) -> StoredProof | None:
+    """None where the folder has none; a CheckpointError where it cannot be read."""
     if not has_file(folder, FILE):
         return None
-    path = folder / FILE
-    written = read_object(path, CheckpointError)
+    fix = f"move {FILE} away: the model is then used without this check; or copy it again from a checkpoint"
     try:
-        trained = _rules(written["rules"])
-        thinking, length, stored = written["thinking"], int(written["max_seq_len"]), list(written["rows"])
-        rows = [_row(one) for one in stored]
-        proofs = [dict(one["proof"]) for one in stored]
+        written = read_object(folder / FILE, CheckpointError)
+        rows = tuple(_row(one) for one in written["rows"])
+        proofs = tuple(dict(one["proof"]) for one in written["rows"])
+        return StoredProof(_rules(written["rules"]), written["thinking"], int(written["max_seq_len"]), rows, proofs)
+    except CheckpointError as error:
+        raise CheckpointError(error.what, where=str(folder / FILE), fix=fix) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{FILE} is not a proof that erniekit wrote: {str(error)[:200]}",
-            where=str(path),
-            fix="move it away: the folder is then used without this check",
-        ) from None
-    with MediaPool(1, trained.limits) as pool:
-        for row, proof in zip(rows, proofs):
+        what = f"{FILE} is damaged, or not a proof that erniekit wrote: {str(error)[:200]}"
+        raise CheckpointError(what, where=str(folder / FILE), fix=fix) from None
+
+
+def check(folder: Path, tokenizer: Tokenizer, rules: VisionRules | None = None) -> Proved | None:
+    """None where the folder has no proof. rules: other ones than those of training, such as a server's own."""
+    stored = load(folder)
+    if stored is None:
+        return None
+    count = len(stored.rows)
+    with MediaPool(1, stored.rules.limits) as pool:
+        for row, proof in zip(stored.rows, stored.proofs):
             try:
-                found = _proof(row, tokenizer, rules or trained, thinking, length, pool)
+                found = _proof(row, tokenizer, rules or stored.rules, stored.thinking, stored.max_seq_len, pool)
             except (MediaError, BadRow) as error:
-                return Proved(len(rows), "decode" if isinstance(error, MediaError) else "template")
+                return Proved(count, "decode" if isinstance(error, MediaError) else "template")
             except DataError as error:  # a package that decodes is missing
                 warn(f"preprocessing is not compared with training: {error.what}")
                 return None
             if (stage := first_difference(proof, found)) is not None:
-                return Proved(len(rows), stage)
-    return Proved(len(rows))
+                return Proved(count, stage)
+    return Proved(count)
 
 
 def trained_rules(folder: Path) -> VisionRules | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from erniekit.cli.main import main
 from erniekit.config.migrate import migrate_file
 from erniekit.errors import ConfigError
 
@@ -73,6 +74,60 @@ def test_a_value_that_only_the_shell_knows_is_left_to_the_command_line(migrate):
 def test_secrets_are_neither_kept_nor_shown(migrate):
     (run,) = migrate(f"export MY_TOKEN=hush\n{LAUNCH} {SFT} --wandb_api_key hush")
     assert "hush" not in str(run)
+
+
+SECRET = "s3cr3t-value"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{launch} --api_key {secret}",
+        "{launch} --api-key={secret}",
+        "{launch} --hf_token sk-{secret}",
+        "{launch} --apiKey {secret}",
+        "{launch} --model_confg https://me:{secret}@host/x",
+        "{launch} --wandb_project {secret} --some_password {secret}",
+        "KEY={secret}\n{launch} --wandb_project $KEY",
+        "export HTTP_PROXY=http://me:{secret}@proxy:8\n{launch}",
+        "export SERVICE_PWD_TOKEN={secret}\n{launch} --logging_dir out/$SERVICE_PWD_TOKEN",
+        "wandb login {secret}\n{launch}",
+        "huggingface-cli download x --token {secret}\n{launch}",
+        "curl -H 'Authorization: Bearer {secret}' https://h/very/long/path/so/that/the/line/is/cut\n{launch}",
+        "wget 'https://h/x?a=1&token={secret}'\n{launch}",
+        "source env.sh --token {secret}\n{launch}",
+        "TOKEN={secret}\npython -m paddle.distributed.launch --job_id $TOKEN --secret_key {secret} {sft}",
+    ],
+)
+def test_no_secret_is_printed_or_written_wherever_it_stands(text, migrate, capsys):
+    script = text.format(launch=f"{LAUNCH} {SFT}", secret=SECRET, sft=SFT)
+    assert SECRET not in str(migrate(script))
+    assert main(["migrate", "run.sh"]) == 0
+    said = capsys.readouterr()
+    assert SECRET not in said.out + said.err + Path("run.yaml").read_text()
+
+
+def test_no_secret_of_a_recipe_is_printed_or_written(migrate, capsys):
+    lines = [f"{name}: {SECRET}" for name in ("api_key", "hub_token", "db_password")]
+    text = "model_name_or_path: m\ntrain_dataset_path: d.jsonl\n" + "\n".join(lines)
+    text += f"\nmodel_config: {{access_token: {SECRET}, hidden_size: 8}}\nrun_name: of-{SECRET}\n"
+    (run,) = migrate(text, "old.yaml")
+    assert SECRET not in str(run)
+    assert remarks(run, "dropped").keys() >= {"api_key", "hub_token", "db_password", "model_config"}
+    assert main(["migrate", "old.yaml"]) == 0
+    said = capsys.readouterr()
+    assert SECRET not in said.out + said.err + Path("old-erniekit.yaml").read_text()
+
+
+def test_no_secret_is_in_an_error(migrate, capsys):
+    with pytest.raises(ConfigError) as e:
+        migrate(f"TOKEN={SECRET}\n{LAUNCH} {SFT} $TOKEN stray")
+    assert SECRET not in str(e.value)
+
+
+def test_a_name_with_key_or_token_in_it_is_not_always_a_secret(migrate):
+    (run,) = migrate(f"{LAUNCH} {SFT} --num_key_value_head 8 --eos_tokn x --max_tokns 9 --tokenizer_pth abcdefgh")
+    assert {"num_key_value_head 8", "max_tokns 9", "tokenizer_pth abcdefgh"} <= remarks(run, "no counterpart").keys()
 
 
 def test_two_names_of_one_key_with_two_values_are_refused_with_both_lines(migrate):
