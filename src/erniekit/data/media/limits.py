@@ -25,7 +25,7 @@ class MediaLimits:
     bytes: int = 512 << 20  # of a file, or of an archive's member unpacked
     frames: int = 200_000  # of a video as stored
     seconds: float = 4 * 3600.0  # that a video plays
-    timeout: float = 8.0  # seconds without a sign of life from the process that reads it
+    timeout: float = 8.0  # seconds of its own that the process that reads it may take without a sign of life
     total: float = 600.0  # seconds for one picture or video, whatever it reports
 
 

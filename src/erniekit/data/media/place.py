@@ -9,6 +9,7 @@ import base64
 import binascii
 import os
 import re
+import stat
 import tarfile
 import zipfile
 from dataclasses import dataclass, field, fields
@@ -57,20 +58,12 @@ def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | by
     if url.startswith("file:"):
         url = unquote(urlparse(url).path)
     path = str(folder / url) if not os.path.isabs(url) else url
-    if (match := _ARCHIVE.match(path)) and os.path.isfile(match[1]):
+    if (match := _ARCHIVE.match(path)) and not os.path.isdir(match[1]):
         return MediaPlace(match[1], match[2])
-    if (packed := _NO_SEEK.search(path)) and not os.path.isfile(path):
-        raise MediaError("archive", f"{path[: packed.end() - 1]}: a compressed tar cannot be read in place; unpack it")
-    if base64_too and len(url) > 64 and not _exists(path):
+    # No base64 has a dot, and nearly every name of a file that is yet to come.
+    if base64_too and len(url) > 64 and "." not in url and not os.path.exists(path):
         return from_base64(url)
     return MediaPlace(path)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.exists(path)
-    except (OSError, ValueError):
-        return False
 
 
 def from_data_url(url: str) -> bytes:
@@ -104,6 +97,9 @@ def read(place: MediaPlace, limits: MediaLimits) -> bytes:
             file.seek(place.start)
             return file.read(size)
     except OSError as error:
+        if packed := _NO_SEEK.search(place.path):
+            name = place.path[: packed.end() - 1]
+            raise MediaError("archive", f"{name}: a compressed tar cannot be read in place; unpack it") from None
         raise MediaError("missing_media", f"{place.name}: {error.strerror or error}") from None
     except ValueError as error:  # a path with a zero byte
         raise MediaError("missing_media", f"{place.name[:200]!r}: {error}") from None
@@ -115,6 +111,8 @@ def _too_large(place: MediaPlace, size: int, limits: MediaLimits) -> MediaError:
 
 def _read_member(place: MediaPlace, limits: MediaLimits) -> bytes:
     state = os.stat(place.path)
+    if not stat.S_ISREG(state.st_mode):
+        raise MediaError("missing_media", f"{place.path}: not a plain file")
     try:
         if place.path.lower().endswith(".zip"):
             archive = _zip(place.path, state.st_size, state.st_mtime_ns)

@@ -20,11 +20,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.processes import Idle
 from erniekit.errors import ErnieKitError
 
 _SIZE = struct.Struct("<Q")
 _BEAT = 0  # a message of no bytes: still at work
 _BEAT_EVERY = 0.5  # seconds
+_LOOK_EVERY = 0.5  # seconds without a message, then what the process did in them is asked for
+_PATIENCE = 10  # times its own time may pass on the clock: a busy machine must not decide which rows are bad
 _MEMORY = 8 << 30  # bytes of address space that one may take
 _READ = 1 << 20
 _START = MediaLimits(timeout=120, total=120)  # of a process, on a busy machine or a slow disk
@@ -50,7 +53,7 @@ class MediaWorker:
         return self._process.pid if self._process else None
 
     def ask(self, work: MediaWork, limits: MediaLimits, name: str) -> Any:
-        """MediaError, after `limits.timeout` seconds without a sign of life or `limits.total` in all, too."""
+        """MediaError, after `limits.timeout` seconds of its own without a sign of life or `limits.total` in all, too."""
         try:
             process = self._started()
             assert process.stdin is not None
@@ -111,19 +114,22 @@ class MediaWorker:
 
     def _take(self, process: subprocess.Popen[bytes], size: int, limits: MediaLimits, end: float, name: str) -> bytes:
         assert process.stdout is not None
-        pipe, out = process.stdout.fileno(), bytearray()
+        pipe, out, idle = process.stdout.fileno(), bytearray(), Idle(process.pid)
         while len(out) < size:
             left = end - time.monotonic()
             if left <= 0:
                 raise MediaError("timeout", f"{name}: not read within {limits.total:g} s")
-            ready, _, _ = select.select([pipe], [], [], min(limits.timeout, left))
-            if not ready and left > limits.timeout:
-                raise MediaError("timeout", f"{name}: nothing was read for {limits.timeout:g} s (media_timeout)")
-            if ready:
-                part = os.read(pipe, min(_READ, size - len(out)))
-                if not part:
-                    raise EOFError
-                out += part
+            ready, _, _ = select.select([pipe], [], [], min(_LOOK_EVERY, limits.timeout, left))
+            if not ready:
+                idle.look()
+                if idle.seconds >= limits.timeout or idle.passed >= _PATIENCE * limits.timeout:
+                    raise MediaError("timeout", f"{name}: nothing was read for {limits.timeout:g} s (media_timeout)")
+                continue
+            part = os.read(pipe, min(_READ, size - len(out)))
+            if not part:
+                raise EOFError
+            out += part
+            idle.again()
         return bytes(out)
 
 

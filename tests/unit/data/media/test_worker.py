@@ -8,8 +8,11 @@ import select
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,7 @@ from erniekit.data.media.worker import MediaPool, MediaWorker
 from erniekit.data.vision.layout import seen
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium
+from support.media_work import Compute
 from support.seen import LIMITS, MEDIA
 
 
@@ -43,6 +47,25 @@ def test_a_hung_decoder_is_cut_off_in_time_and_the_next_medium_is_read() -> None
         assert time.monotonic() - began < 5
         assert pool.ask(header_of("v.mp4", True), "v.mp4").frames == 24
     assert MediaLimits().timeout < 10
+
+
+def test_a_decoder_that_a_busy_machine_keeps_waiting_is_not_hung_and_one_that_computes_for_ever_is() -> None:
+    limits = MediaLimits(timeout=0.5)
+    with MediaPool(1, limits) as pool, ExitStack() as stack:
+        pool.ask(header_of("a.png"), "a.png")
+        busy = {min(os.sched_getaffinity(0))}
+        os.sched_setaffinity(pool.workers[0].pid, busy)
+        for _ in range(4):
+            other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(other.wait)
+            stack.callback(other.kill)
+            os.sched_setaffinity(other.pid, busy)
+        began = time.monotonic()
+        assert pool.ask(Compute(0.3), "slow.mp4") >= 0.3
+        assert time.monotonic() - began > limits.timeout
+    with MediaPool(1, limits) as pool, pytest.raises(MediaError, match="hung.mp4") as hung:
+        pool.ask(Compute(600), "hung.mp4")
+    assert hung.value.kind == "timeout"
 
 
 def test_a_decoder_that_dies_is_told_and_replaced() -> None:
