@@ -7,6 +7,8 @@ import shlex
 import sys
 from typing import TextIO
 
+from erniekit.printable import plain_lines
+
 _warned: set[str] = set()
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 
@@ -33,7 +35,7 @@ def paint(text: str, *styles: str, on: bool | None = None) -> str:
 
 def say(text: str = "") -> None:
     if is_main_rank():
-        print(text, file=stream(), flush=True)
+        print(plain_lines(text), file=stream(), flush=True)
 
 
 def typed(*words: object) -> str:
@@ -43,7 +45,8 @@ def typed(*words: object) -> str:
 
 def warn(text: str) -> None:
     if is_main_rank():
-        print(paint("warning: ", "yellow", on=colour_on(sys.stderr)) + text, file=sys.stderr, flush=True)
+        head = paint("warning: ", "yellow", on=colour_on(sys.stderr))
+        print(head + plain_lines(text), file=sys.stderr, flush=True)
 
 
 def warn_once(text: str) -> None:

@@ -15,10 +15,11 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "erniekit"
 # A room is a folder or a file directly in the package; "erniekit" is the package's own __init__.py.
 # room -> the rooms it may import; OPEN is open to all rooms that are not in it, and so is a room's own inside.
 ALLOWED = {
-    "errors": set(),
+    "errors": {"printable"},
     "extras": set(),
     "heartbeat": set(),
-    "log": set(),
+    "log": {"printable"},
+    "printable": set(),
     "version": set(),
     "registry": {"errors"},
     "weight_kinds": {"registry"},
@@ -62,8 +63,8 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "quant_schemes",
-    "registry", "version", "weight_kinds",
+    "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "printable",
+    "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 

@@ -214,10 +214,11 @@ class Writer:
         report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
-        for first, told in ((report.first_bad, chunk.bad), (report.first_dropped, chunk.dropped)):
-            first += [RowProblem(self.job.path, *one) for one in told[: SHOWN - len(first)]]
-        for line, kind, reason in chunk.bad:
-            told_row = {"line": line, "kind": kind, "reason": reason}
+        bad, dropped = ([RowProblem(self.job.path, *one) for one in told] for told in (chunk.bad, chunk.dropped))
+        for first, problems in ((report.first_bad, bad), (report.first_dropped, dropped)):
+            first += problems[: SHOWN - len(first)]
+        for one in bad:
+            told_row = {"line": one.line, "kind": one.kind, "reason": one.reason}
             self.bad_rows.write(json.dumps(told_row, ensure_ascii=False) + "\n")
 
     def finish(self, folder: Path) -> DataReport:

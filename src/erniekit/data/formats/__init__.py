@@ -20,6 +20,8 @@ from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, decode, rows
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
+from erniekit.files.json_file import RepeatedKey
+from erniekit.printable import plain
 from erniekit.registry import Registry
 
 __all__ = [
@@ -126,6 +128,8 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -
         return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8{hint}")
     except json.JSONDecodeError as error:
         return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
+    except RepeatedKey as error:
+        return RowProblem(str(path), line_no, "repeated_key", str(error))
     except ValueError as error:  # a number of more digits than Python converts
         return RowProblem(str(path), line_no, "bad_json", f"not usable: {error}")
     except RecursionError:
@@ -155,6 +159,9 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
             continue
         try:
             row = decode(raw)
+        except RepeatedKey as error:
+            example = example or str(error)
+            continue
         except (ValueError, RecursionError):
             continue
         guess = _guess(row)
@@ -235,4 +242,4 @@ def _describe(row: Any) -> str:
     for field, what in _ELSEWHERE.items():
         if field in row:
             return f"rows have `{field}`: {what}"
-    return "rows have " + (", ".join(f"`{str(key)[:30]}`" for key in list(row)[:8]) or "no fields")
+    return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")

@@ -63,7 +63,7 @@ def test_a_decoder_that_a_busy_machine_keeps_waiting_is_not_hung_and_one_that_co
         began = time.monotonic()
         assert pool.ask(Compute(0.3), "slow.mp4") >= 0.3
         assert time.monotonic() - began > limits.timeout
-    with MediaPool(1, limits) as pool, pytest.raises(MediaError, match="hung.mp4") as hung:
+    with MediaPool(1, limits) as pool, pytest.raises(MediaError, match="nothing was read") as hung:
         pool.ask(Compute(600), "hung.mp4")
     assert hung.value.kind == "timeout"
 
