@@ -20,6 +20,7 @@ ALLOWED = {
     "heartbeat": set(),
     "log": {"printable"},
     "printable": set(),
+    "progress": set(),
     "version": set(),
     "registry": {"errors"},
     "weight_kinds": {"registry"},
@@ -64,7 +65,7 @@ ALLOWED = {
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
     "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract", "printable",
-    "quant_schemes", "registry", "version", "weight_kinds",
+    "progress", "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
-from erniekit import heartbeat, log
+from erniekit import heartbeat
 from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
 from erniekit.data.formats import parse, parse_pair, rows
@@ -39,6 +38,7 @@ from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, RowProblem, Sample
 from erniekit.errors import DataError, ErnieKitError
+from erniekit.progress import WorkProgress
 
 CHUNK_ROWS = 2000
 CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
@@ -256,20 +256,10 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
         later = SampleWriter(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
         bad_rows = stack.enter_context(open(folder / BAD_ROWS, "w", encoding="utf-8"))
         writer = Writer(job, main, later, bad_rows, job.more_files(folder))
-        bar = tqdm(
-            total=expected_rows,
-            desc=f"tokenising {Path(job.path).name}",
-            unit=" rows",
-            unit_scale=True,
-            delay=2,  # seconds; short work shows no bar
-            mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
-            leave=False,
-            disable=not log.is_main_rank(),
-        )
-        stack.callback(bar.close)
+        bar = stack.enter_context(WorkProgress(f"tokenising {Path(job.path).name}", expected_rows, "rows"))
         for chunk in made:
             writer.add(chunk)
-            bar.update(chunk.rows)
+            bar.add(chunk.rows)
             heartbeat.beat()
         return writer.finish(folder)
 

@@ -184,8 +184,8 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
-    chosen = found[tools if alone else seen.most_common(1)[0][0]]
-    return next((guess for guess in found.values() if guess.vision), chosen)
+    seeing = [kind for kind, _ in seen.most_common() if found[kind].vision]
+    return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
 
 
 def _guess(row: Any) -> Detected | None:
@@ -214,14 +214,17 @@ def _guess_seen(row: Any) -> Detected | None:
     """Of a row with pictures or videos."""
     if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
         return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
-    said = row.get("messages") if isinstance(row, dict) else row
-    contents = [m.get("content") for m in said if isinstance(m, dict)] if isinstance(said, list) else []
+    pairs = isinstance(row, dict) and is_preference(row)
+    fields = ("messages", "prompt", "chosen", "rejected") if pairs else ("messages",)
+    said = [row.get(field) for field in fields] if isinstance(row, dict) else [row]
+    contents = [m.get("content") for one in said if isinstance(one, list) for m in one if isinstance(m, dict)]
     kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
     beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
-    if contents and (beside or kinds & {"image", "image_url", "video", "video_url"}):
-        pairs = isinstance(row, dict) and is_preference(row)
-        why = "rows have `messages` with pictures or videos" + (", and two answers: for `stage: DPO`" if pairs else "")
-        return Detected("messages", why, preference=pairs, vision=True)
+    if (contents or pairs) and (beside or kinds & {"image", "image_url", "video", "video_url"}):
+        if pairs:
+            why = "rows have pictures or videos and two answers: preference data, for `stage: DPO`"
+            return Detected(_guess_pair(row).format, why, preference=True, vision=True)
+        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
     return None
 
 

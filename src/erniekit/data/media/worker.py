@@ -53,7 +53,7 @@ class MediaWorker:
         return self._process.pid if self._process else None
 
     def ask(self, work: MediaWork, limits: MediaLimits, name: str) -> Any:
-        """MediaError, also after `limits.timeout` seconds of its own without a sign of life or `limits.total` in all."""
+        """MediaError, also after `limits.timeout` seconds of its own without a sign of life, or `limits.total`."""
         try:
             process = self._started()
             assert process.stdin is not None

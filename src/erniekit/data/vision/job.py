@@ -30,7 +30,7 @@ from erniekit.data.media.worker import MediaPool
 from erniekit.data.processes import started
 from erniekit.data.report import DataReport
 from erniekit.data.thinking import Thinking
-from erniekit.data.token_cache import TokenSource, tokenised
+from erniekit.data.token_cache import TokenSource, preference_rows, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
@@ -278,7 +278,11 @@ def open_vision_source(
 ) -> VisionSource:
     """As token_cache.open_source, for rows with pictures. The cache's key holds every field of `rules` that can change
     a sample; a file that changed since is found by size and time, and by its digest when it is decoded."""
-    format = format or detect(path, vision=True).format
+    if format is None:
+        found = detect(path, vision=True)
+        if found.preference:
+            raise preference_rows(path)
+        format = found.format
     FORMATS.get(format)
     job = VisionJob(str(path), format, tokenizer, max_seq_len, overlong, rules.compat, thinking=thinking, rules=rules)
     folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)

@@ -79,6 +79,8 @@ def read_vision_pair(row: Any, folder: Path, format: str) -> VisionPair:
         format = "erniekit"
     elif any(isinstance(row.get(field), list) for field in ("messages", "prompt", "chosen")):
         format = "messages"
+    elif "instruction" in row or "question" in row:
+        format = "alpaca"
     said: Preference = PREFERENCE_FORMATS.get(format)(row, False)
     for message in (*said.prompt, *said.chosen, *said.rejected):
         if message.role == "tool" or message.tool_calls or said.tools:

@@ -195,3 +195,11 @@ def test_a_hung_clip_is_a_bad_row_with_its_line_within_ten_seconds(folder: Path)
     assert [(line, kind) for line, kind, _ in chunk.bad] == [(2, "timeout")]
     assert "media/v.mov" in chunk.bad[0][2]
     assert chunk.main.lines.tolist() == [3]
+
+
+def test_preference_rows_name_the_stage_that_learns_them(folder: Path) -> None:
+    row = {**chat("media/a.png"), "chosen": "a bar.", "rejected": "a star."}
+    row["messages"] = row["messages"][:1]
+    with pytest.raises(DataError) as refused:
+        opened(write_jsonl(folder / "rows.jsonl", [row]), VisionRules())
+    assert "stage: DPO" in refused.value.fix
