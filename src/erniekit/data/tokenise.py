@@ -38,6 +38,7 @@ from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, RowProblem, Sample
 from erniekit.errors import DataError, ErnieKitError
+from erniekit.printable import fault_of
 from erniekit.progress import WorkProgress
 
 CHUNK_ROWS = 2000
@@ -144,7 +145,7 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
         except ErnieKitError:
             raise
         except Exception as error:  # one odd row must not end hours of work: it is a bad row, and many stop it
-            out.bad.append((line, "error", f"{type(error).__name__}: {error}"))
+            out.bad.append((line, "error", fault_of(error)))
     out.main, out.later = Arrays.join(main), Arrays.join(later)
     return out
 

@@ -234,3 +234,22 @@ def test_a_row_that_gives_a_key_twice_is_a_problem_that_names_it(name: str, tmp_
     assert [isinstance(one, RowProblem) for one in found] == [False, True, False]
     assert (found[1].line, found[1].kind) == (2, "repeated_key")
     assert "`label` is given twice" in found[1].reason
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps(ROW).encode("utf-16"), json.dumps(ROW).encode("utf-16-le"), b"\x89PNG\r\n\x1a\n"]
+)
+def test_a_dataset_that_is_no_utf8_text_is_named_so(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="not UTF-8 text") as refused:
+        detect(path)
+    assert "save it as UTF-8" in refused.value.fix
+
+
+def test_a_number_of_ten_thousand_digits_is_told_without_python(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"src": %s}' % ("9" * 10_000))
+    [(_, problem)] = read(path, "erniekit")
+    assert "more digits" in problem.reason
+    assert "sys." not in problem.reason

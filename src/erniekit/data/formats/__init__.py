@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
-from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, decode, rows
+from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
@@ -124,14 +124,16 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -
         return RowProblem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
         utf16 = isinstance(raw, bytes) and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = "; the file looks like UTF-16, save it as UTF-8" if utf16 else ""
-        return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8{hint}")
+        hint = "the file looks like UTF-16, " if utf16 else ""
+        return RowProblem(
+            str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; {hint}save it as UTF-8"
+        )
     except json.JSONDecodeError as error:
         return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
     except RepeatedKey as error:
         return RowProblem(str(path), line_no, "repeated_key", str(error))
-    except ValueError as error:  # a number of more digits than Python converts
-        return RowProblem(str(path), line_no, "bad_json", f"not usable: {error}")
+    except ValueError:  # a number of more digits than Python converts
+        return RowProblem(str(path), line_no, "bad_json", TOO_MANY_DIGITS)
     except RecursionError:
         return RowProblem(str(path), line_no, "deep_nesting", "the row is nested too deeply")
 
@@ -151,7 +153,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
-    example, count = "", 0
+    example, count, foreign = "", 0, 0
     for _, raw in islice(rows(path), _LOOK_AT):
         count += 1
         if isinstance(raw, RowProblem):
@@ -162,7 +164,11 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         except RepeatedKey as error:
             example = example or str(error)
             continue
+        except UnicodeDecodeError:
+            foreign += 1
+            continue
         except (ValueError, RecursionError):
+            foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
         guess = _guess(row)
         if vision:
@@ -175,6 +181,8 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
             example = _describe(row)
     if not count:
         raise DataError("dataset holds no rows", where=str(path), fix="one JSON object per line is expected")
+    if not seen and foreign:
+        raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
     if not seen:
         raise DataError(
             f"the format of the dataset cannot be told: {example or 'no row among the first is JSON'}",

@@ -31,6 +31,7 @@ MAX_BLANK_LINES = 100_000  # in a row
 MAX_EXPANSION, EXPANDS_FROM = 200, 256 << 20  # text of a .gz to its size on disk, once there is so much text
 _CHUNK = 1 << 20
 _BOM = codecs.BOM_UTF8
+TOO_MANY_DIGITS = "a number of it has more digits than are read"
 
 
 def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[int, Raw]]:
@@ -239,8 +240,8 @@ def _element(window: _Window, path: Path, number: int, limit: int) -> Any:
             return RowProblem(str(path), number, "deep_nesting", "the row is nested too deeply")
         except RepeatedKey as error:
             return RowProblem(str(path), number, "repeated_key", str(error))
-        except ValueError as error:  # a number of more digits than Python converts
-            return RowProblem(str(path), number, "bad_json", f"row {number} of the array is not usable: {error}")
+        except ValueError:  # a number of more digits than Python converts
+            return RowProblem(str(path), number, "bad_json", f"row {number} of the array: {TOO_MANY_DIGITS}")
         if len(window.text) - window.at > limit:
             return _too_big(path, number, len(window.text) - window.at, limit)
         window.more()

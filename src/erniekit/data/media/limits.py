@@ -5,6 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from erniekit.printable import words_of
+
+
+def because(what: str, error: BaseException) -> str:
+    """`what`, and in brackets what the library that met it says, where that is for people."""
+    words = words_of(error)
+    return f"{what} ({words})" if words else what
+
 
 class MediaError(Exception):
     """`kind` is what reports count by; `reason` names the file and what is wrong with it."""

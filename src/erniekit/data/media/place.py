@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import base64
 import binascii
+import lzma
 import os
 import re
 import stat
+import struct
 import tarfile
 import zipfile
+import zlib
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits, because
 
 _ARCHIVE = re.compile(r"^(.*?\.(?:tar|zip))/(.+)$", re.IGNORECASE)
+_BROKEN = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError,
+    RuntimeError,
+)  # fmt: skip
 _NO_SEEK = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)/", re.IGNORECASE)
 
 
@@ -51,6 +58,8 @@ def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | by
 
     base64_too: what is no file may be base64, as ERNIEKit takes it.
     """
+    if not url.strip():
+        raise MediaError("missing_media", "the name of the file is empty")
     if url.startswith("data:"):
         return from_data_url(url)
     if re.match(r"(?i)(https?|ftp|s3|gs|hdfs):", url):
@@ -70,14 +79,17 @@ def from_data_url(url: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise MediaError("bad_data_url", f"{url[:40]}...: a data URL has a comma before its content")
-    return from_base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+    content = from_base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
+    if not content:
+        raise MediaError("bad_data_url", f"{url[:40]}: a data URL that holds nothing")
+    return content
 
 
 def from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s+", "", text), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError("bad_base64", f"{text[:24]!r}...: {error}") from None
+        raise MediaError("bad_base64", because(f"{text[:24]!r}... is no base64", error)) from None
 
 
 def read(place: MediaPlace, limits: MediaLimits) -> bytes:
@@ -127,8 +139,8 @@ def _read_member(place: MediaPlace, limits: MediaLimits) -> bytes:
         start, size = _tar(place.path, state.st_size, state.st_mtime_ns)[place.member]
     except KeyError:
         raise MediaError("missing_media", f"{place.name}: no such member") from None
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        raise MediaError("archive", f"{place.path}: {error}") from None
+    except _BROKEN as error:
+        raise MediaError("archive", because(f"{place.name}: the archive cannot be read", error)) from None
     if size > limits.bytes:
         raise _too_large(place, size, limits)
     with open(place.path, "rb") as file:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits, because
 from erniekit.data.processes import Idle
 from erniekit.errors import ErnieKitError
 
@@ -30,6 +30,7 @@ _LOOK_EVERY = 0.5  # seconds without a message, then what the process did in the
 _PATIENCE = 10  # times its own time may pass on the clock: a busy machine must not decide which rows are bad
 _MEMORY = 8 << 30  # bytes of address space that one may take
 _READ = 1 << 20
+_NAMELESS = ("bad_media", "too_much_memory")  # kinds of errors that a worker tells without the name of the medium
 _START = MediaLimits(timeout=120, total=120)  # of a process, on a busy machine or a slow disk
 
 
@@ -66,6 +67,8 @@ class MediaWorker:
         except MediaError:
             self.stop()
             raise
+        if isinstance(answer, MediaError) and answer.kind in _NAMELESS:
+            raise MediaError(answer.kind, f"{name}: {answer.reason}")
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -198,7 +201,7 @@ def serve() -> None:
         except MemoryError:
             answer = MediaError("too_much_memory", "reading it takes more memory than a decoder may have")
         except Exception as error:  # a decoder's own fault, met in a row
-            answer = MediaError("bad_media", f"{type(error).__name__}: {error}")
+            answer = MediaError("bad_media", because("it cannot be read", error))
         send(pickle.dumps(answer, protocol=5))
 
 

@@ -40,6 +40,7 @@ from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ErnieKitError
+from erniekit.printable import fault_of
 
 MODALITY, POSITIONS, MEDIA, MEDIA_OFFSETS, PATCHES, INLINE, STATES = (
     "modality.bin",
@@ -111,7 +112,7 @@ class VisionJob(TokeniseJob):
             except ErnieKitError:
                 raise
             except Exception as error:  # one odd row must not end hours of work
-                out.bad.append((line, "error", f"{type(error).__name__}: {error}"))
+                out.bad.append((line, "error", fault_of(error)))
                 continue
             if isinstance(made, Assembled):
                 samples.append((line, made.sample))
