@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from erniekit.printable import plain_lines
@@ -41,6 +42,17 @@ def say(text: str = "") -> None:
 def typed(*words: object) -> str:
     """A command as a person types it into a shell: `typed("chat", folder)`."""
     return shlex.join(["erniekit", *map(str, words)])
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line without the value of a key that is secret."""
+    out, hide = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = "api_key" in name.replace("-", "_")
+        out.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals
+    return out
 
 
 def warn(text: str) -> None:

@@ -16,6 +16,7 @@ from erniekit.cli.installation import check_installation
 from erniekit.cli.system_limits import explained, require_descriptors
 from erniekit.errors import ConfigError, ErnieKitError, LaterError, Preempted
 from erniekit.launch.failure import record
+from erniekit.log import without_secrets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,22 +112,13 @@ def _crash(args: list[str], error: Exception) -> int:
     path = Path(tempfile.gettempdir()) / name
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     try:
-        path.write_text(f"erniekit {__version__}\nerniekit {_words(args)}\n\n{trace}", encoding="utf-8")
+        path.write_text(
+            f"erniekit {__version__}\nerniekit {' '.join(without_secrets(args))}\n\n{trace}", encoding="utf-8"
+        )
         print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
     except OSError:
         print(f"error: {what}\n{trace}", file=sys.stderr)
     return 1
-
-
-def _words(args: list[str]) -> str:
-    """The command line without the value of a key that is secret."""
-    out, hide = [], False
-    for word in args:
-        name, equals, _ = word.partition("=")
-        secret = "api_key" in name.replace("-", "_")
-        out.append("***" if hide else f"{name}=***" if secret and equals else word)
-        hide = secret and not equals
-    return " ".join(out)
 
 
 def version_command(args: list[str]) -> int:
