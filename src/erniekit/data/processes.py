@@ -53,12 +53,13 @@ class Idle:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._times: ProcessTimes | None = None  # at the last look
         self.again()
 
     def again(self) -> None:
-        """There was a sign of life."""
-        self.seconds, self._at, self._times = 0.0, time.monotonic(), times_of(self._pid)
-        self._since = self._at
+        """There was a sign of life. Cheap: the system is asked only where no other follows."""
+        self.seconds, self._at = 0.0, time.monotonic()
+        self._since, self._times = self._at, None
 
     @property
     def passed(self) -> float:
@@ -68,7 +69,7 @@ class Idle:
     def look(self) -> None:
         now, times = time.monotonic(), times_of(self._pid)
         own = now - self._at
-        if times is not None and self._times is not None and times.kept_waiting:
-            own = min(own, times.computed - self._times.computed)
+        if times is not None and times.kept_waiting:
+            own = min(own, times.computed - self._times.computed) if self._times is not None else 0.0
         self.seconds += own
         self._at, self._times = now, times
