@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from erniekit.printable import plain
+
 
 class ErnieKitError(Exception):
-    """`what` is one line; `where` names a file:line or a key; `fix` is the next thing to try."""
+    """`what` is one line; `where` names a file:line or a key; `fix` is the next thing to try. All may hold what a file
+    gave: they are kept as they print."""
 
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
-        self.what, self.where, self.fix = what, where, fix
-        super().__init__(what)
+        self.what, self.where, self.fix = ("\n".join(map(plain, text.split("\n"))) for text in (what, where, fix))
+        super().__init__(self.what)
 
     def lines(self) -> list[str]:
         out = [f"error: {self.what}"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import TextIO
+
+from erniekit.printable import plain_lines
 
 _warned: set[str] = set()
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
@@ -33,7 +36,7 @@ def paint(text: str, *styles: str, on: bool | None = None) -> str:
 
 def say(text: str = "") -> None:
     if is_main_rank():
-        print(text, file=stream(), flush=True)
+        print(plain_lines(text), file=stream(), flush=True)
 
 
 def typed(*words: object) -> str:
@@ -41,9 +44,21 @@ def typed(*words: object) -> str:
     return shlex.join(["erniekit", *map(str, words)])
 
 
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line without the value of a key that is secret."""
+    out, hide = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = "api_key" in name.replace("-", "_")
+        out.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals
+    return out
+
+
 def warn(text: str) -> None:
     if is_main_rank():
-        print(paint("warning: ", "yellow", on=colour_on(sys.stderr)) + text, file=sys.stderr, flush=True)
+        head = paint("warning: ", "yellow", on=colour_on(sys.stderr))
+        print(head + plain_lines(text), file=sys.stderr, flush=True)
 
 
 def warn_once(text: str) -> None:

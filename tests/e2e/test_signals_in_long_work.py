@@ -110,8 +110,8 @@ def test_a_preference_evaluation_is_left_between_two_batches_too(
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
-def test_a_signal_inside_a_save_leaves_once_it_is_written_without_another_step(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_inside_a_save_leaves_once_it_is_written_without_another_step_and_tells_how_to_go_on(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = Saver.save
 
@@ -121,6 +121,8 @@ def test_a_signal_inside_a_save_leaves_once_it_is_written_without_another_step(
         return plain(saver, state, **options)
 
     monkeypatch.setattr(Saver, "save", save)
-    with pytest.raises(Preempted, match="stopped after step 2"):
+    with pytest.raises(Preempted, match="stopped after step 2") as stopped:
         train(tmp_path / "run", save_steps=2, max_steps=6, doctor="off")
+    assert str(stopped.value).splitlines()[1].startswith("next: erniekit train ")
+    assert "stopped after" not in capsys.readouterr().out, "whoever shows the error says it"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]

@@ -24,6 +24,7 @@ from erniekit.kernels import attention as kernel
 from erniekit.models.layers.seeing import SeeingDecoder
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.doctor import DoctorError
+from support.jsonl import write_jsonl
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -138,6 +139,25 @@ def test_features_behind_a_frozen_resampler_change_no_bit(run: Callable[..., Pat
 def test_a_cache_that_cannot_be_is_refused_where_asked_for(run: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="the tower is trained"):
         run("trained tower", fine_tuning="Full", vision_feature_cache="on")
+
+
+def test_preferences_say_that_they_keep_no_features_and_refuse_to_where_asked(
+    run: Callable[..., Path], seeing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "<image>what?"}], "images": ["media/a.png"]}
+    pairs = write_jsonl(seeing / "pairs.jsonl", [{**asked, "chosen": "a bar.", "rejected": "a star."}] * 2)
+    keys = dict(stage="DPO", train_dataset_path=pairs, max_steps=1, doctor="off", fine_tuning="LoRA")
+    with pytest.raises(ConfigError, match="stage DPO keeps no features"):
+        run("refused pairs", vision_feature_cache="on", **keys)
+    run("pairs", **keys)
+    assert "pictures go through the tower in every step: stage DPO keeps no features" in capsys.readouterr().out
+
+
+def test_a_limit_below_what_the_pictures_need_is_said(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("too little", fine_tuning="LoRA", vision_feature_cache="on", vision_feature_cache_gb=1e-6, max_steps=1)
+    assert "vision_feature_cache_gb is 1e-06: pictures beyond it are computed in every step" in capsys.readouterr().out
 
 
 def test_losses_and_loads_are_told_by_modality_and_the_report_has_the_checks(live: Path) -> None:

@@ -16,10 +16,12 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "erniekit"
 # room -> the rooms it may import; OPEN is open to all rooms that are not in it, and so is a room's own inside.
 ALLOWED = {
     "capabilities": set(),
-    "errors": set(),
+    "errors": {"printable"},
     "extras": set(),
     "heartbeat": set(),
-    "log": set(),
+    "log": {"printable"},
+    "printable": set(),
+    "progress": set(),
     "version": set(),
     "registry": {"errors"},
     "weight_kinds": {"registry"},
@@ -65,7 +67,7 @@ ALLOWED = {
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
     "capabilities", "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract",
-    "quant_schemes", "registry", "version", "weight_kinds",
+    "printable", "progress", "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+from erniekit.log import without_secrets
+
 
 def report_crash(args: list[str], error: Exception) -> int:
     """One line for the person, the traceback in a file for support."""
@@ -22,19 +24,10 @@ def report_crash(args: list[str], error: Exception) -> int:
     path = Path(tempfile.gettempdir()) / name
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     try:
-        path.write_text(f"erniekit {__version__}\nerniekit {_words(args)}\n\n{trace}", encoding="utf-8")
+        path.write_text(
+            f"erniekit {__version__}\nerniekit {' '.join(without_secrets(args))}\n\n{trace}", encoding="utf-8"
+        )
         print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
     except OSError:
         print(f"error: {what}\n{trace}", file=sys.stderr)
     return 1
-
-
-def _words(args: list[str]) -> str:
-    """The command line without the value of a key that is secret."""
-    out, hide = [], False
-    for word in args:
-        name, equals, _ = word.partition("=")
-        secret = "api_key" in name.replace("-", "_")
-        out.append("***" if hide else f"{name}=***" if secret and equals else word)
-        hide = secret and not equals
-    return " ".join(out)

@@ -51,7 +51,10 @@ def with_bases(name: str, *, alone: bool = False) -> list[Recipe]:
 def _path_of(base: FileEntry, name: str, at: str) -> str:
     text = base.given
     if not isinstance(text, str) or not text.endswith((".yaml", ".yml", ".json")):
-        raise ConfigError(f"base is {text!r}; expected one recipe", where=at, fix="base: other.yaml")
+        given = "empty" if text is None or text == "" else repr(text)
+        raise ConfigError(
+            f"base is {given}; expected one recipe", where=at, fix="base: other.yaml, or leave the line out"
+        )
     if os.path.isabs(text):
         fix = f"base: {os.path.relpath(text, os.path.dirname(os.path.abspath(name)))}"
         raise ConfigError(f"base is {text}; expected a path relative to this file", where=at, fix=fix)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from erniekit.data.formats import FORMATS, Detected, detect, parse, parse_pair, rows
+from erniekit.data.formats import FORMATS, Detected, Raw, detect, parse, parse_pair, rows
 from erniekit.data.preference import Preference
 from erniekit.data.report import unused_line
 from erniekit.data.thinking import has_thought
 from erniekit.data.types import ChatMessage, RowProblem
-from erniekit.errors import DataError
+from erniekit.errors import ConfigError, DataError
 from erniekit.log import paint, say
+from erniekit.progress import WorkProgress
 
 _SHOWN = 20  # bad rows printed per file
 
@@ -23,6 +25,9 @@ _SHOWN = 20  # bad rows printed per file
 def data_command(args: list[str]) -> int:
     """Exit code 0 when every row of every file is usable, 1 when some are not."""
     given = data_parser().parse_args(args)
+    for name, least in (("pixels", given.pixels), ("length", given.length)):
+        if least is not None and least < 1:
+            raise ConfigError(f"--{name} is {least}", where="erniekit data", fix=f"--{name} takes a number from 1 on")
     return max([_check(path, given) for path in given.files])
 
 
@@ -47,7 +52,7 @@ def _check(path: str, given: argparse.Namespace) -> int:
     unused: Counter[str] = Counter()
     thoughts = 0
     pairs = _Pairs()
-    for line, raw in rows(path):
+    for line, raw in _counted(path):
         total += 1
         read = parse_pair if found.preference else parse
         result = read(raw, line, path, found.format)
@@ -86,7 +91,7 @@ def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
 
     model = Path(given.model).expanduser() if given.model else None
     rules = model_rules(model, given.pixels)
-    told = measure(path, found.format, rules, given.length, model)
+    told = measure(path, found, rules, given.length, model)
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     for line in budget_lines(path, told, rules, given.length, model is not None):
         say(line)
@@ -97,9 +102,17 @@ def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
 def _say_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
     for problem in shown:
         say(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
-    if kinds.total() > len(shown):
-        more = ", ".join(f"{k} {n:,}" for k, n in kinds.most_common())
-        say(f"  ... and {kinds.total() - len(shown):,} more: {more}")
+    rest = kinds - Counter(problem.kind for problem in shown)
+    if rest:
+        more = ", ".join(f"{k} {n:,}" for k, n in rest.most_common())
+        say(f"  ... and {rest.total():,} more: {more}")
+
+
+def _counted(path: str) -> Iterator[tuple[int, Raw]]:
+    with WorkProgress(f"checking {Path(path).name}", None, "rows") as progress:
+        for row in rows(path):
+            yield row
+            progress.add()
 
 
 def _as_given(path: str, format: str) -> Detected:

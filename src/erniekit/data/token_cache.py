@@ -153,7 +153,7 @@ def open_sources(
 def _detected(path: Path, pairs: bool) -> str:
     found = detect(path)
     if found.preference and not pairs:
-        raise DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
+        raise preference_rows(path)
     if pairs and not found.preference:
         raise DataError(
             f"these rows hold no preference pairs: {found.why}",
@@ -161,6 +161,11 @@ def _detected(path: Path, pairs: bool) -> str:
             fix="DPO compares two answers: `chosen` and `rejected`, or `response` and `sort`; `stage: SFT` learns one",
         )
     return found.format
+
+
+def preference_rows(path: str | Path) -> DataError:
+    """For a stage that learns one answer of a row."""
+    return DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
 
 
 def default_cache_dir() -> Path:

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
-from erniekit import heartbeat, log
+from erniekit import heartbeat
 from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
 from erniekit.data.formats import parse, parse_pair, rows
@@ -39,6 +38,8 @@ from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, RowProblem, Sample
 from erniekit.errors import DataError, ErnieKitError
+from erniekit.printable import fault_of
+from erniekit.progress import WorkProgress
 
 CHUNK_ROWS = 2000
 CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
@@ -144,7 +145,7 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
         except ErnieKitError:
             raise
         except Exception as error:  # one odd row must not end hours of work: it is a bad row, and many stop it
-            out.bad.append((line, "error", f"{type(error).__name__}: {error}"))
+            out.bad.append((line, "error", fault_of(error)))
     out.main, out.later = Arrays.join(main), Arrays.join(later)
     return out
 
@@ -214,10 +215,11 @@ class Writer:
         report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
-        for first, told in ((report.first_bad, chunk.bad), (report.first_dropped, chunk.dropped)):
-            first += [RowProblem(self.job.path, *one) for one in told[: SHOWN - len(first)]]
-        for line, kind, reason in chunk.bad:
-            told_row = {"line": line, "kind": kind, "reason": reason}
+        bad, dropped = ([RowProblem(self.job.path, *one) for one in told] for told in (chunk.bad, chunk.dropped))
+        for first, problems in ((report.first_bad, bad), (report.first_dropped, dropped)):
+            first += problems[: SHOWN - len(first)]
+        for one in bad:
+            told_row = {"line": one.line, "kind": one.kind, "reason": one.reason}
             self.bad_rows.write(json.dumps(told_row, ensure_ascii=False) + "\n")
 
     def finish(self, folder: Path) -> DataReport:
@@ -255,20 +257,10 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
         later = SampleWriter(*(stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in (IDS, LABELS)))
         bad_rows = stack.enter_context(open(folder / BAD_ROWS, "w", encoding="utf-8"))
         writer = Writer(job, main, later, bad_rows, job.more_files(folder))
-        bar = tqdm(
-            total=expected_rows,
-            desc=f"tokenising {Path(job.path).name}",
-            unit=" rows",
-            unit_scale=True,
-            delay=2,  # seconds; short work shows no bar
-            mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
-            leave=False,
-            disable=not log.is_main_rank(),
-        )
-        stack.callback(bar.close)
+        bar = stack.enter_context(WorkProgress(f"tokenising {Path(job.path).name}", expected_rows, "rows"))
         for chunk in made:
             writer.add(chunk)
-            bar.update(chunk.rows)
+            bar.add(chunk.rows)
             heartbeat.beat()
         return writer.finish(folder)
 

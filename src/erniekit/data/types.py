@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from erniekit.printable import plain
+
 if TYPE_CHECKING:
     import torch
 
+LONGEST_REASON = 400  # characters
 IGNORE = -100  # a label that is not trained
 TEXT, IMAGE, VIDEO = 0, 1, 2  # of Batch.modality; the latter two take the vision experts
 
@@ -35,12 +38,16 @@ class Conversation:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A row that cannot be used, or was dropped by a rule. `kind` is a short slug that reports count by."""
+    """A row that cannot be used, or was dropped by a rule. `kind` is a short slug that reports count by; `reason` may
+    quote the row, and is kept as it prints."""
 
     file: str
     line: int  # 1-based line (JSONL) or row number (JSON array, parquet)
     kind: str
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", plain(self.reason, LONGEST_REASON))
 
 
 @dataclass(frozen=True)

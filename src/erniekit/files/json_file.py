@@ -6,6 +6,7 @@ Called for every small JSON file of a model, an adapter or a checkpoint. Errors 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,22 @@ from erniekit.files.special import refuse_special
 MAX_BYTES = 16 << 20  # config.json and its like have some kilobytes
 MAX_DEPTH = 64  # of lists and objects in each other; what is written from it nests as deep again
 _FIX = "download or copy the file again"
+
+
+class RepeatedKey(ValueError):
+    """One object of a JSON text gives a key twice: which of the two values was meant cannot be told."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(f"`{key[:60]}` is given twice in one object")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`. Raises RepeatedKey."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise RepeatedKey(Counter(key for key, _ in pairs).most_common(1)[0][0])
+    return value
 
 
 def read_value(path: Path, error: type[ErnieKitError], max_bytes: int = MAX_BYTES) -> Any:

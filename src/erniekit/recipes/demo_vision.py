@@ -6,7 +6,6 @@ Called by recipes/demo.py. What is trained is a recipe in the demo's folder, for
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from tqdm import tqdm
 
 from erniekit.config import load
 from erniekit.demo import shapes
 from erniekit.demo.folder import seal, take_folder
 from erniekit.files import own
 from erniekit.log import paint, say, typed
+from erniekit.progress import WorkProgress
 from erniekit.recipes.demo_proofs import describe, logged_train, loss_fell, require
 from erniekit.track import jsonl
 
@@ -94,15 +93,14 @@ def train(recipe: Path, root: Path, steps: int) -> None:
 
 @contextmanager
 def progress(output: Path, steps: int) -> Iterator[None]:
-    """A bar of the run's steps, whose own words go to a file. On a terminal only."""
-    over, terminal = threading.Event(), sys.stderr  # the run's own words go elsewhere, by another sys.stderr
+    """How far the run is, whose own words go to a file."""
+    over, bar = threading.Event(), WorkProgress("training", steps, "steps")  # made before sys.stderr is that file
 
     def follow() -> None:
-        with tqdm(total=steps, desc="training", unit=" steps", leave=False, disable=not terminal.isatty(),
-                  file=terminal) as bar:  # fmt: skip
+        with bar:
             while not over.wait(0.5):
                 file = output / jsonl.FILE
-                bar.update((file.read_bytes().count(b"\n") if file.exists() else 0) - bar.n)
+                bar.add((file.read_bytes().count(b"\n") if file.exists() else 0) - bar.done)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

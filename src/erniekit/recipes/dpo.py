@@ -26,6 +26,7 @@ from erniekit.recipes.datasets import TrainData, eval_batches, open_data, source
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.vision_features import no_feature_cache
 from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs, sees
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
@@ -72,6 +73,8 @@ class DPO(TrainingStage):
         )
 
     def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
+        if built.folder.config.vision is not None:
+            no_feature_cache(cfg, built, "stage DPO keeps no features")
         if not settings_of(cfg).needs_reference:
             return None
         return make_reference(cfg, built, data, self, sum_over_cp(built.world))

@@ -20,6 +20,8 @@ from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
 from erniekit.devices import pick
+from erniekit.errors import Preempted
+from erniekit.log import typed, without_secrets
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
@@ -59,6 +61,9 @@ def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), lau
     """launch: the name of the launcher's run this process is a rank of, the same for all its restarts."""
     try:
         return run(stage, cfg, command, launch)
+    except Preempted as stopped:
+        again = f"\nnext: {typed(*without_secrets(command[1:]))}" if command and command[0] == "erniekit" else ""
+        raise Preempted(f"{stopped}{again}") from None
     except torch.OutOfMemoryError as error:
         raise plan_check.out_of_memory(
             cfg, pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)

@@ -106,16 +106,12 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     needed = patches * shape.row_width * shape.dtype.itemsize
     limit = int(cfg.vision.vision_feature_cache_gb * GB)
     if not reason and asked == "auto" and needed > limit:
-        reason = f"all pictures would take {needed / GB:,.1f} GB, vision_feature_cache_gb is {limit / GB:g}"
+        reason = f"features of all would take {_gb(needed)}, vision_feature_cache_gb is {limit / GB:g}"
     if reason:
         if asked == "on":
-            raise ConfigError(
-                f"no feature cache is possible here: {reason}",
-                where="vision_feature_cache: on",
-                fix="freeze_config: freeze_vision keeps the tower as it is; or leave vision_feature_cache out",
-            )
-        if "tower" in frozen and asked == "auto":
-            say(f"note     pictures go through the tower in every step: {reason}")
+            raise _impossible(reason)
+        if "tower" in frozen:
+            _say_computed(reason)
         return None
     eyes = _eyes(built, "resampler" in frozen) if _seeing(built) else None  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
@@ -123,8 +119,10 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     room = make_room(folder, limit, needed, name) if built.world.is_main else 0
     room = built.world.broadcast(room) // built.world.size
     what = "the resampler's" if shape.tokens else "the tower's"
-    summary = f"{what} output of all pictures, {needed / GB:,.2g} GB at most, in {folder / name}"
+    summary = f"{what} output of all pictures, {_gb(needed)} at most, in {folder / name}"
     say(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
+    if needed > limit:
+        say(f"note     vision_feature_cache_gb is {limit / GB:g}: pictures beyond it are computed in every step")
     if eyes is None:
         return None
     collate.store = FeatureStore(folder / name, shape, room)
@@ -163,6 +161,30 @@ def looking(built: Built, kept: Any) -> Looking | None:
         adapters=adapters_met_of(config, sizes, vision=True),
         kept=what,
     )
+
+
+def no_feature_cache(cfg: RunConfig, built: Built, reason: str) -> None:
+    """For a stage that keeps none: said where the tower is frozen, refused where the keys ask for it."""
+    if cfg.vision.vision_feature_cache == "on":
+        raise _impossible(reason)
+    if cfg.vision.vision_feature_cache == "auto" and "tower" in _frozen_parts(built):
+        _say_computed(reason)
+
+
+def _impossible(reason: str) -> ConfigError:
+    return ConfigError(
+        f"no feature cache is possible here: {reason}",
+        where="vision_feature_cache: on",
+        fix="freeze_config: freeze_vision keeps the tower as it is in VL-SFT; or leave vision_feature_cache out",
+    )
+
+
+def _say_computed(reason: str) -> None:
+    say(f"note     pictures go through the tower in every step: {reason} (vision_feature_cache)")
+
+
+def _gb(count: int) -> str:
+    return f"{count / GB:,.2g} GB"
 
 
 def _seeing(built: Built) -> list[Any]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from erniekit.files.json_file import MAX_DEPTH, nests_deeper
+from erniekit.files.json_file import MAX_DEPTH, RepeatedKey, nests_deeper, unique_keys
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts, client_group, from_another_site
 from erniekit.serve.engines.base import CLIENT
@@ -139,11 +139,13 @@ async def read_json(request: Request, kind: type[Model], limit: BodyLimit | None
     if _has_too_many_values(body):
         raise RequestError(413, f"the body holds more than {MAX_VALUES} values", headers={"Connection": "close"})
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=unique_keys)
     except UnicodeDecodeError:
         raise RequestError(400, "the body is not UTF-8") from None
     except RecursionError:
         raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}") from None
+    except RepeatedKey as error:
+        raise RequestError(400, str(error), param=error.key[:60]) from None
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON: {error}"[:200]) from None
     if b"\\ud" in body.lower() and not _is_encodable(value):

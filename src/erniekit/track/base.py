@@ -60,7 +60,7 @@ class Tracker:
         """Numbers of one logged step, of one evaluation, or of the whole run."""
 
     def event(self, step: int, name: str, text: str) -> None:
-        """Something that happened: start, resume, save, eval, best, skip, stop."""
+        """Something that happened: start, resume, save, eval, best, skip, stop, signal."""
 
     def advance(self, step: int) -> None:
         """An optimiser step is done; called for every step, also those that are not logged."""

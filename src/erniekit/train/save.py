@@ -276,7 +276,8 @@ class SaveHook(Hook):
         took = time.monotonic() - asked_at
         late = f"; the save took {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"
         text = f"{signal_name}: stopped after step {trainer.state.step}, saved {path}"
-        self.trackers.event(trainer.state.step, "stop", text + (late if took > self.grace_seconds else ""))
+        text += late if took > self.grace_seconds else ""
+        self.trackers.event(trainer.state.step, "signal", text)
         raise Preempted(text)
 
     def _is_saved(self, step: int) -> bool:

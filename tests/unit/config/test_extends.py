@@ -79,6 +79,7 @@ def test_a_base_that_is_not_there_is_the_fault_of_its_line(tree, capsys):
 def test_a_base_that_is_no_recipe_is_refused(tree, value):
     tree(run=f"base: {value}\n")
     assert error("run.yaml").where == "run.yaml:1"
+    assert "None" not in error("run.yaml").what
 
 
 def test_an_absolute_base_is_refused_with_the_relative_one(tree, tmp_path):

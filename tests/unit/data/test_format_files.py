@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.data.formats import detect, read, rows
+from erniekit.data.formats import detect, parse, read, rows
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from support.jsonl import write_jsonl
@@ -223,3 +223,33 @@ def test_blanks_and_commas_between_rows_cost_next_to_nothing(tmp_path, filler):
     began = time.process_time()
     assert [row for _, row in rows(path)] == [{"a": 1}, {"b": 2}]
     assert time.process_time() - began < 1.5  # three seconds, character by character
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_that_gives_a_key_twice_is_a_problem_that_names_it(name: str, tmp_path: Path) -> None:
+    good, bad = '{"src": ["q"], "tgt": ["a"]}', '{"src": ["q"], "tgt": ["a"], "more": {"label": 1, "label": 0}}'
+    path = tmp_path / name
+    path.write_text(f"[{good}, {bad}, {good}]" if name.endswith(".json") else f"{good}\n{bad}\n{good}\n")
+    found = [parse(raw, number, path, "erniekit") for number, raw in rows(path)]
+    assert [isinstance(one, RowProblem) for one in found] == [False, True, False]
+    assert (found[1].line, found[1].kind) == (2, "repeated_key")
+    assert "`label` is given twice" in found[1].reason
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps(ROW).encode("utf-16"), json.dumps(ROW).encode("utf-16-le"), b"\x89PNG\r\n\x1a\n"]
+)
+def test_a_dataset_that_is_no_utf8_text_is_named_so(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="not UTF-8 text") as refused:
+        detect(path)
+    assert "save it as UTF-8" in refused.value.fix
+
+
+def test_a_number_of_ten_thousand_digits_is_told_without_python(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"src": %s}' % ("9" * 10_000))
+    [(_, problem)] = read(path, "erniekit")
+    assert "more digits" in problem.reason
+    assert "sys." not in problem.reason

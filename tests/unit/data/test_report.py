@@ -74,7 +74,9 @@ def test_an_unexpected_error_in_a_row_is_a_bad_row_not_the_end(tmp_path, opened,
     monkeypatch.setattr(tokenise, "parse", odd)
     source = opened(path, max_bad_fraction=0.5)
     assert len(source) == 9
-    assert source.report.first_bad == [RowProblem(str(path), 4, "error", "ZeroDivisionError: surprise")]
+    assert source.report.first_bad == [
+        RowProblem(str(path), 4, "error", "a fault of erniekit: ZeroDivisionError: surprise")
+    ]
 
 
 def test_what_was_dropped_is_counted_by_reason(tmp_path, opened):

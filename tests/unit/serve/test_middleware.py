@@ -75,3 +75,10 @@ def test_commas_and_brackets_inside_texts_are_no_values():
         assert read(body, CompletionRequest).prompt == text
     tricked = b'{"prompt":"\\\\",' + b",".join([b'"x":1'] * middleware.MAX_VALUES) + b"}"
     assert middleware._has_too_many_values(tricked), "an escaped backslash does not escape the quote behind it"
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"a","prompt":"b"}', b'{"prompt":"a","x":[{"prompt":1,"prompt":1}]}'])
+def test_a_key_that_is_given_twice_is_named(body: bytes):
+    with pytest.raises(RequestError, match="`prompt` is given twice") as caught:
+        read(body, CompletionRequest)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")

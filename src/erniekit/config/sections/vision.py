@@ -97,7 +97,7 @@ class VisionSection:
     media_max_bytes: int = key(512 << 20, "A file, or member of an archive, with more is a bad row.", low=1)
     media_max_frames: int = key(200_000, "A video stored with more frames is a bad row.", low=1)
     media_max_seconds: float = key(14_400.0, "A video that plays longer is a bad row.", low=0)
-    media_timeout: float = key(8.0, "Seconds without progress after which a decoder is killed; a bad row.", low=0.1)
+    media_timeout: float = key(8.0, "Seconds a decoder may compute without progress; then a bad row.", low=0.1)
     media_num_proc: int = key(0, "Processes that decode media for each rank; 0: as many as its cores, up to 8.", low=0)
     vision_feature_cache: str = key(
         "auto",

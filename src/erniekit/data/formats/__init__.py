@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
-from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, decode, rows
+from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
+from erniekit.files.json_file import RepeatedKey
+from erniekit.printable import plain
 from erniekit.registry import Registry
 
 __all__ = [
@@ -122,12 +124,16 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -
         return RowProblem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
         utf16 = isinstance(raw, bytes) and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = "; the file looks like UTF-16, save it as UTF-8" if utf16 else ""
-        return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8{hint}")
+        hint = "the file looks like UTF-16, " if utf16 else ""
+        return RowProblem(
+            str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; {hint}save it as UTF-8"
+        )
     except json.JSONDecodeError as error:
         return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
-    except ValueError as error:  # a number of more digits than Python converts
-        return RowProblem(str(path), line_no, "bad_json", f"not usable: {error}")
+    except RepeatedKey as error:
+        return RowProblem(str(path), line_no, "repeated_key", str(error))
+    except ValueError:  # a number of more digits than Python converts
+        return RowProblem(str(path), line_no, "bad_json", TOO_MANY_DIGITS)
     except RecursionError:
         return RowProblem(str(path), line_no, "deep_nesting", "the row is nested too deeply")
 
@@ -147,7 +153,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
-    example, count = "", 0
+    example, count, foreign = "", 0, 0
     for _, raw in islice(rows(path), _LOOK_AT):
         count += 1
         if isinstance(raw, RowProblem):
@@ -155,7 +161,14 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
             continue
         try:
             row = decode(raw)
+        except RepeatedKey as error:
+            example = example or str(error)
+            continue
+        except UnicodeDecodeError:
+            foreign += 1
+            continue
         except (ValueError, RecursionError):
+            foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
         guess = _guess(row)
         if vision:
@@ -168,6 +181,8 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
             example = _describe(row)
     if not count:
         raise DataError("dataset holds no rows", where=str(path), fix="one JSON object per line is expected")
+    if not seen and foreign:
+        raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
     if not seen:
         raise DataError(
             f"the format of the dataset cannot be told: {example or 'no row among the first is JSON'}",
@@ -177,8 +192,8 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
-    chosen = found[tools if alone else seen.most_common(1)[0][0]]
-    return next((guess for guess in found.values() if guess.vision), chosen)
+    seeing = [kind for kind, _ in seen.most_common() if found[kind].vision]
+    return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
 
 
 def _guess(row: Any) -> Detected | None:
@@ -207,14 +222,17 @@ def _guess_seen(row: Any) -> Detected | None:
     """Of a row with pictures or videos."""
     if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
         return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
-    said = row.get("messages") if isinstance(row, dict) else row
-    contents = [m.get("content") for m in said if isinstance(m, dict)] if isinstance(said, list) else []
+    pairs = isinstance(row, dict) and is_preference(row)
+    fields = ("messages", "prompt", "chosen", "rejected") if pairs else ("messages",)
+    said = [row.get(field) for field in fields] if isinstance(row, dict) else [row]
+    contents = [m.get("content") for one in said if isinstance(one, list) for m in one if isinstance(m, dict)]
     kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
     beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
-    if contents and (beside or kinds & {"image", "image_url", "video", "video_url"}):
-        pairs = isinstance(row, dict) and is_preference(row)
-        why = "rows have `messages` with pictures or videos" + (", and two answers: for `stage: DPO`" if pairs else "")
-        return Detected("messages", why, preference=pairs, vision=True)
+    if (contents or pairs) and (beside or kinds & {"image", "image_url", "video", "video_url"}):
+        if pairs:
+            why = "rows have pictures or videos and two answers: preference data, for `stage: DPO`"
+            return Detected(_guess_pair(row).format, why, preference=True, vision=True)
+        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
     return None
 
 
@@ -235,4 +253,4 @@ def _describe(row: Any) -> str:
     for field, what in _ELSEWHERE.items():
         if field in row:
             return f"rows have `{field}`: {what}"
-    return "rows have " + (", ".join(f"`{str(key)[:30]}`" for key in list(row)[:8]) or "no fields")
+    return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")

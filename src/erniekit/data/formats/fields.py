@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from erniekit.printable import plain
+
 # Fields of rows whose text is about something else than text.
 _MEDIA = ("image", "images", "image_info", "video", "videos", "video_info", "audio", "audios")
 _LONGEST_NAME = 60  # characters
@@ -43,7 +45,7 @@ def holds(value: Any) -> bool:
 def unread(row: Mapping[str, Any], known: Collection[str], where: str = "") -> list[str]:
     """The fields of `row` that hold something and are not known, named as reports count them: `messages[].name`."""
     names = [name for name, value in row.items() if name not in known and holds(value)]
-    return [f"{general(where)}{str(name)[:_LONGEST_NAME]}" for name in names]
+    return [f"{general(where)}{plain(str(name), _LONGEST_NAME)}" for name in names]
 
 
 def general(place: str) -> str:

@@ -21,6 +21,7 @@ from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
 from erniekit.files import refuse_special
+from erniekit.files.json_file import RepeatedKey, unique_keys
 
 Raw = bytes | dict[str, Any] | list[Any] | RowProblem
 MAX_ROW_BYTES = 64 << 20
@@ -30,6 +31,7 @@ MAX_BLANK_LINES = 100_000  # in a row
 MAX_EXPANSION, EXPANDS_FROM = 200, 256 << 20  # text of a .gz to its size on disk, once there is so much text
 _CHUNK = 1 << 20
 _BOM = codecs.BOM_UTF8
+TOO_MANY_DIGITS = "a number of it has more digits than are read"
 
 
 def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[int, Raw]]:
@@ -80,7 +82,7 @@ class Unpacked(gzip.GzipFile):
 
 def decode(raw: Raw) -> Any:
     """The JSON value of a raw row. Raises ValueError, or RecursionError for absurd nesting."""
-    return json.loads(raw.decode("utf-8")) if isinstance(raw, bytes) else raw
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys) if isinstance(raw, bytes) else raw
 
 
 def _text_rows(stream: Any, path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
@@ -193,7 +195,7 @@ _NEXT = re.compile(r"[^ \t\r\n,]")
 _STRUCTURE = re.compile(r'["},\]]|[{\[]+')
 _INSIDE = re.compile(r'"|[{\[]+|[}\]]+')
 _IN_STRING = re.compile(r'["\\]')
-_scan_once = json.JSONDecoder().raw_decode
+_scan_once = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode
 
 
 def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
@@ -236,8 +238,10 @@ def _element(window: _Window, path: Path, number: int, limit: int) -> Any:
                 return RowProblem(str(path), number, "bad_json", f"row {number} of the array is not JSON: {error.msg}")
         except RecursionError:
             return RowProblem(str(path), number, "deep_nesting", "the row is nested too deeply")
-        except ValueError as error:  # a number of more digits than Python converts
-            return RowProblem(str(path), number, "bad_json", f"row {number} of the array is not usable: {error}")
+        except RepeatedKey as error:
+            return RowProblem(str(path), number, "repeated_key", str(error))
+        except ValueError:  # a number of more digits than Python converts
+            return RowProblem(str(path), number, "bad_json", f"row {number} of the array: {TOO_MANY_DIGITS}")
         if len(window.text) - window.at > limit:
             return _too_big(path, number, len(window.text) - window.at, limit)
         window.more()

@@ -29,6 +29,7 @@ class MediaHeader:
     rate: float = 0.0
     animated: bool = False
     turned: bool = False  # EXIF swaps width and height
+    pages: bool = False  # a document of several
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class ReadHeader:
             v = video.read_header(content, name, self.limits, beat)
             return MediaHeader(v.width, v.height, digest, v.frames, v.rate)
         p = picture.read_header(content, name, self.limits)
-        return MediaHeader(p.width, p.height, digest, animated=p.animated, turned=p.turned)
+        return MediaHeader(p.width, p.height, digest, animated=p.animated, turned=p.turned, pages=p.pages)
 
 
 @dataclass(frozen=True)

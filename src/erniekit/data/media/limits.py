@@ -5,6 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from erniekit.printable import words_of
+
+
+def because(what: str, error: BaseException) -> str:
+    """`what`, and in brackets what the library that met it says, where that is for people."""
+    words = words_of(error)
+    return f"{what} ({words})" if words else what
+
 
 class MediaError(Exception):
     """`kind` is what reports count by; `reason` names the file and what is wrong with it."""
@@ -25,7 +33,7 @@ class MediaLimits:
     bytes: int = 512 << 20  # of a file, or of an archive's member unpacked
     frames: int = 200_000  # of a video as stored
     seconds: float = 4 * 3600.0  # that a video plays
-    timeout: float = 8.0  # seconds without a sign of life from the process that reads it
+    timeout: float = 8.0  # seconds of its own that the process that reads it may take without a sign of life
     total: float = 600.0  # seconds for one picture or video, whatever it reports
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from erniekit.data.media.extra import not_installed
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits, because
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # Several pictures in a file of one of these play; in others, such as photographs with a depth map, the first is meant.
 _PLAYS = ("GIF", "PNG", "WEBP", "AVIF")
-_ORIENTATION = 0x0112
+_ORIENTATION, _SUBFILE = 0x0112, 0x00FE
+_MOST_COPIES = 32  # of a picture, in smaller sizes
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 
 
@@ -29,31 +29,42 @@ class PictureHeader:
     height: int
     animated: bool
     turned: bool  # its EXIF data swaps width and height
+    pages: bool = False  # a document of several
 
 
 def open_header(content: bytes, name: str, limits: MediaLimits) -> Picture:
     """Opened, no pixel decoded."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise not_installed("Pillow", "reading pictures") from None
     Image.MAX_IMAGE_PIXELS = None  # `limits` decide, from the header
     try:
         Image.init()  # a Pillow may lack some of them
         picture = Image.open(io.BytesIO(content), formats=[name for name in FORMATS if name in Image.OPEN])
+    except UnidentifiedImageError:
+        raise MediaError(
+            "bad_picture", f"{name}: no picture of a kind that is read ({', '.join(FORMATS)}), or its header is damaged"
+        ) from None
     except Exception as error:
-        raise MediaError("bad_picture", f"{name}: no picture that can be read ({_said(error)})") from None
+        raise MediaError("bad_picture", because(f"{name}: no picture that can be read", error)) from None
     if picture.width * picture.height > limits.pixels:
         raise MediaError(
             "too_many_pixels",
             f"{name}: {picture.width:,} x {picture.height:,} pixels, more than media_max_pixels={limits.pixels:,}",
+        )
+    if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
+        # Which numbers are black and white is nowhere said: cut to 0..255 most would be one or the other.
+        raise MediaError(
+            "bad_picture", f"{name}: its pixels are floating-point or 32-bit numbers; save it with 8 or 16 bits"
         )
     return picture
 
 
 def read_header(content: bytes, name: str, limits: MediaLimits) -> PictureHeader:
     picture = open_header(content, name, limits)
-    return PictureHeader(picture.width, picture.height, _animated(picture), _orientation(picture) in _SIDEWAYS)
+    turned = _orientation(picture) in _SIDEWAYS
+    return PictureHeader(picture.width, picture.height, _animated(picture), turned, _has_pages(picture))
 
 
 def read_pixels(content: bytes, name: str, limits: MediaLimits, upright: bool) -> Picture:
@@ -62,11 +73,11 @@ def read_pixels(content: bytes, name: str, limits: MediaLimits, upright: bool) -
     try:
         picture.load()
         orientation = _orientation(picture) if upright else 1
-        if picture.mode.startswith("I;16"):
+        if picture.mode.startswith("I"):
             picture = _eight_bits(picture)
         return _turned(_on_white(picture).convert("RGB"), orientation)
     except Exception as error:
-        raise MediaError("bad_picture", f"{name}: the picture is damaged ({_said(error)})") from None
+        raise MediaError("bad_picture", because(f"{name}: the picture is damaged", error)) from None
 
 
 def _eight_bits(picture: Picture) -> Picture:
@@ -105,6 +116,21 @@ def _animated(picture: Picture) -> bool:
         return False
 
 
+def _has_pages(picture: Picture) -> bool:
+    """Whether a TIFF holds more than one picture, those apart that it marks as smaller copies."""
+    if picture.format != "TIFF":
+        return False
+    try:
+        for number in range(1, _MOST_COPIES):
+            picture.seek(number)
+            kind = picture.tag_v2.get(_SUBFILE, 0)  # type: ignore[attr-defined]
+            if not (isinstance(kind, int) and kind & 1):
+                return True
+    except Exception:  # no further one, or a damaged one: the first may be whole
+        return False
+    return True
+
+
 def _orientation(picture: Picture) -> int:
     """1 where its EXIF data say nothing that can be read. Pillow would decode a PNG in search of them."""
     from PIL.Image import Exif
@@ -119,13 +145,3 @@ def _orientation(picture: Picture) -> int:
         return value if isinstance(value, int) else 1
     except Exception:
         return 1
-
-
-def _said(error: Exception) -> str:
-    """Pillow's words where a person can use them; its errors also name objects, classes and bytes."""
-    said = str(error).splitlines()[0][:160] if str(error) else ""
-    if "cannot identify" in said:
-        return f"its bytes are none of {', '.join(FORMATS)}"
-    if "truncated" in said.lower():
-        return "it breaks off"
-    return said if said and not re.search(r"[<>_'\"\\]|\.\w|0x|Plugin", said) else "its data are not as the format says"

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import base64
 import binascii
+import lzma
 import os
 import re
+import stat
+import struct
 import tarfile
 import zipfile
+import zlib
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits, because
 
 _ARCHIVE = re.compile(r"^(.*?\.(?:tar|zip))/(.+)$", re.IGNORECASE)
+_BROKEN = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError,
+    RuntimeError,
+)  # fmt: skip
 _NO_SEEK = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)/", re.IGNORECASE)
 
 
@@ -50,6 +58,8 @@ def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | by
 
     base64_too: what is no file may be base64, as ERNIEKit takes it.
     """
+    if not url.strip():
+        raise MediaError("missing_media", "the name of the file is empty")
     if url.startswith("data:"):
         return from_data_url(url)
     if re.match(r"(?i)(https?|ftp|s3|gs|hdfs):", url):
@@ -57,20 +67,12 @@ def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | by
     if url.startswith("file:"):
         url = unquote(urlparse(url).path)
     path = str(folder / url) if not os.path.isabs(url) else url
-    if (match := _ARCHIVE.match(path)) and os.path.isfile(match[1]):
+    if (match := _ARCHIVE.match(path)) and not os.path.isdir(match[1]):
         return MediaPlace(match[1], match[2])
-    if (packed := _NO_SEEK.search(path)) and not os.path.isfile(path):
-        raise MediaError("archive", f"{path[: packed.end() - 1]}: a compressed tar cannot be read in place; unpack it")
-    if base64_too and len(url) > 64 and not _exists(path):
+    # No base64 has a dot, and nearly every name of a file that is yet to come.
+    if base64_too and len(url) > 64 and "." not in url and not os.path.exists(path):
         return from_base64(url)
     return MediaPlace(path)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.exists(path)
-    except (OSError, ValueError):
-        return False
 
 
 def from_data_url(url: str) -> bytes:
@@ -87,7 +89,7 @@ def from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s+", "", text), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError("bad_base64", f"{text[:24]!r}...: {error}") from None
+        raise MediaError("bad_base64", because(f"{text[:24]!r}... is no base64", error)) from None
 
 
 def read(place: MediaPlace, limits: MediaLimits) -> bytes:
@@ -109,6 +111,9 @@ def read(place: MediaPlace, limits: MediaLimits) -> bytes:
             file.seek(place.start)
             return file.read(size)
     except OSError as error:
+        if packed := _NO_SEEK.search(place.path):
+            name = place.path[: packed.end() - 1]
+            raise MediaError("archive", f"{name}: a compressed tar cannot be read in place; unpack it") from None
         raise MediaError("missing_media", f"{place.name}: {error.strerror or error}") from None
     except ValueError as error:  # a path with a zero byte
         raise MediaError("missing_media", f"{place.name[:200]!r}: {error}") from None
@@ -120,6 +125,8 @@ def _too_large(place: MediaPlace, size: int, limits: MediaLimits) -> MediaError:
 
 def _read_member(place: MediaPlace, limits: MediaLimits) -> bytes:
     state = os.stat(place.path)
+    if not stat.S_ISREG(state.st_mode):
+        raise MediaError("missing_media", f"{place.path}: not a plain file")
     try:
         if place.path.lower().endswith(".zip"):
             archive = _zip(place.path, state.st_size, state.st_mtime_ns)
@@ -134,8 +141,8 @@ def _read_member(place: MediaPlace, limits: MediaLimits) -> bytes:
         start, size = _tar(place.path, state.st_size, state.st_mtime_ns)[place.member]
     except KeyError:
         raise MediaError("missing_media", f"{place.name}: no such member") from None
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        raise MediaError("archive", f"{place.path}: {error}") from None
+    except _BROKEN as error:
+        raise MediaError("archive", because(f"{place.name}: the archive cannot be read", error)) from None
     if size > limits.bytes:
         raise _too_large(place, size, limits)
     with open(place.path, "rb") as file:

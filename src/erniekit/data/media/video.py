@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from erniekit.data.media.extra import not_installed
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits, because
 
 Beat = Callable[[], None]
 # Files that hold a video themselves. Playlists and scripts, which name other files and servers, are none of them.
@@ -48,8 +48,7 @@ def _opened(content: bytes, name: str) -> Any:
     except MediaError:
         raise
     except (av.FFmpegError, ValueError, MemoryError, OSError) as error:
-        said = getattr(error, "strerror", None) or "its data are not as the format says"
-        raise MediaError("bad_video", f"{name}: no video that can be read ({said})") from None
+        raise MediaError("bad_video", because(f"{name}: no video that can be read", error)) from None
 
 
 def read_header(content: bytes, name: str, limits: MediaLimits, beat: Beat = lambda: None) -> VideoHeader:

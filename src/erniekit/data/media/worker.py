@@ -19,14 +19,18 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from erniekit.data.media.limits import MediaError, MediaLimits
+from erniekit.data.media.limits import MediaError, MediaLimits, because
+from erniekit.data.processes import Idle
 from erniekit.errors import ErnieKitError
 
 _SIZE = struct.Struct("<Q")
 _BEAT = 0  # a message of no bytes: still at work
 _BEAT_EVERY = 0.5  # seconds
+_LOOK_EVERY = 0.5  # seconds without a message, then what the process did in them is asked for
+_PATIENCE = 10  # times its own time may pass on the clock: a busy machine must not decide which rows are bad
 _MEMORY = 8 << 30  # bytes of address space that one may take
 _READ = 1 << 20
+_NAMELESS = ("bad_media", "too_much_memory")  # kinds of errors that a worker tells without the name of the medium
 _START = MediaLimits(timeout=120, total=120)  # of a process, on a busy machine or a slow disk
 
 
@@ -50,7 +54,7 @@ class MediaWorker:
         return self._process.pid if self._process else None
 
     def ask(self, work: MediaWork, limits: MediaLimits, name: str) -> Any:
-        """MediaError, after `limits.timeout` seconds without a sign of life or `limits.total` in all, too."""
+        """MediaError, also after `limits.timeout` seconds of its own without a sign of life, or `limits.total`."""
         try:
             process = self._started()
             assert process.stdin is not None
@@ -63,6 +67,8 @@ class MediaWorker:
         except MediaError:
             self.stop()
             raise
+        if isinstance(answer, MediaError) and answer.kind in _NAMELESS:
+            raise MediaError(answer.kind, f"{name}: {answer.reason}")
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -111,19 +117,22 @@ class MediaWorker:
 
     def _take(self, process: subprocess.Popen[bytes], size: int, limits: MediaLimits, end: float, name: str) -> bytes:
         assert process.stdout is not None
-        pipe, out = process.stdout.fileno(), bytearray()
+        pipe, out, idle = process.stdout.fileno(), bytearray(), Idle(process.pid)
         while len(out) < size:
             left = end - time.monotonic()
             if left <= 0:
                 raise MediaError("timeout", f"{name}: not read within {limits.total:g} s")
-            ready, _, _ = select.select([pipe], [], [], min(limits.timeout, left))
-            if not ready and left > limits.timeout:
-                raise MediaError("timeout", f"{name}: nothing was read for {limits.timeout:g} s (media_timeout)")
-            if ready:
-                part = os.read(pipe, min(_READ, size - len(out)))
-                if not part:
-                    raise EOFError
-                out += part
+            ready, _, _ = select.select([pipe], [], [], min(_LOOK_EVERY, limits.timeout, left))
+            if not ready:
+                idle.look()
+                if idle.seconds >= limits.timeout or idle.passed >= _PATIENCE * limits.timeout:
+                    raise MediaError("timeout", f"{name}: nothing was read for {limits.timeout:g} s (media_timeout)")
+                continue
+            part = os.read(pipe, min(_READ, size - len(out)))
+            if not part:
+                raise EOFError
+            out += part
+            idle.again()
         return bytes(out)
 
 
@@ -192,7 +201,7 @@ def serve() -> None:
         except MemoryError:
             answer = MediaError("too_much_memory", "reading it takes more memory than a decoder may have")
         except Exception as error:  # a decoder's own fault, met in a row
-            answer = MediaError("bad_media", f"{type(error).__name__}: {error}")
+            answer = MediaError("bad_media", because("it cannot be read", error))
         send(pickle.dumps(answer, protocol=5))
 
 

@@ -4,6 +4,7 @@ which rows max_seq_len would cut. `erniekit data` calls it for rows with picture
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,21 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.assemble import Dropped
-from erniekit.data.formats import parsed, rows
+from erniekit.data.assemble import Assembled, Dropped
+from erniekit.data.formats import Detected, parsed, rows
 from erniekit.data.formats.fields import BadRow
 from erniekit.data.media.decode import MediaHeader
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.worker import MediaPool
+from erniekit.data.preference import PairRules
 from erniekit.data.report import short, unused_line
 from erniekit.data.settings_files import read_settings
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import RowProblem
-from erniekit.data.vision.layout import headers_from, seen, tokens_of
+from erniekit.data.vision.layout import Ask, headers_from, seen, tokens_of
+from erniekit.data.vision.pairs import VisionPair, VisionPairAssembler, read_vision_pair
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.errors import ConfigError
+from erniekit.progress import WorkProgress
 
 _SHOWN = 20  # rows of each kind
 _STEPS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of max_pixels
@@ -37,6 +42,7 @@ _AHEAD = 64  # rows whose headers are asked for at a time
 
 @dataclass
 class VisionBudget:
+    pairs: bool = False  # rows compare two answers
     rows: int = 0
     bad: list[RowProblem] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -66,20 +72,30 @@ class _Costs:
 
 def model_rules(model: Path | None, max_pixels: int | None) -> VisionRules:
     sizes = VisionRules.sizes_of(read_settings(model / "preprocessor_config.json")) if model else {}
-    if max_pixels:
+    if max_pixels is not None:
         sizes |= {"max_pixels": max_pixels, "video_max_pixels": max_pixels}
-    return replace(VisionRules(), **sizes)  # type: ignore[arg-type]
+    rules = replace(VisionRules(), **sizes)  # type: ignore[arg-type]
+    least = max(rules.min_pixels, rules.video_min_pixels)
+    if max_pixels is not None and max_pixels < least:
+        raise ConfigError(
+            f"--pixels is {max_pixels:,}, and no picture has less than {least:,} (min_pixels)",
+            where="erniekit data",
+            fix=f"--pixels {least} or more",
+        )
+    return rules
 
 
-def measure(path: str, format: str, rules: VisionRules, max_seq_len: int, model: Path | None) -> VisionBudget:
+def measure(path: str, found: Detected, rules: VisionRules, max_seq_len: int, model: Path | None) -> VisionBudget:
     tokenizer = load_tokenizer(model) if model else None
-    out = VisionBudget()
+    out = VisionBudget(pairs=found.preference)
     count = min(8, os.cpu_count() or 1)
-    with MediaPool(count, rules.limits) as pool, ThreadPoolExecutor(count) as threads:
-        work = partial(_costs, path=path, format=format, rules=rules, pool=pool, tokenizer=tokenizer, limit=max_seq_len)
+    bar = WorkProgress(f"checking {Path(path).name}", None, "rows")
+    with MediaPool(count, rules.limits) as pool, ThreadPoolExecutor(count) as threads, bar:
+        work = partial(_costs, path=path, found=found, rules=rules, pool=pool, tokenizer=tokenizer, limit=max_seq_len)
         for batch in _batches(path):
-            for line, found in threads.map(work, batch):
-                _add(out, line, found, max_seq_len)
+            for line, costs in threads.map(work, batch):
+                _add(out, line, costs, max_seq_len)
+                bar.add()
     return out
 
 
@@ -97,7 +113,7 @@ def _batches(path: str) -> Iterator[list[tuple[int, Any]]]:
 def _costs(
     one: tuple[int, Any],
     path: str,
-    format: str,
+    found: Detected,
     rules: VisionRules,
     pool: MediaPool,
     tokenizer: Tokenizer | None,
@@ -105,7 +121,16 @@ def _costs(
 ) -> tuple[int, _Costs | RowProblem]:
     line, raw = one
     folder = Path(path).absolute().parent
-    row = parsed(raw, line, path, lambda value: read_vision_row(value, folder, format, False))
+    row: VisionRow | RowProblem = parsed(
+        raw,
+        line,
+        path,
+        lambda value: (
+            read_vision_pair(value, folder, found.format)
+            if found.preference
+            else read_vision_row(value, folder, found.format, False)
+        ),
+    )
     if isinstance(row, RowProblem):
         return line, row
     read_header = headers_from(pool, rules.limits)
@@ -119,8 +144,7 @@ def _costs(
 
     try:
         media = [one.medium for one in seen(row.media, rules, ask)]
-        made = VisionAssembler(tokenizer, rules).sample(row, limit, "drop", ask) if tokenizer else None
-        whole = VisionAssembler(tokenizer, rules).length(row, ask) if tokenizer else 0
+        made, whole = _tokens(row, tokenizer, rules, limit, ask) if tokenizer else (None, 0)
     except (MediaError, BadRow) as error:
         return line, RowProblem(path, line, error.kind, error.reason)
     return line, _Costs(
@@ -134,6 +158,19 @@ def _costs(
         isinstance(made, Dropped) and made.kind == "overlong",
         bool(made is not None and not isinstance(made, Dropped) and made.dropped_turns),
     )
+
+
+def _tokens(
+    row: VisionRow, tokenizer: Tokenizer, rules: VisionRules, limit: int, ask: Ask
+) -> tuple[Assembled | Dropped, int]:
+    """What training makes of the row, and the tokens of all of it, whatever would be cut."""
+    if not isinstance(row, VisionPair):
+        assembler = VisionAssembler(tokenizer, rules)
+        return assembler.sample(row, limit, "drop", ask), assembler.length(row, ask)
+    pair = VisionPairAssembler(tokenizer, rules, "all", PairRules(max_prompt_len=sys.maxsize))
+    whole = pair.pair(row, sys.maxsize, ask)
+    size = len(whole.sample.ids) if isinstance(whole, Assembled) else 0
+    return pair.pair(row, limit, ask), size
 
 
 def _tokens_at(row: VisionRow, rules: VisionRules, share: float, ask: Any) -> int:
@@ -175,9 +212,11 @@ def _add(out: VisionBudget, line: int, found: _Costs | RowProblem, limit: int) -
 
 def budget_lines(path: str, budget: VisionBudget, rules: VisionRules, max_seq_len: int, counted: bool) -> list[str]:
     bad = sum(budget.kinds.values())
+    compared = f"{len(budget.tokens):,} preference pairs, " if budget.pairs else ""
     out = [
-        f"  {budget.rows:,} rows, {budget.pictures:,} pictures, {budget.videos:,} videos, {bad:,} bad rows "
-        f"({bad / max(1, budget.rows):.2%}); headers read, nothing decoded"
+        f"  {budget.rows:,} rows, {compared}{budget.pictures:,} pictures, {budget.videos:,} videos, {bad:,} bad rows "
+        f"({bad / max(1, budget.rows):.2%})",
+        "  headers were read and no pixel decoded: training decodes each medium, and may find more bad ones",
     ]
     if budget.tokens:
         out.append(f"  tokens of pictures a row: {_spread(budget.tokens)}; patches: {_spread(budget.patches)}")

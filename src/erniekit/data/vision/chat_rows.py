@@ -6,8 +6,10 @@ messages format, so roles, labels and thoughts follow one set of rules.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,9 @@ class ChatMedia:
         if not all(isinstance(url, str) for url in urls):
             raise BadRow("wrong_type", f"`{field}` must be a list of pictures")
         fps = given.get("fps", 2.0) if isinstance(given, dict) else 2.0
-        if isinstance(fps, bool) or not isinstance(fps, int | float) or fps <= 0:
-            raise BadRow("wrong_type", f"`{field}.fps` must be a number above 0, not {named(fps)}")
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
+            given = f"{fps:g}" if isinstance(fps, int | float) and not isinstance(fps, bool) else named(fps)
+            raise BadRow("wrong_type", f"`{field}.fps` must be a number above 0, not {given}")
         return tuple(self._place(url, False, field) for url in urls), tuple(i / fps for i in range(len(urls)))
 
     def _place(self, url: str, inline: bool, field: str) -> MediaPlace:
@@ -126,28 +129,48 @@ def _refuse_media_elsewhere(said: Sequence[ChatMessage]) -> None:
             raise BadRow("media_in_answer", f"`messages[{i}]` is from {message.role} and holds a picture")
 
 
-def replace_tags(row: dict[str, Any], media: ChatMedia, fields: Sequence[str] = ("messages",)) -> None:
-    """`images` and `videos` beside the messages fill the tags in their text, in order. fields: that hold messages."""
-    lists = {}
+def replace_tags(
+    row: dict[str, Any], media: ChatMedia, fields: Sequence[str] = ("messages",), bare: Sequence[str] = ()
+) -> None:
+    """`images` and `videos` of the row fill the tags in its texts, in order; a tag that stays would be learnt as text.
+    fields: whose texts or messages may hold some. bare: whose may not."""
+    lists: dict[str, list[tuple[Any, str]]] = {}
     for word, names in _LISTS.items():
         name = next((n for n in names if row.get(n)), None)
         value = row.pop(name) if name else []
         lists[word] = [(item, f"{name}[{i}]") for i, item in enumerate(value if isinstance(value, list) else [value])]
-    said = [item for field in fields if isinstance(row.get(field), list) for item in row[field]]
-    if not any(lists.values()) or not said:
-        return
-    given = {word: list(items) for word, items in lists.items()}
 
     def fill(found: re.Match[str]) -> str:
         word = found[1]
         if not lists[word]:
-            raise BadRow("length_mismatch", f"there are more <{word}> in the text than {word}s in the row")
+            reason = f"there are more <{word}> in the text than {word}s in the row (`{word}s`)"
+            raise BadRow("length_mismatch", reason)
         item, field = lists[word].pop(0)
         return media.add(item, word == "video", field)
 
-    for item in said:
-        if isinstance(item, dict) and isinstance(item.get("content"), str):
-            item["content"] = _TAGS.sub(lambda found: fill(found) if given[found[1]] else found[0], item["content"])
+    for field in fields:
+        row[field] = _each_text(row.get(field), lambda text: _TAGS.sub(fill, text))
+        if row[field] is None:
+            del row[field]
     left = [field for items in lists.values() for _, field in items]
     if left:
         raise BadRow("length_mismatch", f"`{left[0]}` has no tag in the text")
+    for field in bare:
+        _each_text(row.get(field), partial(_refuse_tags, field=field))
+
+
+def _refuse_tags(text: str, field: str) -> str:
+    if found := _TAGS.search(text):
+        raise BadRow("media_in_answer", f"`{field}` holds {found[0]}: pictures belong into the question")
+    return text
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Of a text, of messages, or of the parts of one, each text changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: _each_text(item, change) if key in ("content", "text") else item for key, item in value.items()}
+    return value

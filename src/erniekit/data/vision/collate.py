@@ -137,8 +137,9 @@ class VisionCollate:
         for medium, found in zip(media, patches):
             if isinstance(found, MediaError):
                 file, _, line = medium.origin.rpartition(":")
-                self.failed.append(RowProblem(file, int(line or 0), found.kind, found.reason))
-                log.warn(f"{medium.origin}: not trained on: {found.reason}")
+                problem = RowProblem(file, int(line or 0), found.kind, found.reason)
+                self.failed.append(problem)
+                log.warn(f"{medium.origin}: not trained on: {problem.reason}")
 
 
 def _media(sample: Sample) -> tuple[Medium, ...]:

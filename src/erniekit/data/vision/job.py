@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -26,9 +27,10 @@ from erniekit.data.media.decode import Medium, ReadPatches
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool
+from erniekit.data.processes import started
 from erniekit.data.report import DataReport
 from erniekit.data.thinking import Thinking
-from erniekit.data.token_cache import TokenSource, tokenised
+from erniekit.data.token_cache import TokenSource, preference_rows, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
@@ -38,6 +40,7 @@ from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ErnieKitError
+from erniekit.printable import fault_of
 
 MODALITY, POSITIONS, MEDIA, MEDIA_OFFSETS, PATCHES, INLINE, STATES = (
     "modality.bin",
@@ -48,6 +51,9 @@ MODALITY, POSITIONS, MEDIA, MEDIA_OFFSETS, PATCHES, INLINE, STATES = (
     "inline.bin",
     "media_files.json",
 )
+_CUT_OFF = ("timeout", "decoder_died")  # kinds of bad rows that another try may find whole
+
+FileState = tuple[int, int]  # size and time of change; -1, -1: not there
 
 
 @dataclass
@@ -57,7 +63,7 @@ class MediaColumns:
     modality: np.ndarray
     positions: np.ndarray
     media: list[list[Medium]]  # per sample
-    states: dict[str, tuple[int, int]] = field(default_factory=dict)  # file -> size, time of change
+    states: dict[str, FileState] = field(default_factory=dict)  # of all files that the chunk's rows name
 
 
 @dataclass(frozen=True)
@@ -80,18 +86,24 @@ class VisionJob(TokeniseJob):
         return MediaFiles(folder)
 
     def is_current(self, folder: Path) -> bool:
-        states = json.loads((folder / STATES).read_text(encoding="utf-8"))["files"]
-        return all(_state(path) == tuple(state) for path, state in states.items())
+        """What a decoder was cut off from counts for the run that saw it: the next one tries again."""
+        kept = json.loads((folder / STATES).read_text(encoding="utf-8"))
+        if kept["cut_off"] is not None and kept["cut_off"] < started():
+            return False
+        return all(_state(path) == tuple(state) for path, state in kept["files"].items())
 
     def work(self, batch: Rows) -> Chunk:
         out = Chunk(len(batch), Arrays.join([]), Arrays.join([]))
         samples: list[tuple[int, Sample]] = []
+        states: dict[str, FileState] = {}
         for line, raw in heartbeat.each(batch):
             row = parsed(raw, line, self.path, self.vision_row)
             if isinstance(row, RowProblem):
                 out.bad.append((line, row.kind, row.reason))
                 continue
             out.unused.update(row.unused)
+            for place in (place for given in row.media for place in given.sources if place.path):
+                states.setdefault(place.path, _state(place.path))  # before it is read: a later repair is a change
             try:
                 made = self._assembled(row)
             except (MediaError, BadRow) as error:
@@ -100,14 +112,14 @@ class VisionJob(TokeniseJob):
             except ErnieKitError:
                 raise
             except Exception as error:  # one odd row must not end hours of work
-                out.bad.append((line, "error", f"{type(error).__name__}: {error}"))
+                out.bad.append((line, "error", fault_of(error)))
                 continue
             if isinstance(made, Assembled):
                 samples.append((line, made.sample))
                 out.sums.update({name: count for name in COUNTED if (count := getattr(made, name))})
             else:
                 out.dropped.append((line, made.kind, made.reason))
-        out.main, out.media = Arrays.join(samples), _columns([sample for _, sample in samples])
+        out.main, out.media = Arrays.join(samples), _columns([sample for _, sample in samples], states)
         return out
 
     def vision_row(self, row: Any) -> VisionRow:
@@ -139,22 +151,21 @@ def decoder() -> MediaPool:
     return MediaPool(1, MediaLimits())
 
 
-def _columns(samples: list[Sample]) -> MediaColumns:
+def _columns(samples: list[Sample], states: dict[str, FileState]) -> MediaColumns:
     media = [sample.media for sample in samples]
     assert all(media)
-    places = {place.path for m in media if m for medium in m.sources for place in medium.places if place.path}
     return MediaColumns(
         np.concatenate([np.zeros(0, np.uint8), *(m.modality for m in media if m)]),
         np.concatenate([np.zeros((0, 3), np.int32), *(m.positions for m in media if m)]),
         [list(m.sources) for m in media if m],
-        {path: _state(path) for path in places},
+        states,
     )
 
 
-def _state(path: str) -> tuple[int, int]:
+def _state(path: str) -> FileState:
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # the latter of a path with a zero byte
         return -1, -1
     return found.st_size, found.st_mtime_ns
 
@@ -168,7 +179,8 @@ class MediaFiles:
             name: open(folder / name, "wb")  # noqa: SIM115 - closed by finish
             for name in (MODALITY, POSITIONS, MEDIA, INLINE)
         }
-        self._offsets, self._patches, self._states = [0], list[int](), dict[str, tuple[int, int]]()
+        self._offsets, self._patches, self._states = [0], list[int](), dict[str, FileState]()
+        self._cut_off = False
         self._counts: Counter[str] = Counter()
         self._digest = hashlib.blake2b(digest_size=16)  # of what all media hold, in order
 
@@ -176,7 +188,9 @@ class MediaFiles:
         columns: MediaColumns = chunk.media
         self._files[MODALITY].write(columns.modality.tobytes())
         self._files[POSITIONS].write(columns.positions.tobytes())
-        self._states.update(columns.states)
+        for path, state in columns.states.items():
+            self._states.setdefault(path, state)  # as first seen
+        self._cut_off |= any(kind in _CUT_OFF for _, kind, _ in chunk.bad)
         self._counts["vision_tokens"] += int((columns.modality != TEXT).sum())
         for media in columns.media:
             entries = [self._kept(medium).to_json() for medium in media]
@@ -193,7 +207,8 @@ class MediaFiles:
         np.save(self.folder / MEDIA_OFFSETS, np.array(self._offsets, np.int64))
         np.save(self.folder / PATCHES, np.array(self._patches, np.int64))
         self._counts["patches"] = sum(self._patches)
-        record = {"digest": self._digest.hexdigest(), "files": self._states}
+        cut_off = time.time() if self._cut_off else None
+        record = {"digest": self._digest.hexdigest(), "files": self._states, "cut_off": cut_off}
         (self.folder / STATES).write_text(json.dumps(record), encoding="utf-8")
         for name, count in self._counts.items():
             setattr(report, name, count)
@@ -264,7 +279,11 @@ def open_vision_source(
 ) -> VisionSource:
     """As token_cache.open_source, for rows with pictures. The cache's key holds every field of `rules` that can change
     a sample; a file that changed since is found by size and time, and by its digest when it is decoded."""
-    format = format or detect(path, vision=True).format
+    if format is None:
+        found = detect(path, vision=True)
+        if found.preference:
+            raise preference_rows(path)
+        format = found.format
     FORMATS.get(format)
     job = VisionJob(str(path), format, tokenizer, max_seq_len, overlong, rules.compat, thinking=thinking, rules=rules)
     folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)

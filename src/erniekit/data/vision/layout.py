@@ -62,12 +62,19 @@ def tokens_of(medium: Medium, rules: VisionRules) -> int:
 
 def _picture(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
     header = ask(given, 0)
-    if header.animated and not rules.compat:
-        raise MediaError("animated", f"{given.sources[0].name}: an animated picture; give it as a video")
+    _refuse_several(header, given.sources[0].name, rules)
     size = given.declared or _size(header, rules)
     grid = (1, *grid_of(size, rules, rules.min_pixels, rules.max_pixels, given.sources[0].name))
     medium = Medium(given.sources, grid, upright=rules.upright, patch=rules.patch, merge=rules.merge)
     return SeenMedium(replace(medium, digests=(header.digest,)), size)
+
+
+def _refuse_several(header: MediaHeader, name: str, rules: VisionRules) -> None:
+    """ERNIEKit takes the first."""
+    if header.animated and not rules.compat:
+        raise MediaError("animated", f"{name}: an animated picture; give it as a video")
+    if header.pages and not rules.compat:
+        raise MediaError("pages", f"{name}: a TIFF of several pages; give each as a picture of its own")
 
 
 def _size(header: MediaHeader, rules: VisionRules) -> tuple[int, int]:
@@ -109,6 +116,8 @@ def _frames(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
     """Frames that a row gives as pictures."""
     order = even(range(len(given.sources)), rules.temporal)
     headers = [ask(given, i) for i in range(len(given.sources))]
+    for place, header in zip(given.sources, headers):
+        _refuse_several(header, place.name, rules)
     size = given.declared or _size(headers[0], rules)
     name = given.sources[0].name
     if not given.declared and any(_size(header, rules) != size for header in headers):

@@ -31,6 +31,9 @@ from erniekit.data.vision.tokens import Encoded, VisionAssembler
 from erniekit.errors import DataError
 
 _SAID = ("messages", "prompt", "chosen", "rejected")
+# Fields whose <image> stand for pictures, in whatever format the pair is; and those that hold none.
+_ASKED = ("prompt", "messages", "src", "instruction", "question", "input")
+_OTHER = ("chosen", "rejected", "response", "tgt", "system", "history")
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ def read_vision_pair(row: Any, folder: Path, format: str) -> VisionPair:
             row[field] = _plain(value, field, media)
         elif isinstance(value, list):
             row[field] = [_plain(item, f"{field}[{i}]", media) for i, item in enumerate(value)]
-    replace_tags(row, media, ("prompt", "messages"))
+    replace_tags(row, media, _ASKED, _OTHER)
     if "response" in row:
         format = "erniekit"
     elif any(isinstance(row.get(field), list) for field in ("messages", "prompt", "chosen")):
         format = "messages"
+    elif "instruction" in row or "question" in row:
+        format = "alpaca"
     said: Preference = PREFERENCE_FORMATS.get(format)(row, False)
     for message in (*said.prompt, *said.chosen, *said.rejected):
         if message.role == "tool" or message.tool_calls or said.tools:

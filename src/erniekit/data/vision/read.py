@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.data.formats import FORMATS
-from erniekit.data.formats.fields import BadRow, is_preference
-from erniekit.data.vision.chat_rows import read_chat_row
+from erniekit.data.formats.fields import BadRow, holds, is_preference
+from erniekit.data.vision.chat_rows import ChatMedia, read_chat_row, replace_tags
 from erniekit.data.vision.rows import read_info_row
 from erniekit.data.vision.said import VisionRow
+
+_TEXTS = ("system", "src", "tgt", "instruction", "input", "output", "history")  # of rows without pictures
+_MEDIA = ("image", "images", "video", "videos")
 
 
 def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> VisionRow:
@@ -23,5 +26,14 @@ def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> Vision
         return read_chat_row(row, folder, False)
     if isinstance(row, dict):  # a file may hold rows of several formats
         format = "erniekit" if "src" in row else "alpaca" if "instruction" in row else format
+        if not compat:
+            _refuse_pictures(row)
     said = FORMATS.get(format)(row, False)[0]
     return VisionRow(said.messages, (), said.unused)
+
+
+def _refuse_pictures(row: dict[str, Any]) -> None:
+    for field in _MEDIA:
+        if holds(row.get(field)):
+            raise BadRow("no_place", f"`{field}` is read in rows with `messages`, where <image> says its place")
+    replace_tags(row, ChatMedia(None), _TEXTS)

@@ -29,7 +29,7 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
         raise BadRow("mixed", "ERNIEKit loses rows with both image_info and video_info")
     media, matched = _media(row, images, videos, folder, compat)
     items = (
-        _ordered(row, texts, len(images))
+        _ordered(row, texts, len(images), len(media))
         if row.get("order") and not compat
         else _placed(texts, matched, compat, bool(videos))
     )
@@ -70,13 +70,13 @@ def _media(
         stamps = tuple(_number(entry, "time_stamp", f"image_info[{i}]") for i, entry in enumerate(images))
         declared = _declared(images[0]) if compat else None
         given = GivenMedium(places, True, stamps, declared=declared)
-        return [given], [_matched(images[0], "image_info[0]")]
+        return [given], [_matched(images[0], "image_info[0]", compat)]
     media, matched = [], []
     for i, entry in enumerate(images):
         field = f"image_info[{i}]"
         declared = _declared(entry) if compat and entry.get("is_valid") else None
         media.append(GivenMedium((_place(entry, field, folder, compat),), declared=declared))
-        matched.append(_matched(entry, field))
+        matched.append(_matched(entry, field, compat))
     for i, entry in enumerate(videos):
         field = f"video_info[{i}]"
         frames = entry.get("extracted_frame_indices") or ()
@@ -85,7 +85,7 @@ def _media(
         place = _place(entry, field, folder, compat)
         declared = _declared(entry) if compat else None
         media.append(GivenMedium((place,), True, frames=tuple(sorted(frames)), declared=declared))
-        matched.append(_matched(entry, field))
+        matched.append(_matched(entry, field, compat))
     return media, matched
 
 
@@ -107,10 +107,13 @@ def _declared(entry: dict[str, Any]) -> tuple[int, int] | None:
     return (width, height) if isinstance(width, int) and isinstance(height, int) and width and height else None
 
 
-def _matched(entry: dict[str, Any], field: str) -> int:
+def _matched(entry: dict[str, Any], field: str, compat: bool) -> int:
+    """ERNIEKit takes -1 for 0."""
     value = entry.get("matched_text_index", 0)
-    if not isinstance(value, int) or value < -1:
+    if isinstance(value, bool) or not isinstance(value, int):
         raise BadRow("wrong_type", f"`{field}.matched_text_index` must be a number, not {named(value)}")
+    if value < (-1 if compat else 0):
+        raise BadRow("length_mismatch", f"`{field}.matched_text_index` is {value}; the first text is 0")
     return max(value, 0)
 
 
@@ -140,7 +143,7 @@ def _placed(texts: list[dict[str, Any]], matched: list[int], compat: bool, video
     return items
 
 
-def _ordered(row: dict[str, Any], texts: list[dict[str, Any]], images: int) -> list[Item]:
+def _ordered(row: dict[str, Any], texts: list[dict[str, Any]], images: int, media: int) -> list[Item]:
     order = row["order"]
     if not isinstance(order, dict) or not all(isinstance(order.get(key), list) for key in ("type", "index")):
         raise BadRow("wrong_type", "`order` must be an object with the lists `type` and `index`")
@@ -154,7 +157,10 @@ def _ordered(row: dict[str, Any], texts: list[dict[str, Any]], images: int) -> l
             role, content = _text(texts[index], f"text_info[{index}]", False)
             items.append((role, content, texts[index]))
         elif kind in ("image", "video"):
-            items.append(("user", mark(index + (images if kind == "video" else 0)), {}))
+            number = index + (images if kind == "video" else 0)
+            if index < 0 or number >= media:
+                raise BadRow("length_mismatch", f"`order` names {kind} {index}, which the row does not have")
+            items.append(("user", mark(number), {}))
         else:
             raise BadRow("wrong_type", f"`order.type` holds {kind!r}; known are text, image, video")
     return items

@@ -69,14 +69,15 @@ def test_what_is_no_file_here_is_named(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="nothing is downloaded"):
         located("https://example.org/a.png", tmp_path)
     with pytest.raises(MediaError, match="unpack it"):
-        located("shard.tar.gz/a.png", tmp_path)
+        read(located("shard.tar.gz/a.png", tmp_path), LIMITS)
     with pytest.raises(MediaError, match="No such file"):
         read(located("none.png", tmp_path), LIMITS)
     with pytest.raises(MediaError, match="null byte"):
         read(located("a\0.png", tmp_path), LIMITS)
-    os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(MediaError, match="not a plain file"):
-        read(located("pipe.png", tmp_path), LIMITS)
+    for name in ("pipe.png", "pipe.zip"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(MediaError, match="not a plain file"):
+            read(located(name if name.endswith("png") else f"{name}/a.png", tmp_path), LIMITS)
 
 
 def test_a_place_survives_json() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
+import zipfile
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +29,7 @@ from erniekit.data.media.worker import MediaPool, MediaWorker
 from erniekit.data.vision.layout import seen
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.said import GivenMedium
+from support.media_work import Compute
 from support.seen import LIMITS, MEDIA
 
 
@@ -43,6 +49,25 @@ def test_a_hung_decoder_is_cut_off_in_time_and_the_next_medium_is_read() -> None
         assert time.monotonic() - began < 5
         assert pool.ask(header_of("v.mp4", True), "v.mp4").frames == 24
     assert MediaLimits().timeout < 10
+
+
+def test_a_decoder_that_a_busy_machine_keeps_waiting_is_not_hung_and_one_that_computes_for_ever_is() -> None:
+    limits = MediaLimits(timeout=0.5)
+    with MediaPool(1, limits) as pool, ExitStack() as stack:
+        pool.ask(header_of("a.png"), "a.png")
+        busy = {min(os.sched_getaffinity(0))}
+        os.sched_setaffinity(pool.workers[0].pid, busy)
+        for _ in range(4):
+            other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(other.wait)
+            stack.callback(other.kill)
+            os.sched_setaffinity(other.pid, busy)
+        began = time.monotonic()
+        assert pool.ask(Compute(0.3), "slow.mp4") >= 0.3
+        assert time.monotonic() - began > limits.timeout
+    with MediaPool(1, limits) as pool, pytest.raises(MediaError, match="nothing was read") as hung:
+        pool.ask(Compute(600), "hung.mp4")
+    assert hung.value.kind == "timeout"
 
 
 def test_a_decoder_that_dies_is_told_and_replaced() -> None:
@@ -159,6 +184,69 @@ def test_a_photograph_with_a_second_picture_inside_is_no_animation() -> None:
         work = ReadHeader(MediaPlace(content=out.getvalue(), label=format), False, LIMITS)
         kinds[format] = work.work(lambda: None).animated
     assert kinds == {"MPO": False, "GIF": True, "WEBP": True, "PNG": True}
+
+
+def test_pages_are_refused_and_smaller_copies_of_a_picture_are_none() -> None:
+    def tiff(*sides: int, copies: bool = False) -> GivenMedium:
+        first, *more = [Image.fromarray(np.full((side, side, 3), 9, np.uint8)) for side in sides]
+        out = io.BytesIO()
+        for one in more if copies else ():
+            one.encoderinfo = {"tiffinfo": {254: 1}}  # TIFF's mark of a picture in a lower resolution
+        first.save(out, "TIFF", save_all=True, append_images=more)
+        return GivenMedium((MediaPlace(content=out.getvalue(), label="a.tiff"),))
+
+    def ask(given: GivenMedium, index: int) -> MediaHeader:
+        return ReadHeader(given.sources[index], False, LIMITS).work(lambda: None)
+
+    rules = VisionRules()
+    for fine in (tiff(56), tiff(56, 28, 14, copies=True)):
+        assert len(seen([fine], rules, ask)) == 1
+    for frames in (1, 2):
+        pages = tiff(56, 28)
+        given = GivenMedium(pages.sources * frames, frames > 1, (0.0, 0.5)[: frames * (frames > 1)])
+        with pytest.raises(MediaError, match="several pages") as refused:
+            seen([given], rules, ask)
+        assert refused.value.kind == "pages"
+
+
+@pytest.mark.parametrize("level", [0.5, 200, 40_000])
+def test_a_picture_of_wide_numbers_keeps_its_brightness_or_is_refused(level: float, tmp_path: Path) -> None:
+    kind = {0.5: np.float32, 200: np.int32, 40_000: np.uint16}[level]
+    for name in ("a.tiff", "a.png") if kind is np.uint16 else ("a.tiff",):
+        Image.fromarray(np.full((56, 56), level, kind)).save(tmp_path / name)
+        work = ReadPatches(Medium((MediaPlace(str(tmp_path / name)),), (1, 4, 4)), LIMITS)
+        if kind is np.uint16:
+            assert work.work(lambda: None).min() == 40_000 >> 8
+        else:
+            for ask in (work, ReadHeader(MediaPlace(str(tmp_path / name)), False, LIMITS)):
+                with pytest.raises(MediaError, match="8 or 16 bits"):
+                    ask.work(lambda: None)
+
+
+def test_a_fault_of_a_file_is_told_in_words_and_alike_each_time(tmp_path: Path) -> None:
+    text = png(8, 8, (b"zTXt", b"a\0\0" + zlib.compress(bytes(40 << 20), 9)))
+    locked = tmp_path / "locked.zip"
+    with zipfile.ZipFile(locked, "w") as archive:
+        archive.writestr("a.png", b"x" * 40)
+    raw = bytearray(locked.read_bytes())
+    raw[6] |= 1  # the bit that says encrypted, in the member's head and in the list of members
+    raw[raw.index(b"PK\1\2") + 8] |= 1
+    locked.write_bytes(raw)
+    torn = MediaPlace(content=(MEDIA / "v.mp4").read_bytes()[:900], label="v.mp4")
+    faults = [
+        ReadHeader(MediaPlace(content=b"no picture", label="a.png"), False, LIMITS),
+        ReadHeader(MediaPlace(content=text, label="a.png"), False, LIMITS),
+        ReadHeader(MediaPlace(str(locked), "a.png"), False, LIMITS),
+        ReadHeader(torn, True, LIMITS),
+    ]
+    for work in faults:
+        reasons = set()
+        for _ in range(2):
+            with pytest.raises(MediaError) as told:
+                work.work(lambda: None)
+            reasons.add(told.value.reason)
+        [reason] = reasons
+        assert not re.search(r"Error|Errno|0x|<|Plugin|\w_\w|None", reason.replace(str(tmp_path), "")), reason
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264", "libvpx-vp9", "gif", "mjpeg"])

@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from erniekit.data.media.limits import MediaLimits
+from erniekit.data.vision import job
 from erniekit.data.vision.job import VisionJob, VisionSource, decoder, open_vision_source
 from erniekit.data.vision.rules import VisionRules
 from erniekit.errors import DataError
@@ -111,12 +113,43 @@ def test_a_changed_picture_makes_the_cache_anew(folder: Path) -> None:
     assert after.sample(0).media.grids.tolist() != before.media.grids.tolist()
 
 
+@pytest.mark.parametrize("fault", ["missing", "damaged", "missing archive", "missing folder"])
+def test_a_picture_that_was_added_or_repaired_is_looked_at_again(fault: str, folder: Path) -> None:
+    name = {"missing archive": "shard.zip/a.png", "missing folder": "later/a.png"}.get(fault, "new.png")
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/a.png"), chat(name)])
+    if fault == "damaged":
+        (folder / name).write_bytes((MEDIA / "a.png").read_bytes()[:200])
+    assert opened(path, VisionRules()).report.bad_rows == 1
+    assert opened(path, VisionRules()).report.from_cache
+    if fault == "missing archive":
+        with zipfile.ZipFile(folder / "shard.zip", "w") as archive:
+            archive.write(MEDIA / "a.png", "a.png")
+    else:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(MEDIA / "a.png", folder / name)
+    source = opened(path, VisionRules())
+    assert (len(source), source.report.bad_rows) == (2, 0)
+
+
+def test_a_timeout_counts_for_the_run_that_saw_it_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = VisionRules(limits=MediaLimits(timeout=1))
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/a.png"), chat("media/b.png")])
+    opened(write_jsonl(folder / "other.jsonl", [chat("media/b.png")]), rules)  # the decoder runs
+    os.kill(decoder().workers[0].pid, signal.SIGSTOP)
+    assert opened(path, rules).report.bad == {"timeout": 1}
+    assert opened(path, rules).report.bad == {"timeout": 1}  # other ranks see what the first saw
+    later = time.time() + 1
+    monkeypatch.setattr(job, "started", lambda: later)
+    source = opened(path, rules)
+    assert (len(source), source.report.bad) == (2, {})
+
+
 def test_every_rule_that_can_change_a_sample_is_part_of_the_key(folder: Path) -> None:
     plain = VisionRules()
 
     def key(rules: VisionRules) -> str:
-        job = VisionJob(str(folder / "rows.jsonl"), "messages", tokenizer(), 256, "drop", False, rules=rules)
-        return json.dumps(job.more_key())
+        made = VisionJob(str(folder / "rows.jsonl"), "messages", tokenizer(), 256, "drop", False, rules=rules)
+        return json.dumps(made.more_key())
 
     others = [
         replace(plain, max_pixels=9408), replace(plain, use_pic_id=False), replace(plain, positions="transformers"),
@@ -153,12 +186,20 @@ def test_a_hung_clip_is_a_bad_row_with_its_line_within_ten_seconds(folder: Path)
     clip = {"type": "video", "video": "media/v.mov"}
     row = {"messages": [{"role": "user", "content": [clip]}, {"role": "assistant", "content": "a bar."}]}
     rules = VisionRules(limits=MediaLimits(timeout=1))
-    job = VisionJob(str(folder / "rows.jsonl"), "messages", tokenizer(), 2048, "drop", False, rules=rules)
-    assert not job.work([(1, row)]).bad
+    made = VisionJob(str(folder / "rows.jsonl"), "messages", tokenizer(), 2048, "drop", False, rules=rules)
+    assert not made.work([(1, row)]).bad
     os.kill(decoder().workers[0].pid, signal.SIGSTOP)  # what a decoder that hangs looks like from outside
     began = time.monotonic()
-    chunk = job.work([(2, row), (3, row)])
+    chunk = made.work([(2, row), (3, row)])
     assert time.monotonic() - began < 10
     assert [(line, kind) for line, kind, _ in chunk.bad] == [(2, "timeout")]
     assert "media/v.mov" in chunk.bad[0][2]
     assert chunk.main.lines.tolist() == [3]
+
+
+def test_preference_rows_name_the_stage_that_learns_them(folder: Path) -> None:
+    row = {**chat("media/a.png"), "chosen": "a bar.", "rejected": "a star."}
+    row["messages"] = row["messages"][:1]
+    with pytest.raises(DataError) as refused:
+        opened(write_jsonl(folder / "rows.jsonl", [row]), VisionRules())
+    assert "stage: DPO" in refused.value.fix

@@ -9,6 +9,7 @@ import pytest
 
 from erniekit.data.formats.fields import BadRow
 from erniekit.data.vision.chat_rows import read_chat_row
+from erniekit.data.vision.pairs import read_vision_pair
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rows import read_info_row, rewritten_table
 from erniekit.data.vision.rules import TEMPLATES
@@ -60,7 +61,15 @@ def test_frames_given_as_a_list_are_one_video_with_its_times() -> None:
     assert [place.path for place in medium.sources] == [f"/data/{i}.png" for i in range(3)]
 
 
+TAGGED = {"role": "user", "content": "<image>what?"}
 WRONG = {
+    "a tag without a picture": ({"messages": [TAGGED, {"role": "assistant", "content": "a bar."}]}, "length_mismatch"),
+    "a tag in a part beside a picture": (said(IMAGE, {"type": "text", "text": "<image>what?"}), "length_mismatch"),
+    "a tag in a text row": ({"src": ["<video>what?"], "tgt": ["a bar."]}, "length_mismatch"),
+    "a tag in an answer": (said("what?", answer="<image>"), "length_mismatch"),
+    "pictures of a text row": ({"instruction": "what?", "output": "a bar.", "images": ["a.png"]}, "no_place"),
+    "a picture before all": (info(image_info=[{"image_url": "a", "matched_text_index": -1}]), "length_mismatch"),
+    "an order beyond the pictures": (info(order={"type": ["image"], "index": [1]}), "length_mismatch"),
     "an image without a file": (said({"type": "image_url"}), "wrong_type"),
     "a picture in an answer": (said("x", answer=[IMAGE]), "not_text"),
     "a remote picture": (said({"type": "image", "image": "https://x/a.png"}), "remote"),
@@ -131,3 +140,24 @@ def test_only_the_old_reader_rewrites_tables() -> None:
 
 def test_fields_that_nobody_reads_are_named() -> None:
     assert read_info_row(info(source="web"), HERE, False).unused == ("source",)
+
+
+PROMPT = {"messages": [{"role": "user", "content": "<image>what?"}], "images": ["a.png"]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"images": []}, {"chosen": "<image>"}, {"rejected": [{"role": "assistant", "content": "<image>"}]},
+     {"images": ["a.png", "b.png"]}],
+)  # fmt: skip
+def test_a_tag_of_a_pair_is_a_picture_of_its_prompt_or_a_bad_row(changed: dict[str, Any]) -> None:
+    pair = {**PROMPT, "chosen": "a bar.", "rejected": "a star."}
+    assert len(read_vision_pair(pair, HERE, "messages").media) == 1
+    with pytest.raises(BadRow):
+        read_vision_pair({**pair, **changed}, HERE, "messages")
+
+
+def test_pictures_of_a_pair_whose_question_is_a_plain_text_are_seen() -> None:
+    pair = {"instruction": "<image>what?", "images": ["a.png"], "chosen": "a bar.", "rejected": "a star."}
+    read = read_vision_pair(pair, HERE, "alpaca")
+    assert [media_in(message) for message in read.messages] == [[0]]

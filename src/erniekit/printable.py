@@ -1,0 +1,51 @@
+"""Text of files, rows and strangers as a terminal may show it: errors, log lines and bad rows pass through here."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+LONGEST_LINE = 1000  # characters of a message
+# What a terminal takes for an order, what ends a line, what turns the reading direction, and halves of characters.
+_UNPRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_ORDERS = re.compile("(?![\n\t])" + _UNPRINTED.pattern)
+_COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
+
+_LONGEST_WORDS = 160
+# Errors of these kinds tell where a program stumbled, not what is wrong with a file.
+_OF_CODE = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NameError, struct.error)
+_MEMBER = re.compile(r"<\w+ filename='([^']*)'[^>]*>")
+_CODE = re.compile(r"<|>|\b0x[0-9a-fA-F]+|\w\.[A-Za-z_]|\w_\w|\w\(\)")
+
+
+def plain(text: str, most: int = LONGEST_LINE) -> str:
+    """One line: what would not print as escapes, and the middle of a long text left out."""
+    text = _UNPRINTED.sub(_escaped, text)
+    return text if len(text) <= most else f"{text[: (most - 3) // 2]}...{text[len(text) - (most - 2) // 2 :]}"
+
+
+def plain_lines(text: str) -> str:
+    """As `plain`, of a text whose lines, tabs and colours are ours."""
+    if not _ORDERS.search(text):
+        return text
+    pieces = _COLOUR.split(text)
+    return "".join(piece if i % 2 else _ORDERS.sub(_escaped, piece) for i, piece in enumerate(pieces))
+
+
+def words_of(error: BaseException) -> str:
+    """What a library's error says to a person: neither classes, addresses nor objects of its code, so that the same
+    fault is told alike each time. Empty where it speaks of nothing else."""
+    if isinstance(error, _OF_CODE):
+        return ""
+    said = (getattr(error, "strerror", None) or str(error)).strip()
+    said = _MEMBER.sub(r"'\1'", said.splitlines()[0]) if said else ""
+    return "" if _CODE.search(said) else plain(said, _LONGEST_WORDS)
+
+
+def fault_of(error: BaseException) -> str:
+    """Of our own code, for a report: the same each time it is met."""
+    return plain(re.sub(r" at 0x[0-9a-fA-F]+", "", f"a fault of erniekit: {type(error).__name__}: {error}"))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

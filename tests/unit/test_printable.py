@@ -1,0 +1,51 @@
+"""Messages may quote files and rows of strangers: what reaches a terminal is text."""
+
+from __future__ import annotations
+
+import pytest
+
+from erniekit.data.inspect import data_command
+from erniekit.data.types import RowProblem
+from erniekit.errors import DataError
+from erniekit.log import paint, say, warn
+from erniekit.printable import plain
+from support.jsonl import write_jsonl
+
+HOSTILE = "media/\x1b[2J\x1b]0;owned\x07x\r\x9b1m\u202e\ud800.png"
+
+
+def is_plain(text: str) -> bool:
+    return all(c.isprintable() or c in "\n\t" for c in text)
+
+
+def test_what_a_terminal_would_obey_is_escaped_and_a_long_text_loses_its_middle() -> None:
+    assert is_plain(plain(HOSTILE))
+    assert plain("a\nb") == "a\\nb"
+    assert plain("Grüße, 世界 🙂") == "Grüße, 世界 🙂"
+    long = plain("/" + "deep/" * 1000 + "a.png")
+    assert len(long) == 1000
+    assert long.endswith("/a.png")
+
+
+def test_errors_rows_and_lines_are_plain_and_keep_our_own_lines_and_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    error = DataError(HOSTILE, where=f"one\n{HOSTILE}", fix="/" * 5000)
+    problem = RowProblem("a.jsonl", 1, "missing_media", f"{HOSTILE}\n" * 1000)
+    say(f"{paint('file', 'bold', on=True)}: {HOSTILE}\n  next line")
+    warn(HOSTILE)
+    told = capsys.readouterr()
+    assert told.out.startswith("\x1b[1mfile\x1b[0m: media/\\x1b[2J")
+    assert told.out.endswith("\n  next line\n")
+    shown = told.out.replace("\x1b[1m", "").replace("\x1b[0m", "")
+    assert all(map(is_plain, (str(error), problem.reason, shown, told.err)))
+    assert "\n" not in problem.reason
+    assert len(problem.reason) <= 400
+    assert error.where.count("\n") == 1
+
+
+def test_the_names_of_fields_and_files_in_a_dataset_cannot_forge_lines(tmp_path, capsys) -> None:
+    row = {"src": ["q"], "tgt": ["a"], "\x1b]0;owned\x07\u202e\nall is well": 1}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row, {**row, "src": 5, "\x1b[2J\nfine": 1}])
+    data_command([str(path)])
+    out = capsys.readouterr().out
+    assert is_plain(out)
+    assert "\nall is well" not in out
