@@ -149,7 +149,7 @@ def pick(word: str = AUTO, no_cuda: bool = False) -> Device:
     if not module.present():
         raise _absent(asked, module)
     made: Device = module.make()
-    return probed(made)
+    return probed(made, module.count())
 
 
 def _absent(asked: str, module: Any) -> DeviceError:

@@ -25,11 +25,11 @@ UNCLAIMED = "its device file does not claim it"
 _known: dict[tuple[str, str], Mapping[str, str]] = {}  # what was found in this process, by vendor and name
 
 
-def probed(device: Device) -> Device:
-    """The device without what it lacks; once a process, as one process has one accelerator."""
+def probed(device: Device, count: int = 1) -> Device:
+    """The device without what it lacks; once a process, as one process has one accelerator. count: of its kind here."""
     key = (device.vendor, device.name)
     if key not in _known:
-        _known[key] = find_lacks(device)
+        _known[key] = find_lacks(device, count)
         for name, reason in _known[key].items():
             if name not in device.quiet_lacks and reason != UNCLAIMED:
                 say(f"device   {device.name}: {capabilities.line(name, reason)}")
@@ -38,7 +38,7 @@ def probed(device: Device) -> Device:
     return device.without(_known[key])
 
 
-def find_lacks(device: Device) -> dict[str, str]:
+def find_lacks(device: Device, count: int = 1) -> dict[str, str]:
     """capability -> why it is not there. On a device of which nothing is unproven this runs nothing."""
     unknown = set(left_out := skipped()) - set(capabilities.CAPABILITIES)
     if unknown:
@@ -50,7 +50,8 @@ def find_lacks(device: Device) -> dict[str, str]:
     lacks = {**unclaimed, **device.lacks, **dict.fromkeys(left_out, f"{WITHOUT} says so")}
     todo = [name for name in device.claims if name not in lacks and name not in device.proven]
     if todo and "LOCAL_RANK" in os.environ:
-        device.bind(int(os.environ["LOCAL_RANK"]))  # or every rank would open the machine's first card
+        # Or every rank would open the machine's first card; there are more ranks than cards where they share.
+        device.bind(int(os.environ["LOCAL_RANK"]) % max(1, count))
     for name in todo:
         if (problem := try_one(name, device)) is not None:
             lacks[name] = problem
