@@ -31,7 +31,10 @@ def test_a_run_keeps_what_was_chosen_and_why(train: Callable, experts: Path, tmp
     story = json.loads((tmp_path / "run.json").read_text())
     found = {row["operation"]: (row["implementation"], row["reason"]) for row in story["kernels"]}
     assert found["experts"] == ("plain", "triton: not on cpu")
-    assert found["grouped products"] == ("loop", "quack: not on cpu; torch: not on cpu")
+    assert found["grouped products"] == (
+        "loop",
+        "quack: not on cpu; torch: not on cpu; blocks: no wait to be saved on a CPU",
+    )
     assert found["packed attention"][0] == "sdpa"
     assert found["compiled layers"] == ("no", "no Triton for this device")
     assert found["CUDA graphs"] == ("no", "this kind of device replays no graphs")

@@ -133,5 +133,5 @@ def test_a_typed_key_that_export_or_split_does_not_read_is_told(
 
 def test_every_command_with_keys_of_its_own_is_walked() -> None:
     own = {name for name, command in COMMANDS.items() if command.keys}
-    # Those two say themselves which words they take; a plan only counts what training would do with its keys.
-    assert own - {"demo", "data", "plan"} == set(RUNS)
+    # Two say themselves which words they take; plan and rehearse show what training would do with its keys.
+    assert own - {"demo", "data", "plan", "rehearse"} == set(RUNS)

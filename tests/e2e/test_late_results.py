@@ -18,7 +18,7 @@ from support.plain_adamw import results_come_late
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    timed = ("second", "runtime", "mfu", "memory")
+    timed = ("second", "runtime", "mfu", "memory", "data_wait")
     return [{k: v for k, v in r.items() if not any(word in k for word in timed)} for r in records]
 
 

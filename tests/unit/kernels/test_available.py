@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.kernels.available import why_no_triton
+from erniekit.kernels.available import _why_not_built
 
 
 def test_a_machine_without_a_c_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "no C compiler" in (why_no_triton.__wrapped__() or "")
+    assert "no C compiler" in (_why_not_built.__wrapped__() or "")
     compiler = tmp_path / "gcc"
     compiler.touch(mode=0o755)
-    assert why_no_triton.__wrapped__() is None
+    assert _why_not_built.__wrapped__() is None

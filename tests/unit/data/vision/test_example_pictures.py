@@ -51,4 +51,4 @@ def test_erniekits_vl_recipes_have_rows_about_these_pictures(tmp_path: Path) -> 
     assert made == (EXAMPLES / module.NAME).read_text(encoding="utf-8"), "run python examples/data/make_vl_demo.py"
     options = dict(max_seq_len=128, cache_dir=tmp_path, num_proc=1, max_bad_fraction=0.0)
     source = open_vision_source(EXAMPLES / module.NAME, None, tokenizer(), VisionRules(), **options)
-    assert len(source) == 288
+    assert len(source) == 192
