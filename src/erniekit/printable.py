@@ -34,7 +34,7 @@ def plain_lines(text: str) -> str:
 
 def words_of(error: BaseException) -> str:
     """What a library's error says to a person: neither classes, addresses nor objects of its code, so that the same
-    fault is told alike each time. Empty where it speaks of nothing else."""
+    fault reads the same each time. Empty where it speaks of nothing else."""
     if isinstance(error, _OF_CODE):
         return ""
     said = (getattr(error, "strerror", None) or str(error)).strip()

@@ -91,12 +91,12 @@ def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
 
     model = Path(given.model).expanduser() if given.model else None
     rules = model_rules(model, given.pixels)
-    told = measure(path, found, rules, given.length, model)
+    budget = measure(path, found, rules, given.length, model)
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
-    for line in budget_lines(path, told, rules, given.length, model is not None):
+    for line in budget_lines(path, budget, rules, given.length, model is not None):
         say(line)
-    _say_bad(told.bad, told.kinds)
-    return 1 if told.kinds else 0
+    _say_bad(budget.bad, budget.kinds)
+    return 1 if budget.kinds else 0
 
 
 def _say_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:

@@ -36,10 +36,10 @@ def times_of(pid: int) -> ProcessTimes | None:
 
 def started() -> float:
     """When this process began, in seconds as `time.time()` counts."""
-    told = times_of(os.getpid())
-    if told is None:
+    own = times_of(os.getpid())
+    if own is None:
         return _IMPORTED
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + told.began
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + own.began
 
 
 def _fields(stat: Path) -> list[str]:
@@ -63,7 +63,7 @@ class Idle:
 
     @property
     def passed(self) -> float:
-        """On the clock, whoever had the machine."""
+        """By the clock, whichever process ran."""
         return self._at - self._since
 
     def look(self) -> None:

@@ -308,7 +308,7 @@ def in_parallel(chunks: Iterable[Rows], job: RowWork[Made], num_proc: int) -> It
 
 
 def _awaited(work: Future[Made]) -> Made:
-    """A chunk of videos may take minutes: whoever watches hears of it."""
+    """A chunk of videos may take minutes: the progress shows it."""
     while True:
         heartbeat.beat()
         wait([work], timeout=5)

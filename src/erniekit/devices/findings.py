@@ -33,6 +33,6 @@ def visible_finding(variable: str) -> Finding:
     if listed is None:
         return Finding(True, f"{variable} is not set: all devices are used")
     bad = any(character.isspace() for character in listed)
-    told = f"{variable}={listed}"
-    return Finding(not bad, told + (" has blanks, at which the runtime stops reading" if bad else ""),
+    setting = f"{variable}={listed}"
+    return Finding(not bad, setting + (" has blanks, at which the runtime stops reading" if bad else ""),
                    f"{variable}={''.join(listed.split())}" if bad else "")  # fmt: skip

@@ -199,7 +199,7 @@ def no_adapter(grid: str) -> ConfigError:
 
 def _prove_pixels(folder: Path, proof_in: Path) -> Proved | None:
     """Rows that the checkpoint keeps, made again by what the folder brings along. A stage that the folder decides must
-    be as in training; libraries of this machine are only told of. proof_in: where the rows are from."""
+    be as in training; libraries of this machine are only reported. proof_in: where the rows are from."""
     if not has_tokenizer(folder):
         return None
     proved = proof_file.check(folder, load_tokenizer(folder))

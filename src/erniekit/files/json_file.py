@@ -19,7 +19,7 @@ _FIX = "download or copy the file again"
 
 
 class RepeatedKey(ValueError):
-    """One object of a JSON text gives a key twice: which of the two values was meant cannot be told."""
+    """One object of a JSON text gives a key twice: which of the two values was meant is not known."""
 
     def __init__(self, key: str) -> None:
         self.key = key

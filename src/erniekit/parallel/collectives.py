@@ -54,7 +54,7 @@ def scatter_sum(x: torch.Tensor, dim: int, group: ProcessGroup | None) -> torch.
     return out
 
 
-# What the ops do; a rehearsal, which would only be told their shapes, calls these itself.
+# What the ops do; a rehearsal, which would only see their shapes, calls these itself.
 
 
 def sum_over(x: torch.Tensor, group: str) -> torch.Tensor:

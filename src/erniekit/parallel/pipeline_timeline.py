@@ -1,6 +1,6 @@
 """A picture of a pipeline's step from the simulator's timeline: as text for a terminal, as SVG for a page.
 
-Called by `erniekit plan --timeline` and by whoever has a timeline. No torch.
+Called by `erniekit plan --timeline` and by other users of a timeline. No torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _mark(spans: tuple[Span, ...], at: float) -> str:
     if here is None:
         return "."
     mark = MARKS[here.action.kind]
-    # Neighbouring micro-batches are told apart by their letters' case.
+    # Neighbouring micro-batches differ by their letters' case.
     return mark if here.action.micro_batch % 2 == 0 else mark.lower()
 
 

@@ -40,9 +40,9 @@ def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> L
     if not given:
         speed = product_rate(device, cfg.precision.bf16, model)
     room = memory or device.total_memory
-    told = world.gather((speed, room, device.triton))
+    gathered = world.gather((speed, room, device.triton))
     each = layout.size // layout.pp
-    stages = [told[s * each : (s + 1) * each] for s in range(layout.pp)]
+    stages = [gathered[s * each : (s + 1) * each] for s in range(layout.pp)]
     speeds = [statistics.median(rank[0] for rank in stage) for stage in stages]
     rooms = [min(rank[1] for rank in stage) for stage in stages]
     counts, found = fitted(

@@ -102,7 +102,7 @@ def _planned(
     advice = _advice(found, prices, fewest, place)
     if not quiet:
         _show(found, own, prices, fewest, place, top or report.SHOWN)
-    told = {
+    result = {
         "cluster": cluster.describe(),
         "ranks": cluster.size,
         "packs_per_step": job.packs,
@@ -117,7 +117,7 @@ def _planned(
         "smallest": fewest,
         "advice": advice,
     }
-    return told, found.ranked, job
+    return result, found.ranked, job
 
 
 def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:

@@ -40,13 +40,13 @@ def rehearse_command(args: list[str]) -> int:
 
         job = rehearsal.prepare(cfg, layout, Path(folder), numbers.get("--micro-batches", 0))
         if "--rank" in numbers:
-            told = _one_rank(job, numbers["--rank"], quiet)
+            result = _one_rank(job, numbers["--rank"], quiet)
         else:
-            told = _all_ranks(job, "--every-rank" in flags, quiet)
-    told["seconds"] = time.perf_counter() - began
+            result = _all_ranks(job, "--every-rank" in flags, quiet)
+    result["seconds"] = time.perf_counter() - began
     if quiet:
-        print(json.dumps(told, indent=1))
-    return 1 if told.get("findings") else 0
+        print(json.dumps(result, indent=1))
+    return 1 if result.get("findings") else 0
 
 
 def layout_on(cfg: RunConfig, ranks: int | None) -> Layout:

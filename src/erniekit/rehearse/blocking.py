@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from erniekit.rehearse.calls import P2P, Call, Trace
 from erniekit.rehearse.compare import Mismatch
 
-SHOWN = 8  # waiting ranks that are told one by one
+SHOWN = 8  # waiting ranks that are listed one by one
 
 
 class _World:
@@ -77,7 +77,7 @@ def deadlock(traces: Mapping[int, Trace]) -> Mismatch | None:
         call, others = traces[rank].calls[waits[rank]], world.missing(rank, waits[rank])
         gone = [other for other in others if other not in waits]
         ended = " (which has ended)" if gone == others else ""
-        lines.append(f"rank {rank} waits for rank {(gone or others)[0]}{ended}: {call.told()}")
+        lines.append(f"rank {rank} waits for rank {(gone or others)[0]}{ended}: {call.with_line()}")
     what = "ranks wait for each other in a circle" if circle else "a rank waits for a call that never comes"
     return Mismatch(tuple(circle or stuck), f"deadlock: {what}", tuple(lines))
 

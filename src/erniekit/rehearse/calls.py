@@ -37,7 +37,7 @@ class Call:
         words += [f"{'to' if self.op == 'send' else 'from'} rank {self.peer}"] if self.op in P2P else []
         return " ".join(word for word in words if word)
 
-    def told(self) -> str:
+    def with_line(self) -> str:
         return f"{self.describe()} at {self.source or 'an unknown line'}"
 
 

@@ -66,13 +66,13 @@ def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict
     counts = Counter(kinds.values())
     usual = max(counts, key=lambda kind: (counts[kind], bool(kind), -min(r for r in kinds if kinds[r] == kind)))
     odd = tuple(rank for rank in group.members if kinds[rank] != usual)
-    lines, told = [], set()
+    lines, shown = [], set()
     for rank in (*odd, *(r for r in group.members if r not in odd)):
-        if kinds[rank] not in told:
-            told.add(kinds[rank])
+        if kinds[rank] not in shown:
+            shown.add(kinds[rank])
             alike = tuple(r for r in group.members if kinds[r] == kinds[rank])
             call = here[rank]
-            words = call.told() if call is not None else "makes no further call in this group"
+            words = call.with_line() if call is not None else "makes no further call in this group"
             lines.append(f"{_named(alike)}: {words}")
     return Mismatch(odd, f"{_named(odd)} differs in call {k + 1} of group {group.describe()}", tuple(lines))
 
@@ -88,7 +88,7 @@ def _rows_travel(group: RankGroup, k: int, here: dict[int, Call]) -> Mismatch | 
                     (rank, other),
                     f"rank {rank} sends {rows} rows to rank {other}, which has room for {room}, in call {k + 1} of "
                     f"group {group.describe()}",
-                    (f"rank {rank}: {call.told()}", f"rank {other}: {here[other].told()}"),
+                    (f"rank {rank}: {call.with_line()}", f"rank {other}: {here[other].with_line()}"),
                 )
     return None
 
@@ -111,7 +111,7 @@ def _messages(traces: Mapping[int, Trace]) -> Iterable[Mismatch]:
                 yield Mismatch(
                     (source, target),
                     f"message {k + 1} from rank {source} to rank {target} is not what is expected",
-                    (f"rank {source}: {give.told()}", f"rank {target}: {take.told()}"),
+                    (f"rank {source}: {give.with_line()}", f"rank {target}: {take.with_line()}"),
                 )
                 break
         else:
@@ -123,7 +123,7 @@ def _messages(traces: Mapping[int, Trace]) -> Iterable[Mismatch]:
                 yield Mismatch(
                     (who, other),
                     f"rank {other} {lack} message {few + 1} from rank {source} to rank {target}",
-                    (f"rank {who}: {extra.told()}",),
+                    (f"rank {who}: {extra.with_line()}",),
                 )
 
 

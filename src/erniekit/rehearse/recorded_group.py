@@ -25,7 +25,7 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
 # Who called these says more than they do.
 DOORS = {str(Path(PACKAGE) / "parallel" / name) for name in ("comm.py", "boundary.py", "reduce.py")}
-INNER_NAME = "parallel/collectives.py"  # whoever calls these is the more telling line
+INNER_NAME = "parallel/collectives.py"  # the line that calls these says more
 INNER = str(Path(PACKAGE) / INNER_NAME)
 
 

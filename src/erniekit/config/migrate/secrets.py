@@ -1,6 +1,6 @@
 """Secrets of a script or recipe: what they are recognised by, and texts without them.
 
-Called by runs.py. A secret is told by the name it stands under or by its own shape; one that was found is hidden
+Called by runs.py. A secret is recognised by the name it stands under or by its own shape; one that was found is hidden
 wherever else it occurs, since a script hands it on.
 """
 

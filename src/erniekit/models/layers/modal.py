@@ -26,8 +26,8 @@ OF_VISION = "_vision"  # behind the names of what the vision bank records
 
 
 def lengths_of(modality: torch.Tensor, seen: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tensors as long as tokens are text, and as long as they are not: lengths that differ from batch to batch, which
-    compiled layers are told. seen: how many are not; None: not known."""
+    """Tensors as long as tokens are text, and as long as they are not: lengths that differ from batch to batch, as
+    compiled layers take them. seen: how many are not; None: not known."""
     if seen is None:
         return None
     made = modality.new_empty(modality.numel() - seen), modality.new_empty(seen)
