@@ -20,6 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: a pool of threads in each would wait for one another in every small product.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from erniekit import capabilities  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 # A shell ignores Ctrl-C for what it runs in the background, and children inherit that; tests press it for real.
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
         if grouped and item.nodeid != grouped:
             item._id = type(item.id).parse(grouped)
     return result
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lacking() -> Iterator[None]:
+    """What a test's device was found to lack holds for its process: not for the tests after it."""
+    yield
+    capabilities.set_lacks({})
 
 
 @pytest.fixture(scope="session")
