@@ -12,14 +12,14 @@ import argparse
 import http.client
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from server_process import running
 
 QUESTION = "tell me a long story about number {}"
 
@@ -35,12 +35,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_model(Path(folder))
-        server, address = start(model, options)
-        try:
+        with running(model, words_of(options)) as address:
             result = measure(address, options)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
     print(json.dumps(result, indent=1))
     return int(result["ratio"] < options.least)
 
@@ -51,23 +47,14 @@ def make_model(folder: Path) -> str:
     return str(make_tiny_model(folder / "tiny"))
 
 
-def start(model: str, options: argparse.Namespace) -> tuple[subprocess.Popen[str], tuple[str, int]]:
-    words = [
+def words_of(options: argparse.Namespace) -> list[str]:
+    return [
         f"max_num_seqs={options.clients}",
         "port=0",
         f"device={options.device}",
         "max_model_len=1024",
         "use_warmup=1",
     ]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "erniekit", "server", model, *words], stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    for line in server.stdout:
-        if line.startswith("ready: "):
-            host, _, port = line.split("/")[2].partition(":")
-            return server, (host, int(port))
-    raise SystemExit("the server did not start")
 
 
 def ask(address: tuple[str, int], number: int, tokens: int, stream: bool = False) -> tuple[int, float]:

@@ -22,10 +22,10 @@ import torch
 from experts import RANK, E, H, K, W, random, routing
 from timing import milliseconds
 
-from erniekit.kernels import fp8_product, quantised_rows
+from erniekit.kernels import fp8_product, grouped_gemm, quantised_rows
 from erniekit.kernels.triton import expert_products as products
 from erniekit.kernels.triton import expert_rows as rows_
-from erniekit.kernels.triton import four_bit, fp8_grouped, fp8_rows
+from erniekit.kernels.triton import four_bit, fp8_rows, grouped_products
 
 TOKENS, SECONDS, RUNS = 8192, 150.0, 20
 
@@ -74,6 +74,10 @@ CANDIDATES: dict[str, list[tuple[Any, ...]]] = {
         (128, 256, 128, 8, 4), (128, 256, 128, 8, 3), (128, 128, 128, 4, 3), (128, 128, 128, 8, 3),
         (256, 128, 128, 8, 4), (128, 256, 64, 8, 6), (64, 256, 128, 4, 4), (128, 128, 128, 8, 6),
     ],
+    "PRODUCT_16": [
+        (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (256, 128, 64, 8, 4),
+        (128, 256, 32, 8, 6), (128, 128, 64, 4, 3),
+    ],
     "UNPACK": [
         (32, 512, 8, 1), (32, 512, 4, 1), (16, 512, 4, 1), (32, 256, 4, 1), (16, 1024, 4, 1), (32, 1024, 8, 1),
         (64, 512, 8, 1), (8, 1024, 4, 1),
@@ -99,6 +103,12 @@ def by_torch(*given: Any) -> torch.Tensor:
     ends = sides[-1]
     fp8_product.ALL_IN_TRITON = False
     return products.add_low(fp8_product.grouped(*sides), tails, scale, ends)
+
+
+def in_two_passes(
+    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Any], scale: float
+) -> torch.Tensor:
+    return products.add_low(grouped_gemm.grouped_product(rows, weight, ends), tails, scale, ends)
 
 
 def uses(tokens: int) -> list[Use]:
@@ -144,14 +154,22 @@ def uses(tokens: int) -> list[Use]:
         use("BY_EXPERT", "taken", R * H, lambda: fp8_rows.quantise_by_expert(x, factor, ends, row_of, K)),
         use("BY_EXPERT", "of gate, up", 3 * R * W, lambda: fp8_rows.quantise_by_expert(middle, wide, ends)),
         *(
-            use("PRODUCT", name, R * n // 2, lambda g=g: fp8_grouped.grouped(*g),
-                lambda g=g: fp8_grouped.grouped(*g), lambda g=g: by_torch(*g))
+            use("PRODUCT", name, R * n // 2, lambda g=g: grouped_products.in_fp8(*g),
+                lambda g=g: grouped_products.in_fp8(*g), lambda g=g: by_torch(*g))
             for name, n, g in (
                 ("gate, up", H + 4 * W, (*fp8_rows.quantise(rows), image(2 * W, H), scales(2 * W), ends, [], 1.0)),
                 ("down", W + 2 * H, (*fp8_rows.quantise(act), image(H, W), scales(H), ends, one, 2.0)),
                 ("down turned", H + 2 * W, (*fp8_rows.quantise(rows), image(W, H), None, ends, [], 1.0)),
                 ("gate, up turned", 2 * W + 2 * H,
                  (*fp8_rows.quantise(middle), image(H, 2 * W), None, ends, two, 1.0)),
+            )
+        ),
+        *(
+            use("PRODUCT_16", name, R * n, lambda g=g: grouped_products.in_bf16(*g),
+                lambda g=g: grouped_products.in_bf16(*g), lambda g=g: in_two_passes(*g))
+            for name, n, g in (
+                ("down", W + H, (act, random(E, H, W).transpose(1, 2), ends, one, 2.0)),
+                ("gate, up turned", 2 * W + H, (middle, random(E, 2 * W, H), ends, two, 1.0)),
             )
         ),
         use("UNPACK", "to fp8", images, lambda: four_bit.unpacked(codes, "int4", None, fp8)),
@@ -184,7 +202,7 @@ def put(kernel: str, candidate: tuple[Any, ...]) -> None:
 
 
 def _module(kernel: str) -> Any:
-    return next(module for module in (products, rows_, fp8_rows, four_bit, fp8_grouped) if hasattr(module, kernel))
+    return next(module for module in (products, rows_, fp8_rows, four_bit, grouped_products) if hasattr(module, kernel))
 
 
 def _told(error: Exception) -> str:

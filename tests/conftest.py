@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports triton: its kernels then run on the CPU
+
+# Torch's own default. The first run in this process would set it to its test's folder, and all others compile again.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: a pool of threads in each would wait for one another in every small product.

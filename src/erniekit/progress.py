@@ -43,6 +43,13 @@ class WorkProgress:
             self._bar.update(count)
         self.tell()
 
+    def print(self, line: str) -> None:
+        """A result that is known before the work is done, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
     def tell(self) -> None:
         """A line, where none was written for a while."""
         now = time.monotonic()

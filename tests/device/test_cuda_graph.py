@@ -16,7 +16,7 @@ from device_cases.graphs import ours
 
 from erniekit.bench.ours import Ours
 from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, LORA, Rows
-from erniekit.data.collate import collate
+from erniekit.data.collate import collate, collate_joined
 from erniekit.data.types import Batch, Pack, Sample
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -95,3 +95,54 @@ def test_recording_and_replaying_prints_no_warning(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_rows_of_many_lengths_are_replayed_from_graphs_that_share_their_memory(
+    tmp_path: Path, kind: str, several: int
+) -> None:
+    """Lengths in turn and mixed within a step: no graph writes over what the step of another still needs."""
+    lengths = (512, 768, 1024)
+    model, keys = (SMALL, {}) if kind == "dense" else (SMALL_EXPERTS, {**LORA, "moe_aux_loss_lambda": 0.01})
+    rng = np.random.default_rng(3)
+
+    def row(most: int) -> Batch:
+        size = int(rng.integers(most - 200, most + 1))
+        ids, labels = (rng.integers(3, 8192, size).astype(np.int32) for _ in range(2))
+        return collate_joined([Pack((Sample(ids, labels),), 0)], lengths=lengths)
+
+    steps = [[row(lengths[(s + m) % 3]) for m in range(several)] for s in range(12)]
+    found = {}
+    for graph in (False, True):
+        runner = ours(tmp_path, graph, model, Rows(1, LENGTH), gradient_accumulation_steps=several, **keys)
+        layers = runner.built.engine.model.run_layers
+        if graph:
+            layers.lengths, layers.most = lengths, len(lengths)
+        found[graph] = losses(runner, steps)
+        assert len(getattr(layers, "recorded", ())) == (3 if graph else 0)
+        del runner, layers
+        torch.cuda.empty_cache()
+    for (loss, norm), (other, other_norm) in zip(found[False], found[True]):
+        assert abs(loss - other) < 2e-3 * loss, found
+        assert abs(norm - other_norm) < 5e-2 * norm, found
+
+
+def test_joined_rows_are_packs_of_one_shape_for_compiled_layers_and_graphs(tmp_path: Path) -> None:
+    """Two to four rows in one of 1024 tokens: one recording, whatever their number and lengths."""
+    rng = np.random.default_rng(4)
+
+    def rows(count: int) -> Batch:
+        sizes = rng.integers(100, LENGTH // count, count)
+        made = [Sample(*(rng.integers(3, 8192, n).astype(np.int32) for _ in range(2))) for n in sizes]
+        return collate_joined([Pack((sample,), k) for k, sample in enumerate(made)], lengths=(LENGTH,))
+
+    steps = [[rows(2 + s % 3)] for s in range(8)]
+    found = {}
+    for graph in (False, True):
+        runner = ours(tmp_path, graph, SMALL, Rows(1, LENGTH, mean=256))
+        found[graph] = losses(runner, steps)
+        assert len(getattr(runner.built.engine.model.run_layers, "recorded", ())) == (1 if graph else 0)
+    for (loss, norm), (other, other_norm) in zip(found[False], found[True]):
+        assert abs(loss - other) < 2e-3 * loss, found
+        assert abs(norm - other_norm) < 2e-2 * norm, found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from erniekit.kernels.expert_reference import add_low
+from erniekit.kernels.grouped_gemm import product_reference
 from erniekit.kernels.stored import Stored, kind_named, kind_of
 from erniekit.weight_kinds import IN_FP8, WEIGHT_KINDS
 
@@ -75,3 +77,33 @@ def test_products_by_expert_both_ways_without_waiting(kind: str) -> None:
         want = torch.cat([rows[:5].float() @ weight[0], rows[5:].float() @ weight[2]])
         off = float((got.float() - want).norm() / want.norm())
         assert off < (0.05 if kind_of(there).rows_in_fp8 else 0.005)
+
+
+@pytest.mark.parametrize("ranks", [(32,), (32, 8)])
+@pytest.mark.parametrize("kind", ["plain", "int4"])
+def test_updates_are_added_in_the_pass_of_a_product_both_ways(kind: str, ranks: tuple[int, ...]) -> None:
+    _, there = both(kind)
+    held, w = kind_of(there), kind_of(there).unpack(there, torch.bfloat16)
+    ends = torch.tensor([5, 5, 300], dtype=torch.int32, device="cuda")
+    calls = ((held.grouped_plus, w.transpose(1, 2), IN, OUT), (held.turned_grouped_plus, w, OUT, IN))
+    for call, weight, width, out in calls:
+        rows = torch.randn(300, width, device="cuda", dtype=torch.bfloat16)
+        tails = [
+            (
+                torch.randn(300, n, device="cuda", dtype=torch.bfloat16),
+                torch.randn(EXPERTS, n, out, device="cuda", dtype=torch.bfloat16) * 0.02,
+            )
+            for n in ranks
+        ]
+        call(rows, there, ends, torch.bfloat16, tails, 2.0)  # kernels are built
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = call(rows, there, ends, torch.bfloat16, tails, 2.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if torch.cuda.get_device_capability() != (9, 0):
+            assert got is None
+            continue
+        plain = product_reference(rows.float(), weight.float(), ends)
+        want = add_low(plain, [(z.float(), by.float()) for z, by in tails], 2.0, ends)
+        assert float((got.float() - want).norm() / want.norm()) < 0.003

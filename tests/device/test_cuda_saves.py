@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from erniekit.checkpoint.collective import CollectiveSaves
-from erniekit.checkpoint.gather import HostCopies
+from erniekit.checkpoint.host_copies import HostCopies
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.slices import TensorFiles, fill_boxes

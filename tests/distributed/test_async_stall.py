@@ -133,7 +133,7 @@ def test_an_async_save_stalls_training_for_under_5_percent_of_a_blocking_ones_ti
     assert [overtaken for _, overtaken in blocking] == [0, 0]
     whole = min(min(waited) for waited, _ in blocking)
     want = digests(tmp_path / "blocking")
-    assert sum(name.endswith("/optimizer.safetensors") for name in want) == SAVES
+    assert sum(name.endswith("/optimizer-rank-00000-of-00002.safetensors") for name in want) == SAVES
     for attempt in range(TRIES):
         output = tmp_path / f"async-{attempt}"
         background = ranks.run(2, run, str(output), True, width)

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from erniekit.checkpoint import gather
-from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, Local
+from erniekit.checkpoint.gather import Exchange, Local
+from erniekit.checkpoint.host_copies import HostCopies
+from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from support.fake_sharding import FakeSharding, Held, random_sharding
@@ -46,17 +48,17 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def counting_bytes() -> Iterator[list[int]]:
-    sent, real = [0], gather.Wire.send
+    sent, real = [0], Wire.send
 
-    def send(self: gather.Wire, rank: int, data: torch.Tensor) -> None:
+    def send(self: Wire, rank: int, data: torch.Tensor) -> None:
         sent[0] += data.nbytes
         real(self, rank, data)
 
-    gather.Wire.send = send  # type: ignore[method-assign]
+    Wire.send = send  # type: ignore[method-assign]
     try:
         yield sent
     finally:
-        gather.Wire.send = real  # type: ignore[method-assign]
+        Wire.send = real  # type: ignore[method-assign]
 
 
 def failure(work: Callable[[], Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,15 +11,65 @@ from pathlib import Path
 
 import pytest
 
+# Each takes a large part of a second to several, on a machine that has nothing else to do.
+HEAVY = ("torch", "numpy", "transformers", "triton", "sympy", "torch._dynamo", "torch._inductor", "fastapi", "gradio",
+         "tokenizers", "sentencepiece", "jinja2", "safetensors", "pandas", "pyarrow", "scipy", "sklearn", "datasets",
+         "tensorboard", "PIL", "av")  # fmt: skip
+NEEDED = {"torch", "numpy", "sentencepiece", "jinja2", "safetensors"}  # by the first step of this recipe
+# What is loaded when the first line is printed, and when the first step's numbers are: in a process of its own.
+LOADED = """
+import json, sys
+from erniekit.cli.main import main
+
+class Screen:
+    def __init__(self, out):
+        self.out, self.seen = out, {}
+    def write(self, text):
+        if text.strip() and "line" not in self.seen:
+            self.seen["line"] = sorted(sys.modules)
+        if "global_step: 1" in text and "step" not in self.seen:
+            self.seen["step"] = sorted(sys.modules)
+        return self.out.write(text)
+    def __getattr__(self, name):
+        return getattr(self.out, name)
+
+sys.stdout = Screen(sys.stdout)
+code = main(sys.argv[1:])
+print(json.dumps(sys.stdout.seen), file=sys.stderr)
+sys.exit(code)
+"""
 LIMIT = 6.0  # seconds; the best of three, as other tests share the machine
 
 
-def first_step(tiny_model: Path, rows: Path, output: Path, cache: Path) -> float:
-    words = dict(
+def words(tiny_model: Path, rows: Path, output: Path) -> list[str]:
+    keys = dict(
         model_name_or_path=tiny_model, train_dataset_path=rows, output_dir=output, fine_tuning="LoRA",
         compute_type="fp32", max_seq_len=96, max_steps=2, device="cpu",
     )  # fmt: skip
-    command = [sys.executable, "-m", "erniekit", "train", *(f"{k}={v}" for k, v in words.items())]
+    return ["train", *(f"{k}={v}" for k, v in keys.items())]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    folder = tmp_path_factory.mktemp("loaded")
+    command = [sys.executable, "-c", LOADED, *words(tiny_model, rows, folder / "run"), "report_to=none"]
+    env = {**os.environ, "ERNIEKIT_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stderr.splitlines()[-1])
+
+
+def test_the_first_line_is_printed_before_anything_heavy_is_imported(loaded: dict[str, list[str]]) -> None:
+    assert not set(HEAVY) & set(loaded["line"])
+    assert len(loaded["line"]) < 500, "small files add up, too"
+
+
+def test_the_first_step_has_imported_only_what_it_needs(loaded: dict[str, list[str]]) -> None:
+    assert set(HEAVY) & set(loaded["step"]) <= NEEDED
+
+
+def first_step(tiny_model: Path, rows: Path, output: Path, cache: Path) -> float:
+    command = [sys.executable, "-m", "erniekit", *words(tiny_model, rows, output)]
     start = time.monotonic()
     process = subprocess.Popen(command, env={**os.environ, "ERNIEKIT_CACHE": str(cache)}, stdout=subprocess.PIPE)
     metrics = output / "metrics.jsonl"

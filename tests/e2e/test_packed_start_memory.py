@@ -108,7 +108,7 @@ def test_what_starting_takes_beside_the_packed_model_depends_on_neither_layers_n
     layers: int, shard_gb: float, tmp_path: Path, fresh: Ranks
 ) -> None:
     total = write(tmp_path / "model", layers, shard_gb)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) == (1 if shard_gb == 5 else 9)
+    assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 8) is (shard_gb < 1)
     ((kept, grown),) = fresh.run(1, start, str(tmp_path / "model"))
     print(f"{layers} layers: {total / MB:.0f} MiB read, {kept / MB:.0f} kept, {(grown - kept) / MB:.0f} beside them")
     assert kept < 0.5 * total

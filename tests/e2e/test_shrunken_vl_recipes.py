@@ -109,6 +109,9 @@ def check(ranks: Ranks, name: str, place: Path, output: Path) -> None:
 def test_there_are_eleven_of_them() -> None:
     assert len(ALL) == 11
     assert {name.split("/")[2] for name in ALL} == {"ERNIE-4.5-VL-28B-A3B", "ERNIE-4.5-VL-424B-A47B"}
+    packed = [name for name in ALL if "wint" in RECIPES[name].get("compute_type", "")]
+    assert [name for name in packed if (ROOT / name).is_file()] == packed
+    assert len(packed) == 3
 
 
 @pytest.mark.full

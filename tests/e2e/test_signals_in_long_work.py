@@ -115,10 +115,10 @@ def test_a_signal_inside_a_save_leaves_once_it_is_written_without_another_step_a
 ) -> None:
     plain = Saver.save
 
-    def save(saver: Saver, state: Any, **options: Any) -> Any:
+    def save(saver: Saver, state: Any, *more: Any, **options: Any) -> Any:
         if state.step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return plain(saver, state, **options)
+        return plain(saver, state, *more, **options)
 
     monkeypatch.setattr(Saver, "save", save)
     with pytest.raises(Preempted, match="stopped after step 2") as stopped:

@@ -36,7 +36,9 @@ AFTER_THE_STEP = ("save", "hooks", "eval", "end")  # phases in which the step's 
 class Fault:
     rank: int
     step: int
-    at: str  # a phase of the loop | batch | file | answer | loss | gradient | weights (after the step) | compute
+    # A phase of the loop | batch | file | answer | part (written, not told yet) | loss | gradient | weights (after the
+    # step) | compute
+    at: str
     do: str  # kill | term | hang | wait | fail | full | nan | flip | slow
     call: int = 1  # of batch, file and answer: which one within the evaluation or the save of this step; 0: every one
     code: int = 0  # of fail: the errno
@@ -214,10 +216,16 @@ def _in_a_save(faulty: Faulty) -> None:
         faulty.happens(faulty.strike("answer", faulty.saving, faulty.answers))
         plain(exchange, name)
 
+    def write_own(plain: Callable, exchange: Exchange, *rest: Any) -> Any:
+        told = plain(exchange, *rest)
+        faulty.happens(faulty.strike("part", faulty.saving))
+        return told
+
     around(CheckpointManager, "_publish", publish)
     around(CollectiveSaves, "save", save)
     around(CollectiveSaves, "_settle", settle)
     around(Exchange, "_answer", answer)
+    around(Exchange, "_write_own", write_own)
 
 
 def _in_numbers(faulty: Faulty) -> None:

@@ -36,6 +36,7 @@ from erniekit.recipes.dpo import STAGE, sum_over_cp
 from erniekit.recipes.reference import Reference
 from erniekit.train.step import TrainStep
 from parity.test_layouts import SHAPE, config, whole_value
+from support import layouts
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -168,19 +169,11 @@ def check(
         torch.testing.assert_close(whole, value, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": dict(dp=2),
-    "tp2": dict(tp=2),
-    "tp2 with sequence parallel": dict(tp=2, sequence_parallel=True),
-    "pp2": dict(pp=2),
-    "cp2": dict(cp=2),
-    "sharding stage 3": dict(fsdp=2, sharding_stage=3),
-    "tp2 x pp2": dict(tp=2, pp=2),
-    "pp2 interleaved": dict(pp=2, virtual_stages=2),
-    "sharding 2 x cp2": dict(fsdp=2, cp=2),
-    "tp2 x cp2": dict(tp=2, cp=2, sequence_parallel=True),
-    "pp2 x cp2": dict(pp=2, cp=2),
-}
+SHARED = (
+    "dp2", "tp2", "tp2 with sequence parallel", "pp2", "cp2", "sharding stage 3", "tp2 x pp2", "pp2 interleaved",
+    "sharding 2 x cp2", "tp2 x cp2",
+)  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {name: layouts.LAYOUTS[name] for name in SHARED} | {"pp2 x cp2": dict(pp=2, cp=2)}
 PER_COMMIT = ("pp2", "cp2")
 
 

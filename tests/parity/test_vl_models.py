@@ -76,7 +76,7 @@ def test_a_tower_in_chunks_of_frames_answers_the_same(model: Any, chunk: int, mo
     vision = recorded_batch("image_and_video").vision
     with torch.no_grad():
         whole = model.features(vision)
-        monkeypatch.setattr("erniekit.models.layers.vision.VisionBlock.chunk", chunk)
+        monkeypatch.setattr("erniekit.models.layers.vision.VisionTower.chunk", chunk)
         torch.testing.assert_close(model.features(vision), whole, atol=1e-6, rtol=0)
 
 

@@ -48,14 +48,16 @@ def environment() -> str:
     return str(python)
 
 
-def greedy(folders: list[Path], prompts: list[list[int]], count: int, dtype: str) -> list[dict[str, Any]]:
-    """Of each model folder {"tokens": the answers' ids, by prompt} or {"error": why it is not served}."""
+def greedy(models: list[tuple[Path, str]], prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """models: folders, and in which dtype each is served. Of each {"tokens": the answers' ids, by prompt,
+    "logits": what each was chosen from} or {"error": why it is not served}."""
     with tempfile.TemporaryDirectory() as place:
-        asked = {"folders": [str(f) for f in folders], "prompts": prompts, "count": count, "dtype": dtype, "at": place}
+        given = [(str(folder), dtype) for folder, dtype in models]
+        asked = {"models": given, "prompts": prompts, "count": count, "at": place}
         env = {**os.environ, **ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
         # -I: this folder is not on its path.
         subprocess.run([environment(), "-I", __file__], input=json.dumps(asked), text=True, check=True, env=env)
-        return [json.loads(Path(place, f"{n}.json").read_text()) for n in range(len(folders))]
+        return [json.loads(Path(place, f"{n}.json").read_text()) for n in range(len(models))]
 
 
 def _serve() -> None:
@@ -64,22 +66,27 @@ def _serve() -> None:
 
     asked = json.load(sys.stdin)
 
-    def answer(folder: str) -> dict[str, Any]:
+    def answer(folder: str, dtype: str) -> dict[str, Any]:
         try:
             model = LLM(
-                folder, dtype=asked["dtype"], enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
-                max_num_seqs=4, gpu_memory_utilization=0.1, disable_log_stats=True,
+                folder, dtype=dtype, enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
+                max_num_seqs=4, gpu_memory_utilization=0.1, disable_log_stats=True, max_logprobs=-1,
+                logprobs_mode="raw_logits",
             )  # fmt: skip
-            wish = SamplingParams(temperature=0, max_tokens=asked["count"], ignore_eos=True, detokenize=False)
+            wish = SamplingParams(
+                temperature=0, max_tokens=asked["count"], ignore_eos=True, detokenize=False, logprobs=-1
+            )
             given = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
-            return {"tokens": [list(out.outputs[0].token_ids) for out in model.generate(given, wish, use_tqdm=False)]}
+            said = [out.outputs[0] for out in model.generate(given, wish, use_tqdm=False)]
+            logits = [[[at[id].logprob for id in sorted(at)] for at in one.logprobs] for one in said]
+            return {"tokens": [list(one.token_ids) for one in said], "logits": logits}
         except BaseException as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    for number, folder in enumerate(asked["folders"]):
+    for number, model in enumerate(asked["models"]):
         child = os.fork()
         if child == 0:
-            Path(asked["at"], f"{number}.json").write_text(json.dumps(answer(folder)))
+            Path(asked["at"], f"{number}.json").write_text(json.dumps(answer(*model)))
             sys.stdout.flush()
             os._exit(0)
         _, status = os.waitpid(child, 0)

@@ -21,6 +21,7 @@ ALLOWED = {
     "heartbeat": set(),
     "log": {"printable"},
     "printable": set(),
+    "process_stat": set(),
     "progress": set(),
     "version": set(),
     "registry": {"errors"},
@@ -49,14 +50,19 @@ ALLOWED = {
     "export": {"checkpoint", "models", "lora", "data", "config", "kernels", "result"},
     "quantize": {"checkpoint", "models", "kernels", "data", "export", "track"},
     "api_load": {"checkpoint", "data", "export", "lora"},
-    "serve": {"checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net"},
+    "serve": {
+        "checkpoint", "devices", "models", "lora", "data", "config", "export", "api_load", "net", "kernels",
+    },
     "recipes": {
         "train", "losses", "optim", "data", "checkpoint", "parallel", "track", "devices", "models", "lora", "config",
         "export", "quantize", "serve", "demo", "api_load", "kernels", "result", "planner", "rehearse",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
     "webui": {"config", "net", "track"},
-    "bench": {"kernels", "recipes", "config", "data", "models", "checkpoint", "devices", "parallel", "train"},
+    "bench": {
+        "kernels", "recipes", "planner", "config", "data", "demo", "models", "checkpoint", "devices", "parallel",
+        "train",
+    },
     "launch": {"config", "devices"},
     "cli": {"config", "recipes", "export", "serve", "data", "devices", "launch"},
     "api": {"api_load", "recipes"},
@@ -67,7 +73,7 @@ ALLOWED = {
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
     "capabilities", "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract",
-    "printable", "progress", "quant_schemes", "registry", "version", "weight_kinds",
+    "printable", "process_stat", "progress", "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 

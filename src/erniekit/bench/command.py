@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from erniekit.files import OwnedFiles
 from erniekit.log import say
 from erniekit.registry import nearest
 
+STEPS = 8  # timed
 BEGIN_WITHIN = 0.7
 LEAST = 20.0  # seconds: a workload is not begun with less
 AHEAD = 8  # cores from which on the next process may import while this one measures
@@ -38,6 +40,8 @@ def bench_command(args: list[str]) -> int:
     out = Path(given.output_dir).expanduser()
     if given.calibrate:
         return _calibrate(out, given.tiny)
+    if given.real:
+        return _real(given, out)
     wanted, options = chosen(_words(given.only)), _options(given)
     results_of = [name for work in wanted for name in (f"{work.name}.json", f"{work.name}.profile.txt")]
     OwnedFiles(out).claim("bench.json", *results_of)
@@ -47,6 +51,23 @@ def bench_command(args: list[str]) -> int:
     say(f"written to {out / 'bench.json'}")
     wrong = any(not run["parity"]["equal"] for r in results for run in r["runs"] if run.get("parity"))
     return 1 if failed or wrong else 0
+
+
+def _real(given: argparse.Namespace, out: Path) -> int:
+    from erniekit.bench import real
+
+    cases = [real.cut(case, given.layers) for case in real.chosen(_words(given.only))]
+    cases = [real.tiny(case) for case in cases] if given.tiny else cases
+    if given.steps != STEPS:
+        cases = [replace(case, steps=given.steps) for case in cases]
+    more = _options(given).keys
+    OwnedFiles(out).claim("real.json")
+    with tempfile.TemporaryDirectory() as work:
+        results, failed = real.run_real(cases, out, Path(work), dict(more), given.again)
+    for line in real.table(results):
+        say(line)
+    say(f"written to {out / 'real.json'}")
+    return 1 if failed else 0
 
 
 def _calibrate(out: Path, tiny: bool) -> int:
@@ -185,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("keys", nargs="*", metavar="key=value")
     parser.add_argument("--only", default="")
     parser.add_argument("--peers", default=None)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--seconds-limit", "--seconds_limit", type=float, default=None)
     parser.add_argument("--output_dir", "--output-dir", default="bench")
@@ -194,4 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--again", action="store_true")
     return parser

@@ -11,7 +11,9 @@ import torch
 
 from erniekit.bench.data import PictureIds
 from erniekit.bench.picture_files import PictureFiles
-from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers, Task
+from erniekit.bench.planned import planned
+from erniekit.bench.recipe import run_keys
+from erniekit.bench.runner import Runner, StepNumbers, Task
 from erniekit.bench.weights import skewed_bias
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, load, refuse_later
@@ -41,22 +43,9 @@ OURS = "erniekit"
 
 def run_config(task: Task) -> RunConfig:
     """A user's recipe for this workload: what it names, and defaults for the rest."""
-    work, rows = task.workload, task.workload.rows
-    keys: dict[str, Any] = {
-        "model_name_or_path": task.folder,
-        "continue_training": False,  # random weights of the real shape
-        "max_seq_len": rows.length,
-        "batch_size": rows.count,
-        "gradient_accumulation_steps": 1,
-        "compute_type": "bf16" if task.dtype == torch.bfloat16 else "fp32",
-        "device": task.hardware.vendor,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "seed": task.options.seed,
-        **work.keys,
-        **task.options.keys,
-    }
+    compute = "bf16" if task.dtype == torch.bfloat16 else "fp32"
+    options = task.options
+    keys = run_keys(task.workload, task.folder, compute, options.keys, task.hardware.vendor, options.seed)
     cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
     refuse_later(cfg)
     return cfg
@@ -64,6 +53,7 @@ def run_config(task: Task) -> RunConfig:
 
 class Ours(Runner):
     name = OURS
+    planned: dict[str, Any] | None = None  # what the planner expects; stays when all else is let go
 
     def build(self) -> None:
         cfg = run_config(self.task)
@@ -72,6 +62,7 @@ class Ours(Runner):
         folder = ModelFolder(self.task.folder, weights=False, changes=changes_of(cfg, self.task.folder))
         plan = decide(cfg, device, world, folder)
         cfg = self.cfg = plan.config
+        self.planned = planned(plan, self.task.steps[0].batch)
         self.note = "; ".join(note.reason for note in cfg.notes if note.key == "no_recompute_layers")
         stage = stage_of(cfg)
         built = self.built = build(plan, stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +27,17 @@ KINDS = (
     ("element-wise", r"elementwise|reduce|vectorized|fused|norm|rope|swiglu|silu|mul|add"),
 )
 TOP = 30
+PAUSES = 8
 AHEAD = 2.0  # seconds of steps before the recorded ones
 MOST_AHEAD = 100  # steps: the recorder's buffers hold what they launch
 LONG = 1.0  # seconds: of a step that takes longer, one is enough
 NOT_A_KERNEL = ("Activity Buffer Request", "Command Buffer Full")  # the recorder's own doings, booked on the device
+
+
+class KernelSpan(NamedTuple):
+    kernel: str
+    start: int  # ns
+    ns: int
 
 
 def kind_of(kernel: str) -> str:
@@ -59,22 +66,52 @@ def profile_steps(step: Callable[[int], Any], first: int, before: int, count: in
             if card and number + 1 in (first + before, first + before + count):
                 device.synchronise()
             recorded.step()
-    times = kernels_of(recorded, device) if card else operators_of(recorded)
-    return summary({name: (ms / count, max(1, calls // count)) for name, (ms, calls) in times.items()})
+    spans = spans_of(recorded, device) if card else []
+    times = by_name(spans) if card else operators_of(recorded)
+    found = summary({name: (ms / count, max(1, calls // count)) for name, (ms, calls) in times.items()})
+    return {**found, **idle(spans, count)} if card else found
+
+
+def spans_of(recorded: Any, device: Device) -> list[KernelSpan]:
+    """The raw events: key_averages() says the same of kernels and takes a tenth of a millisecond for each, and for each
+    launch."""
+    kind = getattr(torch.autograd.DeviceType, device.type.upper(), torch.autograd.DeviceType.PrivateUse1)
+    events = recorded.profiler.kineto_results.events()
+    mine = (e for e in events if e.device_type() == kind and not e.is_user_annotation())
+    return [KernelSpan(e.name(), e.start_ns(), e.duration_ns()) for e in mine if e.name() not in NOT_A_KERNEL]
 
 
 def kernels_of(recorded: Any, device: Device) -> dict[str, tuple[float, int]]:
-    """Milliseconds and calls by name. The raw events: key_averages() says the same of kernels and takes a tenth of a
-    millisecond for each, and for each launch."""
+    return by_name(spans_of(recorded, device))
+
+
+def by_name(spans: list[KernelSpan]) -> dict[str, tuple[float, int]]:
+    """Milliseconds and calls."""
     times: dict[str, tuple[float, int]] = {}
-    kind = getattr(torch.autograd.DeviceType, device.type.upper(), torch.autograd.DeviceType.PrivateUse1)
-    for event in recorded.profiler.kineto_results.events():
-        if event.device_type() == kind and not event.is_user_annotation():
-            name = event.name()
-            if name not in NOT_A_KERNEL:
-                ms, calls = times.get(name, (0.0, 0))
-                times[name] = (ms + event.duration_ns() / 1e6, calls + 1)
+    for span in spans:
+        ms, calls = times.get(span.kernel, (0.0, 0))
+        times[span.kernel] = (ms + span.ns / 1e6, calls + 1)
     return times
+
+
+def idle(spans: list[KernelSpan], steps: int) -> dict[str, Any]:
+    """Milliseconds of a step in which nothing ran, and between which kernels most of them lie."""
+    pauses: dict[tuple[str, str], tuple[float, int]] = {}
+    last, until = "", 0
+    for span in sorted(spans, key=lambda each: each.start):
+        if last and span.start > until:
+            ms, times = pauses.get((last, span.kernel), (0.0, 0))
+            pauses[last, span.kernel] = (ms + (span.start - until) / 1e6, times + 1)
+        if span.start + span.ns > until:
+            last, until = span.kernel, span.start + span.ns
+    longest = sorted(pauses.items(), key=lambda item: -item[1][0])[:PAUSES]
+    return {
+        "idle_ms": sum(ms for ms, _ in pauses.values()) / steps,
+        "pauses": [
+            {"after": after, "before": before, "ms": ms / steps, "times": max(1, times // steps)}
+            for (after, before), (ms, times) in longest
+        ],
+    }
 
 
 def operators_of(recorded: Any) -> dict[str, tuple[float, int]]:
@@ -100,4 +137,10 @@ def lines(name: str, profile: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in profile["kinds_ms"].items())
     out = [f"{name}: a step keeps the device busy for {profile['busy_ms']:.2f} ms: {kinds}"]
     out += [f"  {k['ms']:8.3f} ms {k['calls']:5d} x {k['kind']:<14} {k['kernel'][:110]}" for k in profile["longest"]]
+    if profile.get("pauses"):
+        out.append(f"{name}: nothing runs for {profile['idle_ms']:.2f} ms of a step")
+        out += [
+            f"  {p['ms']:8.3f} ms {p['times']:5d} x between {p['after'][:60]} and {p['before'][:60]}"
+            for p in profile["pauses"]
+        ]
     return out

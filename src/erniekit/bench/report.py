@@ -17,14 +17,19 @@ HEAD = (
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown, aligned: it reads in a terminal and in a page."""
     body = [_row(result, run, k == 0) for result in results for k, run in enumerate(result["runs"])]
-    widths = [max(len(row[c]) for row in (HEAD, *body)) for c in range(len(HEAD))]
+    return aligned(HEAD, body, words=(0, 1))
+
+
+def aligned(head: Sequence[str], body: Sequence[Sequence[str]], words: Sequence[int]) -> list[str]:
+    """words: columns of text, which begin at the left; numbers end at the right."""
+    widths = [max(len(row[c]) for row in (head, *body)) for c in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
-        fitted = [c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths))]
+        fitted = [c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths))]
         return "| " + " | ".join(fitted) + " |"
 
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
-    return [line(HEAD), rule, *(line(row) for row in body)]
+    return [line(head), rule, *(line(row) for row in body)]
 
 
 def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from erniekit.bench.data import StepData
 from erniekit.bench.workloads import BenchOptions, Workload
 from erniekit.devices.base import Device
 
-LEARNING_RATE = 1e-5
 PROBE = 96  # tokens whose logits are compared
+KEPT = ("task", "note", "thrifty", "waits", "planned")  # of a runner that was closed
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Runner:
 
     def close(self) -> None:
         """Lets go of all memory, also of what half a build left; build() may follow."""
-        for name in [name for name in vars(self) if name not in ("task", "note", "thrifty", "waits")]:
+        for name in [name for name in vars(self) if name not in KEPT]:
             delattr(self, name)
 
 

@@ -79,7 +79,9 @@ def _result(
             run["pictures_per_s"] = len(batch.vision.grids) / step if batch.vision is not None else None
             run["mfu"] = mfu(flops, step, peak)
             run["of_ceiling"] = flops / step / gemm.held
-        if lane is not ours:
+        if lane is ours:
+            run["planned"] = lane.runner.planned
+        else:
             run["parity"] = compare(work, ours, lane, task.dtype)
         runs.append(run)
     runs += [{"runner": name, "absent": reason} for name, reason in turns.missing.items()]

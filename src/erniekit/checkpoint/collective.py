@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from erniekit.checkpoint.blocks import param_of, stored_shape
-from erniekit.checkpoint.gather import TIMEOUT, Exchange, HostCopies, plain
+from erniekit.checkpoint.gather import Exchange
+from erniekit.checkpoint.host_copies import HostCopies, plain
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.wire import TIMEOUT
 from erniekit.checkpoint.writer import AsyncSaver
 from erniekit.errors import CheckpointError
 from erniekit.log import warn
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from erniekit.parallel.sharding import Sharding
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]  # "weights" | "moments" | ... -> name -> tensor
-Write = Callable[[Path, Groups], None]
+Write = Callable[[Path, "Mapping[str, Whole]"], None]
 
 
 class CollectiveSaves:
@@ -69,7 +71,7 @@ class CollectiveSaves:
             held = self._copies.take({k: t for k, t in held.items() if param_of(k) in self._asked_for})
         rank = self.world.rank
         exchange = Exchange(list(keys), held.get, self.sharding, rank, self.group, timeout=self.timeout)
-        whole = {group: _Whole(exchange, group) for group in pieces}
+        whole = {group: Whole(exchange, group) for group in pieces}
         size = sum(prod(stored_shape(self.sharding, key)) * item for key, item in keys.items())
 
         def run() -> None:
@@ -187,7 +189,7 @@ class CollectiveSaves:
         return None
 
 
-class _Whole(Mapping[str, torch.Tensor]):
+class Whole(Mapping[str, torch.Tensor]):
     """One group of tensors on the writer: each is gathered when asked for, and not kept."""
 
     def __init__(self, exchange: Exchange, group: str) -> None:
@@ -196,6 +198,12 @@ class _Whole(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.exchange.fetch(self.mine[name])
+
+    def write_parts(self, folder: Path, stem: str) -> bool:
+        """By all ranks, each into a file of its own; False where there is one rank, or not all see the folder."""
+        if self.exchange.wire.group is None:
+            return False
+        return self.exchange.write_parts(list(self.mine.values()), f"/@{self.group}", folder, stem)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.mine)

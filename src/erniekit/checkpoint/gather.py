@@ -6,35 +6,37 @@ waits for one that failed: it reports the error, its connection closes, or the t
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from erniekit import heartbeat
+from erniekit.checkpoint import rank_files, writer
 from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
+from erniekit.checkpoint.host_copies import plain
+from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
 from erniekit.parallel import comm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from erniekit.devices.base import Device
     from erniekit.parallel.sharding import Box, Sharding
 
 CHUNK = 32 << 20  # bytes a message: what sending and receiving cost in memory beside the tensor itself
-TIMEOUT = 1800.0  # seconds of silence; a dead process is noticed at once, this is for a network that lost it
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 # The writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow; I am at work, wait on.
-_SEND, _END, _WAIT = 1, 2, 3
+# Or: write your part of these into a file of your own, n bytes of JSON say which and where.
+_SEND, _END, _WAIT, _WRITE = 1, 2, 3, 4
 WAIT_S = 1.0  # between two words to wait on, more where there are very many to tell: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
@@ -60,6 +62,7 @@ class Exchange:
         self._index = {name: i for i, name in enumerate(self.names)}
         self._others = [r for r in range(comm.size_of(group) if group else 1) if r != rank]
         self._talking = threading.Lock()  # one conversation at a time: its messages follow each other
+        self._busy: set[int] = set()  # ranks that write, each of which a thread talks to
 
     # --- the writer ---
 
@@ -84,7 +87,7 @@ class Exchange:
         while not done.wait(every):
             for rank in self._others:
                 with self._talking, suppress(CheckpointError):  # it is dead: `fetch` and `end` find out, too
-                    if rank not in self.wire.lost and not done.is_set():
+                    if rank not in self.wire.lost | self._busy and not done.is_set():
                         self.wire.send_numbers(rank, _WAIT, 0)
 
     def fetch(self, name: str) -> torch.Tensor:
@@ -108,6 +111,73 @@ class Exchange:
                 else:
                     self._receive(rank, boxes, out)
         return out.done()
+
+    def write_parts(self, names: Sequence[str], suffix: str, folder: Path, stem: str) -> bool:
+        """Every rank at once writes what it holds of these into a file of its own in `folder`; none sends a tensor.
+        False: not all of them see the folder, and nothing is left in it. suffix: of names, not stored."""
+        told = {"folder": str(folder), "stem": stem, "suffix": suffix, "names": [self._index[name] for name in names]}
+        problems: list[CheckpointError] = []
+        answers: dict[int, dict[str, Any]] = {}
+        files: dict[Path, FileRecord] = {}
+        with self._talking:
+            self._busy.update(self._others)
+        # One thread for each rank: ranks that have finished writing get keep-alive messages while others still write.
+        threads = [
+            threading.Thread(target=self._ask_to_write, args=(rank, told, answers, problems), daemon=True)
+            for rank in self._others
+        ]
+        for thread in threads:
+            thread.start()
+        answers[self.rank] = self._write_own(told)
+        for thread in threads:
+            heartbeat.join(thread)
+        problems += [CheckpointError(**answer) for answer in answers.values() if "what" in answer]
+        if problems:
+            raise problems[0]
+        for answer in answers.values():
+            files.update({folder / name: FileRecord(*record) for name, record in answer.get("files", {}).items()})
+        if any("absent" in answer for answer in answers.values()):
+            for path in files:
+                path.unlink(missing_ok=True)
+            return False
+        for path, record in files.items():
+            writer.remember(path, record)
+        return True
+
+    def _ask_to_write(
+        self, rank: int, told: Mapping[str, Any], answers: dict[int, dict[str, Any]], problems: list[CheckpointError]
+    ) -> None:
+        try:
+            self.wire.send_json(rank, told, _WRITE)
+            word, size = _WAIT, 0
+            while word == _WAIT:
+                word, size = self.wire.receive_numbers(rank, 2)
+            answers[rank] = self.wire.receive_json(rank, size)
+        except CheckpointError as error:
+            problems.append(error)
+        finally:
+            self._busy.discard(rank)
+
+    def _write_own(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything but an answer would leave the other side waiting."""
+        try:
+            folder, parts = Path(told["folder"]), []
+            if not folder.is_dir():
+                return {"absent": True}
+            for name in (self.names[number] for number in told["names"]):
+                boxes = [box for rank, mine in self._holders(name) if rank == self.rank for box in mine]
+                if boxes:
+                    stored = name.removesuffix(told["suffix"])
+                    parts.append((stored, boxes, stored_shape(self.sharding, name), self._part(name)))
+            if not parts:
+                return {}
+            path = folder / rank_files.file_of(told["stem"], self.rank, len(self._others) + 1)
+            record = rank_files.write_part(path, parts)
+            return {"files": {path.name: [record.size, record.sha256]}}
+        except CheckpointError as error:
+            return {"what": f"rank {self.rank}: {error.what}", "where": error.where, "fix": error.fix}
+        except Exception as error:
+            return {"what": f"rank {self.rank}: {type(error).__name__}: {error}"}
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Tell every rank that can still be told. With a `what` it is an error to them."""
@@ -146,9 +216,32 @@ class Exchange:
                 self._answer(self.names[number])
                 continue
             outcome = self.wire.receive_json(self.writer, number)
+            if word == _WRITE:
+                with self._telling_the_writer():
+                    answer = self._write_own(outcome)
+                self.wire.send_json(self.writer, answer)
+                continue
             if "what" in outcome:
                 raise CheckpointError(**outcome)
             return outcome
+
+    @contextmanager
+    def _telling_the_writer(self) -> Iterator[None]:
+        """However long this rank writes, the writer hears of it. A rank that hangs is its own watchdog's business."""
+        done = threading.Event()
+
+        def tell() -> None:
+            with suppress(CheckpointError):  # the writer is gone, as the answer will find
+                while not done.wait(WAIT_S):
+                    self.wire.send_numbers(self.writer, _WAIT, 0)
+
+        thread = threading.Thread(target=tell, name="save-at-work", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _answer(self, name: str) -> None:
         boxes = next(boxes for rank, boxes in self._holders(name) if rank == self.rank)
@@ -224,103 +317,6 @@ class _Assembled:
         if self.whole is None:
             raise CheckpointError(f"no rank holds {self.name}")
         return self.whole
-
-
-class Wire:
-    """Bytes between two ranks of a gloo group, with a time-out and errors a person can read."""
-
-    def __init__(self, group: ProcessGroup | None, timeout: float = TIMEOUT) -> None:
-        self.group, self.timeout = group, timeout
-        self.lost: set[int] = set()  # ranks that failed to answer once; gloo closes the connection then
-
-    def send(self, rank: int, data: torch.Tensor) -> None:
-        if data.numel():
-            self._finish(rank, comm.isend, data)
-
-    def receive(self, rank: int, room: torch.Tensor) -> torch.Tensor:
-        if room.numel():
-            self._finish(rank, comm.irecv, room)
-        return room
-
-    def send_numbers(self, rank: int, *numbers: int) -> None:
-        self.send(rank, torch.tensor(numbers))
-
-    def receive_numbers(self, rank: int, count: int) -> list[int]:
-        return self.receive(rank, torch.zeros(count, dtype=torch.int64)).tolist()
-
-    def send_json(self, rank: int, value: Any, word: int = 0) -> None:
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        self.send_numbers(rank, word, data.numel())
-        self.send(rank, data)
-
-    def receive_json(self, rank: int, size: int | None = None) -> Any:
-        """size: when its announcement was received already."""
-        size = self.receive_numbers(rank, 2)[1] if size is None else size
-        return json.loads(self.receive(rank, torch.zeros(size, dtype=torch.uint8)).numpy().tobytes())
-
-    @contextmanager
-    def sending(self, rank: int, data: torch.Tensor) -> Iterator[None]:
-        """Send while the block runs."""
-        with self._readable(rank):
-            work = comm.isend(data, rank, self.group)
-        try:
-            yield
-        finally:
-            with self._readable(rank):
-                work.wait(timedelta(seconds=self.timeout))
-
-    def _finish(self, rank: int, start: Callable[..., Any], data: torch.Tensor) -> None:
-        with self._readable(rank):
-            start(data, rank, self.group).wait(timedelta(seconds=self.timeout))
-        heartbeat.beat()
-
-    @contextmanager
-    def _readable(self, rank: int) -> Iterator[None]:
-        try:
-            if rank in self.lost:
-                raise RuntimeError("the connection was lost before")
-            yield
-        except RuntimeError as error:
-            self.lost.add(rank)
-            reason = f"did not answer within {self.timeout:g} s" if "Timed out" in str(error) else "is gone"
-            raise CheckpointError(
-                f"rank {rank} {reason}",
-                where=str(error).splitlines()[0],
-                fix=f"look at the log of rank {rank}",
-            ) from error
-
-
-class HostCopies:
-    """Copies of a rank's tensors in host memory, so that training may go on changing them. Buffers are kept and reused:
-    fresh memory costs several times the copy itself, and pinned memory much more."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Not before the reader of the last ones is done. All copies are started, then waited for together."""
-        out, devices = {}, set()
-        for name, tensor in tensors.items():
-            source = plain(tensor)
-            old = self._buffers.get(name)
-            there = self.device.asynchronous and source.device.type == self.device.type
-            if old is None or old.shape != source.shape or old.dtype != source.dtype:
-                old = torch.empty(source.shape, dtype=source.dtype, pin_memory=there and self.device.pins_memory)
-            out[name] = old.copy_(source, non_blocking=True)
-            heartbeat.beat()
-            devices |= {source.device} if there else set()
-        for device in devices:
-            self.device.synchronise(device)
-        self._buffers = out
-        return dict(out)
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank itself holds: a DTensor's local part."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _blocks(boxes: Sequence[Box], item: int) -> Iterator[Box]:

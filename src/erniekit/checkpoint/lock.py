@@ -15,6 +15,7 @@ from pathlib import Path
 from erniekit.errors import CheckpointError
 from erniekit.files.unwritable import way_out
 from erniekit.log import say
+from erniekit.process_stat import BOOT_ID, START_TICKS, folder_of, has_ended, stat_fields
 
 LOCK = ".erniekit.lock"
 _TRIES = 20  # a lock file can be replaced between our open and our flock; each replacement costs one try
@@ -149,7 +150,7 @@ class RunLock:
 
 def boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return BOOT_ID.read_text().strip()
     except OSError:  # not Linux
         return ""
 
@@ -170,11 +171,10 @@ def process_start(pid: int) -> str:
     except PermissionError:  # it exists and belongs to someone else
         pass
     try:
-        # "pid (name) state ppid ... start": the name may hold spaces and brackets, so count from the last ")"
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(folder_of(pid))
     except OSError:
         return "unknown"
-    return "none" if fields[0] in "ZX" else fields[19]  # a zombie holds nothing any more
+    return "none" if has_ended(fields) else fields[START_TICKS]  # a zombie holds nothing any more
 
 
 def _flock(fd: int) -> bool | None:

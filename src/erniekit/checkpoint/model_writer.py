@@ -32,8 +32,10 @@ def write_model(
     layout: str = "hf",
     max_shard_size: float = 5.0,
     tokenizer_from: Path | None = None,
+    lasting: bool = False,
 ) -> list[Path]:
-    """`get(our name) -> tensor` is called once a tensor, in order. max_shard_size in GB. Returns the weight files."""
+    """`get(our name) -> tensor` is called once a tensor, in order. max_shard_size in GB. lasting: as in write_shards.
+    Returns the weight files."""
     spec = MODELS.get(config.family)
     if config.moe is None and layout == "hf_fused":
         layout = "hf"  # no experts, nothing to fuse
@@ -43,7 +45,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     dtypes: list[torch.dtype] = []
     tag = "np" if layout == "paddle" else "pt"
-    files = write_shards(folder, "model", _pieces(entries, get, dtypes), max_shard_size, tag)
+    files = write_shards(folder, "model", _pieces(entries, get, dtypes), max_shard_size, tag, lasting)
     write_json(folder / "config.json", spec.write_config(config, layout, DTYPE_NAMES[dtypes[0]]))
     if tokenizer_from is not None:
         copy_side_files(tokenizer_from, folder, SIDE_FILES + TOKENIZER_FILES)

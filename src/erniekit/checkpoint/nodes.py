@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from erniekit.checkpoint import writer
-from erniekit.checkpoint.gather import TIMEOUT, Wire
 from erniekit.checkpoint.manager import CheckpointManager, discard_unchanged, step_of
 from erniekit.checkpoint.manifest import (
     MANIFEST,
@@ -30,6 +29,7 @@ from erniekit.checkpoint.manifest import (
     is_folder,
     unreadable,
 )
+from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
 from erniekit.log import say, warn
 from erniekit.parallel import comm

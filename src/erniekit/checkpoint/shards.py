@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from erniekit import heartbeat
 from erniekit.checkpoint.safe import check_safetensors
+from erniekit.checkpoint.tensor_file import readable_by_all, write_tensors
 
 GB = 1000**3
 
@@ -21,21 +20,17 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def readable_by_all(path: Path) -> None:
-    """The library makes files only their owner can read; a server may run as another user. As any new file is made."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-
-
 def write_shards(
     folder: Path,
     stem: str,
     tensors: Iterable[tuple[str, torch.Tensor]],
     max_shard_size: float = 5.0,
     tag: str = "pt",
+    lasting: bool = False,
 ) -> list[Path]:
-    """`stem.safetensors`, or stem-0000k-of-0000n.safetensors with an index. max_shard_size in GB; holds one shard."""
+    """`stem.safetensors`, or stem-0000k-of-0000n.safetensors with an index. max_shard_size in GB; holds one shard.
+
+    lasting: tensors stay unchanged until the files are written, so that those in host memory need no copy."""
     limit, total = int(max_shard_size * GB), 0
     parts: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
@@ -44,9 +39,9 @@ def write_shards(
     def flush() -> None:
         # Working names until the number of shards is known.
         part = folder / f".{stem}-part-{len(parts)}.safetensors"
-        save_file(held, str(part), metadata={"format": tag})
+        part.unlink(missing_ok=True)  # of a process that was killed here
+        write_tensors(part, held, {"format": tag})
         readable_by_all(part)
-        heartbeat.beat()
         parts.append((part, list(held)))
         held.clear()
 
@@ -55,8 +50,9 @@ def write_shards(
         if held and held_bytes + size > limit:
             flush()
             held_bytes = 0
-        # A shard must own its bytes: safetensors refuses two names on one storage.
-        held[name] = tensor.detach().to("cpu").contiguous().clone()
+        there = tensor.detach()
+        here = there.to("cpu").contiguous()
+        held[name] = here if lasting or here.data_ptr() != there.data_ptr() else here.clone()
         held_bytes, total = held_bytes + size, total + size
         heartbeat.beat()
     flush()

@@ -55,7 +55,7 @@ class TensorFiles:
         out = cls({})
         out._headers = {file: check_safetensors(file) for file in files}
         out.files = {name: file for file, header in out._headers.items() for name in header.tensors}
-        return out
+        return PiecedFiles(out) if any("|" in name for name in out.files) else out
 
     def __contains__(self, name: object) -> bool:
         return name in self.files
@@ -114,6 +114,57 @@ class TensorFiles:
             raise unreadable(file, error) from error
         self.bytes_read += len(view)
         heartbeat.beat()
+
+
+def piece_name(name: str, start: Sequence[int], whole: Sequence[int]) -> str:
+    """What a block of a tensor is stored as, by the rank that held it."""
+    return f"{name}|{','.join(map(str, start))}|{','.join(map(str, whole))}"
+
+
+class PiecedFiles(TensorFiles):
+    """Tensors whose blocks lie in the files of the ranks that held them (rank_files.py). Of a block that is asked for,
+    only what it shares with stored ones is read."""
+
+    def __init__(self, stored: TensorFiles) -> None:
+        super().__init__({})
+        self._stored, self._pieces = stored, dict[str, list[tuple[str, tuple[int, ...]]]]()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for key, file in stored.files.items():
+            try:
+                name, start, whole = key.split("|")
+                begins, shape = (tuple(int(n) for n in text.split(",") if n) for text in (start, whole))
+            except ValueError:
+                raise CheckpointError(f"{key!r} is no block of a tensor", where=str(file)) from None
+            if self._shapes.setdefault(name, shape) != shape or not len(begins) == len(stored.shape(key)) == len(shape):
+                raise CheckpointError(f"the blocks of {name} do not fit each other", where=str(file))
+            self._pieces.setdefault(name, []).append((key, begins))
+        self.files = {name: stored.files[pieces[0][0]] for name, pieces in self._pieces.items()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored.dtype(self._pieces[name][0][0])
+
+    def read(self, name: str, at: Slices | None = None, shape: Sequence[int] = ()) -> torch.Tensor:
+        assert tuple(shape) in ((), self.shape(name))
+        at = tuple(slice(0, n) for n in self.shape(name)) if at is None else at
+        out, found = torch.empty([s.stop - s.start for s in at], dtype=self.dtype(name)), 0
+        for key, begins in self._pieces[name]:
+            ends = [first + n for first, n in zip(begins, self._stored.shape(key))]
+            common = [(max(s.start, a), min(s.stop, b)) for s, a, b in zip(at, begins, ends)]
+            if any(a >= b for a, b in common):
+                continue
+            there = tuple(slice(a - first, b - first) for (a, b), first in zip(common, begins))
+            here = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(common, at))
+            out[here] = self._stored.read(key, there)
+            found += prod(b - a for a, b in common)
+        if found != out.numel():
+            raise CheckpointError(
+                f"the files of the ranks do not hold all of {name}", where=str(self.files[name].parent)
+            )
+        self.bytes_read = self._stored.bytes_read
+        return out
 
 
 def byte_runs(shape: Sequence[int], at: Slices, item: int) -> Iterator[tuple[int, int]]:

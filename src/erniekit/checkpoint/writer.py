@@ -3,6 +3,7 @@ Called by manager.py for training checkpoints, and by export for its results."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
 import hashlib
@@ -12,6 +13,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from erniekit.log import warn
 # A writer fills the folder; files it hashed while writing and returns the records of are not read again.
 Write = Callable[[Path], Mapping[str, FileRecord] | None]
 
+_SYNC_EVERY = 256 << 20  # bytes
+_SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
 _HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
 
 
@@ -81,7 +85,9 @@ def publish(
     tmp = hidden(parent, "tmp", name)
     try:
         ops.mkdir(tmp)
-        _seal(tmp, write(tmp) or {}, info or {})
+        with _remembering() as written:
+            told = write(tmp) or {}
+        _seal(tmp, told, written, info or {})
         may_replace(parent / name)
         _swap_in(tmp, parent / name)
     except (OSError, SafetensorError) as error:
@@ -92,20 +98,54 @@ def publish(
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file in pieces and hash it on the way; the record can be handed to `publish`."""
-    digest, size = hashlib.sha256(), 0
+    """Write a new file in pieces and hash it on the way, beside the writing; `publish` does not read it again."""
+    digest, size, unsynced = hashlib.sha256(), 0, 0
     fd = ops.create(path)
     try:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            digest.update(view)
-            size += len(view)
-            while len(view):
-                view = view[ops.write(fd, view) :]
-            heartbeat.beat()
+        with ThreadPoolExecutor(2, thread_name_prefix="checkpoint-hash") as pool:
+            hashed: Future[Any] = pool.submit(bool)
+            synced: Future[Any] = pool.submit(bool)
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                hashed.result()
+                hashed = pool.submit(digest.update, view)
+                size, unsynced = size + len(view), unsynced + len(view)
+                while len(view):
+                    view = view[ops.write(fd, view) :]
+                if unsynced >= _SYNC_EVERY and synced.done():  # the disk is at work from the first bytes on
+                    synced.result()
+                    synced, unsynced = pool.submit(_SYNC, fd), 0
+                heartbeat.beat()
+            hashed.result()
+            synced.result()
     finally:
         os.close(fd)
-    return FileRecord(size, digest.hexdigest())
+    record = FileRecord(size, digest.hexdigest())
+    remember(path, record)
+    return record
+
+
+def remember(path: Path, record: FileRecord) -> None:
+    """A file that was hashed when written, here or by another rank: a publication under way does not read it again."""
+    stat = path.stat()
+    for found in _remembered:
+        found[stat.st_dev, stat.st_ino] = (stat.st_mtime_ns, record)
+
+
+# (device, inode) -> when last written, and the record: of files that `write_file` wrote during a publication.
+Written = dict[tuple[int, int], tuple[int, FileRecord]]
+_remembered: list[Written] = []
+
+
+@contextlib.contextmanager
+def _remembering() -> Iterator[Written]:
+    """What is written inside is known by its inode: a file may be renamed, and one that was changed since is read."""
+    written: Written = {}
+    _remembered.append(written)
+    try:
+        yield written
+    finally:
+        _remembered.remove(written)
 
 
 def require_space(parent: Path, name: str, expected_bytes: int) -> None:
@@ -168,15 +208,17 @@ def remove_tree(folder: Path) -> None:
     ops.rmdir(folder)
 
 
-def _seal(folder: Path, handed: Mapping[str, FileRecord], info: dict[str, Any]) -> None:
-    """Hash and fsync every file, then the manifest, then the folders: after this a rename publishes."""
+def _seal(folder: Path, handed: Mapping[str, FileRecord], written: Written, info: dict[str, Any]) -> None:
+    """Hash what was not hashed when written, fsync every file, then the manifest, then the folders: after this a
+    rename publishes."""
     records, folders = {}, [folder]
     for path in sorted(_walk(folder)):
         name = path.relative_to(folder).as_posix()
         if path.is_dir():
             folders.append(path)
             continue
-        records[name] = _completed(path, handed[name]) if name in handed else measure(path)
+        known = handed.get(name) or _unchanged(path, written)
+        records[name] = _completed(path, known) if known else measure(path)
         ops.sync(path)
         heartbeat.beat()
     if not records or set(handed) - set(records):
@@ -192,6 +234,13 @@ def _walk(folder: Path) -> Iterator[Path]:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path.name} is a link or a device; a checkpoint holds plain files only")
         yield path
+
+
+def _unchanged(path: Path, written: Written) -> FileRecord | None:
+    """The record of a file that has not changed since `write_file` wrote it; None: it has, or is not one of those."""
+    stat = path.stat()
+    mtime, record = written.get((stat.st_dev, stat.st_ino), (None, None))
+    return record if record is not None and (mtime, record.size) == (stat.st_mtime_ns, stat.st_size) else None
 
 
 def _completed(path: Path, record: FileRecord) -> FileRecord:

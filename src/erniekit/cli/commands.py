@@ -109,6 +109,7 @@ COMMANDS: dict[str, Command] = {
             "erniekit recipes [WORD] [--json]   all of them, or those whose name has the word in it",
             "erniekit recipes NAME              one of them: each value with the file and line it comes from",
             "erniekit recipes NAME --flat       one of them as a whole file, with what its bases give",
+            "erniekit recipes --fits 8x80G      and the fewest such cards that each is planned to fit",
         ),
     ),
     "migrate": Command(
@@ -147,6 +148,8 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit bench [--only A1,C1] [--peers hf,unsloth | --peers none] [key=value ...]",
             "  --list             the workloads",
+            "  --real             whole `erniekit train` commands, timed from outside; --only sft,lora",
+            "                     --again runs each twice: caches are warm; --layers N cuts models with experts",
             "  --calibrate        rates of this device for `erniekit plan --calibration`, instead of workloads",
             "  --output_dir DIR   where bench.json and a file for each workload go (bench)",
             "  --steps N          timed steps of each (8); --warmup N steps before them (3, and a second's)",

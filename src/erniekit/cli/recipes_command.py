@@ -1,6 +1,6 @@
 """`erniekit recipes [NAME]`: the shipped recipes, what each trains, on what it was meant to run, and what has run.
 
-Called by cli.main. Reads the recipes and examples/recipes.json; no model, no data, no torch.
+Called by cli.main. Reads the recipes and examples/recipes.json; no model, no data, and no torch but for --fits.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from erniekit.cli.config_command import purpose, report
 from erniekit.config import RunConfig, load, not_yet_supported
 from erniekit.config.recipe_text import recipe_lines
 from erniekit.config.sources import collect
-from erniekit.errors import ConfigError, LaterError
+from erniekit.errors import ConfigError
 from erniekit.log import paint
+from erniekit.progress import WorkProgress
 from erniekit.registry import nearest
 
 FACTS = "recipes.json"
 READ = "resolves"  # what is proven of a recipe that has never run
-# "module:function" of what answers --fits: (the run, the cluster as typed) -> a few words for the column. Until the
-# planner names itself here, --fits is refused by name.
-FITS = ""
-Fits = Callable[[RunConfig, str], str]
+# What answers --fits: made from the cluster as typed, called with a run, gives (planned, fits).
+FITS = "erniekit.recipes.plan_fits:Fitting"
+Fits = Callable[[RunConfig], tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,55 @@ class RecipeRow:
     cards: str
     proven: str
     not_yet: str = ""  # what it needs and this version lacks
-    fits: str = ""
+    planned: str = ""  # the fewest cards that it fits by plan
+    fits: str = ""  # on the cluster that was asked for
 
 
+PLANNED = ("planned", "fits")
 COLUMNS = ("name", "stage", "model", "method", "length", "cards", "proven")
 
 
 def recipes_command(args: list[str]) -> int:
     words, cluster = _options(args)
     as_json, flat = "--json" in args, "--flat" in args
-    fits = _planner() if cluster else None
     folder = examples_folder()
     names = _chosen(words[0] if words else "", _names(folder))
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     if flat:
         print("\n".join(_flat(names, folder)))
         return 0
-    if len(names) == 1 and words and not as_json:
+    if len(names) == 1 and words and not as_json and not cluster:
         print("\n".join(_one(names[0], folder, facts)))
         return 0
-    rows = [_row(name, folder, facts, fits, cluster) for name in names]
+    runs = [_run(name, folder) for name in names]
+    rows = [_row(name, cfg, facts) for name, cfg in zip(names, runs, strict=True)]
+    if cluster:
+        rows = _planned(rows, runs, cluster, quiet=as_json)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False))
     else:
-        print("\n".join(_table(rows, [*COLUMNS, "fits"] if cluster else COLUMNS, facts)))
+        lines = [] if cluster else _lines(rows, COLUMNS)
+        print("\n".join((*lines, "", *_legend(rows, facts))))
     return 0
+
+
+def _planned(rows: list[RecipeRow], runs: list[RunConfig], cluster: str, quiet: bool) -> list[RecipeRow]:
+    """With the planner's two columns; unless quiet, each line is printed as soon as it is known."""
+    fits = _planner(cluster)
+    columns, widths = (*COLUMNS, *PLANNED), _widths(rows, (*COLUMNS, *PLANNED))
+    out: list[RecipeRow] = []
+    if not quiet:
+        print(paint(_line(columns, widths), "bold"), flush=True)
+    with WorkProgress("planning recipes", len(rows), "recipes") as progress:
+        for row, cfg in zip(rows, runs, strict=True):
+            if cfg.command == "train":
+                planned, fitting = fits(cfg)
+                row = replace(row, planned=planned, fits=fitting)
+            out.append(row)
+            if not quiet:
+                progress.print(_line([getattr(row, column) for column in columns], widths))
+            progress.add()
+    return out
 
 
 def examples_folder() -> Path:
@@ -89,20 +113,16 @@ def _options(args: list[str]) -> tuple[list[str], str]:
     if len(words) > 1 or any(w.startswith("-") for w in words):
         wrong = next((w for w in words if w.startswith("-")), words[-1])
         raise ConfigError(
-            f"cannot tell what {wrong!r} is", where="command line", fix="erniekit recipes [NAME] [--json | --flat]"
+            f"cannot tell what {wrong!r} is",
+            where="command line",
+            fix="erniekit recipes [NAME] [--json | --flat] [--fits 8x80G]",
         )
     return words, cluster
 
 
-def _planner() -> Fits:
-    if not FITS:
-        raise LaterError(
-            "not in this version: which recipes fit a cluster",
-            where="--fits",
-            fix="the column `cards` has what ERNIEKit's guides name",
-        )
+def _planner(cluster: str) -> Fits:
     module, _, attr = FITS.partition(":")
-    found: Fits = getattr(import_module(module), attr)
+    found: Fits = getattr(import_module(module), attr)(cluster)
     return found
 
 
@@ -127,12 +147,11 @@ def _run(name: str, folder: Path) -> RunConfig:
     return load([path], purpose(load([path], "config")))
 
 
-def _row(name: str, folder: Path, facts: dict[str, Any], fits: Fits | None, cluster: str) -> RecipeRow:
-    cfg = _run(name, folder)
+def _row(name: str, cfg: RunConfig, facts: dict[str, Any]) -> RecipeRow:
     trains = cfg.command == "train"
     kind = cfg.precision.compute_type
     method = cfg.lora.fine_tuning + ("" if kind == "bf16" else f" {kind}")
-    row = RecipeRow(
+    return RecipeRow(
         name,
         cfg.train.stage if trains else cfg.command,
         Path(cfg.model.model_name_or_path or "-").name,
@@ -142,7 +161,6 @@ def _row(name: str, folder: Path, facts: dict[str, Any], fits: Fits | None, clus
         next((p["word"] for p in _proofs(name, facts)), READ),
         "; ".join(dict.fromkeys(item.what for item in not_yet_supported(cfg) if item.stops)),
     )
-    return replace(row, fits=fits(cfg, cluster)) if fits and trains else row
 
 
 def _length(tokens: int) -> str:
@@ -154,17 +172,33 @@ def _proofs(name: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [proof for proof in facts["proven"] if any(fnmatchcase(name, pattern) for pattern in proof["recipes"])]
 
 
-def _table(rows: Sequence[RecipeRow], columns: Sequence[str], facts: dict[str, Any]) -> list[str]:
-    cells = [list(columns), *([str(getattr(row, column)) for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+def _lines(rows: Sequence[RecipeRow], columns: Sequence[str]) -> list[str]:
+    widths = _widths(rows, columns)
+    cells = ([getattr(row, column) for column in columns] for row in rows)
+    return [paint(_line(columns, widths), "bold"), *(_line(each, widths) for each in cells)]
+
+
+def _widths(rows: Sequence[RecipeRow], columns: Sequence[str]) -> list[int]:
+    least = {"planned": len("1024x80G")}  # of lines that are printed before the next is known
+    return [max(len(c), least.get(c, 0), *(len(getattr(row, c)) for row in rows)) for c in columns]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _legend(rows: Sequence[RecipeRow], facts: dict[str, Any]) -> list[str]:
     used = {row.proven for row in rows}
     legend = [f"{p['word']:<12} {p['what']}" for p in facts["proven"] if p["word"] in used]
     legend += [f"{READ:<12} read and resolved; never run"] if READ in used else []
     if missing := sum(bool(row.not_yet) for row in rows):
         legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME says why")
-    head = paint(lines[0], "bold")
-    return [head, *lines[1:], "", *legend, "cards        what ERNIEKit's own guides name; not measured here"]
+    legend.append("cards        what ERNIEKit's own guides name; not measured here")
+    if any(row.fits for row in rows):
+        legend.append(
+            "planned      the fewest such cards by plan, in any layout; erniekit plan RECIPE --cluster shows which"
+        )
+    return legend
 
 
 def _flat(names: list[str], folder: Path) -> list[str]:

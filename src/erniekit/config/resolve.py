@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     layout.inputs_are_offloaded_with_recompute,
     batch.training_files_agree,
     batch.evaluation_files_agree,
+    batch.buckets_are_a_word_or_lengths,
     batch.prompt_fits_sequence,
     batch.script_batch_size_counts,
     batch.batch_size_sets_per_device,

@@ -5,12 +5,13 @@ The loader's threads call `collate`; the trainer moves the result to the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from erniekit.data.buckets import fit
 from erniekit.data.types import IGNORE, Batch, Future, Pack
 
 
@@ -65,6 +66,27 @@ def collate(
         real=real,
     )
     return with_future(batch, ahead) if ahead else batch
+
+
+def collate_joined(
+    packs: Sequence[Pack], *, lengths: Sequence[int], collate: Callable[..., Batch] = collate, pad_id: int = 0
+) -> Batch:
+    """All packs end to end in one row, padded to the shortest of `lengths` that holds them: the same documents with the
+    same positions and labels as in rows of their own, in one of a few shapes. collate: for one row of known length;
+    preference_collate.py has another."""
+    joined = Pack(tuple(sample for pack in packs for sample in pack.samples), packs[0].index)
+    used = [sum(len(sample.ids) for sample in pack.samples) for pack in packs]
+    batch = collate([joined], pad_id=pad_id, pad_to=fit(sum(used), lengths))
+    if batch.real is None:  # a row that happens to be full is no other kind of row for what is compiled
+        batch = replace(batch, real=torch.ones_like(batch.input_ids, dtype=torch.bool))
+    if len(packs) == 1:
+        return batch
+    ends = np.cumsum(used)
+    place = np.arange(batch.input_ids.shape[1])
+    members = (place >= (ends - used)[:, None]) & (place < ends[:, None])
+    return replace(
+        batch, pack_indices=tuple(pack.index for pack in packs), members=torch.from_numpy(members), packed=True
+    )
 
 
 def with_future(batch: Batch, ahead: int) -> Batch:

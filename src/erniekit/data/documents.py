@@ -19,9 +19,9 @@ import numpy as np
 from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.mmap_files import TokenFiles
-from erniekit.data.token_cache import default_cache_dir
 from erniekit.data.types import IGNORE, Sample
 from erniekit.errors import ConfigError, DataError
+from erniekit.files.cache_folder import default_cache_dir
 from erniekit.files.unwritable import way_out
 
 PARTS = ("train", "eval", "test")

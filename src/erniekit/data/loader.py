@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
-from erniekit.data.collate import collate
+from erniekit.data.collate import collate, collate_joined
 from erniekit.data.pack import Members
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 
@@ -55,15 +56,20 @@ class BatchLoader:
         pad_id: int = 0,
         pad_multiple: int = 8,
         pad_to: int | None = None,
+        lengths: Sequence[int] = (),
         collate: Callable[..., Batch] = collate,
     ) -> None:
+        """lengths: rows of a micro-batch are joined and padded to one of these, instead of to `pad_to` each."""
         assert 0 <= dp_rank < dp_size
         self.stream, self.sources = stream, sources
         self.batch_size, self.accumulation = batch_size, accumulation
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.num_workers, self.prefetch = num_workers, prefetch
         self._collate = collate
-        self._padding = {"pad_id": pad_id, "pad_multiple": pad_multiple, "pad_to": pad_to}
+        self._padding: dict[str, Any] = {"pad_id": pad_id, "pad_multiple": pad_multiple, "pad_to": pad_to}
+        if lengths:
+            self._collate = partial(collate_joined, lengths=lengths, collate=collate)
+            self._padding = {"pad_id": pad_id}
         self._consumed = start_pack
         self._end = len(stream) if stream.epochs is not None else None
         self._pool: ThreadPoolExecutor | None = None

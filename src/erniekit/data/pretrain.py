@@ -28,11 +28,12 @@ from erniekit.data.mmap_files import SUFFIXES, TokenFiles, find, narrowest, open
 from erniekit.data.pack import Members
 from erniekit.data.report import DataReport, short
 from erniekit.data.text_job import TextJob
-from erniekit.data.token_cache import cores, default_cache_dir, digest_of
+from erniekit.data.token_cache import cores, digest_of
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Pack
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import OwnedFiles, own, settle
+from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import warn
 
 BLOCK = 1024  # positions that are blended together

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
+
+from erniekit.process_stat import START_TICKS, STATE, SYSTEM_TICKS, USER_TICKS, folder_of, stat_fields
 
 _IMPORTED = time.time()
 _KEPT_WAITING = "RD"  # for a processor, for a disk
@@ -25,10 +26,10 @@ class ProcessTimes:
 def times_of(pid: int) -> ProcessTimes | None:
     """None: not known here, or the process has ended."""
     try:
-        fields = _fields(Path(f"/proc/{pid}/stat"))
-        states = [_fields(task / "stat")[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+        fields = stat_fields(folder_of(pid))
+        states = [stat_fields(task)[STATE] for task in (folder_of(pid) / "task").iterdir()]
         second = os.sysconf("SC_CLK_TCK")
-        used, began = int(fields[11]) + int(fields[12]), int(fields[19])
+        used, began = int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS]), int(fields[START_TICKS])
     except (OSError, ValueError, IndexError, AttributeError):
         return None
     return ProcessTimes(used / second, began / second, any(state in _KEPT_WAITING for state in states))
@@ -40,11 +41,6 @@ def started() -> float:
     if own is None:
         return _IMPORTED
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + own.began
-
-
-def _fields(stat: Path) -> list[str]:
-    """Behind the program's name, which may hold anything."""
-    return stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 class Idle:

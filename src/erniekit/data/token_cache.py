@@ -29,6 +29,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, refuse_special, settle
+from erniekit.files.cache_folder import default_cache_dir
 from erniekit.files.unwritable import way_out
 
 REPORT = "report.json"
@@ -166,10 +167,6 @@ def _detected(path: Path, pairs: bool) -> str:
 def preference_rows(path: str | Path) -> DataError:
     """For a stage that learns one answer of a row."""
     return DataError("these rows hold preference pairs", where=str(path), fix="set `stage: DPO` for them")
-
-
-def default_cache_dir() -> Path:
-    return Path(os.environ.get("ERNIEKIT_CACHE") or Path.home() / ".cache" / "erniekit")
 
 
 def cores() -> int:

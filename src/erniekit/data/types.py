@@ -161,11 +161,14 @@ class More(NamedTuple):
     vision: Vision | None = None
     modality: torch.Tensor | None = None  # of Batch
     vision_tokens: int | None = None  # of Batch
+    members: torch.Tensor | None = None  # of Batch
 
 
 @dataclass
 class Batch:
-    """One micro-batch. A row is documents end to end, then padding (its own last document, never trained)."""
+    """One micro-batch. A row is documents end to end, then padding (its own last document, never trained).
+
+    Where rows of many lengths were joined (collate.py's `collate_joined`), all of them are in one row of tensors."""
 
     input_ids: torch.Tensor  # int64 [B, L]
     labels: torch.Tensor  # int64 [B, L], shifted, IGNORE where not trained
@@ -185,6 +188,13 @@ class Batch:
     modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: the model knows text alone
     beside_pictures: int | None = None  # num_label_tokens of documents with a picture; None: not counted, or cut since
     vision_tokens: int | None = None  # of modality, those that are not text; None: it is in host memory, to be counted
+    # bool [rows, L]: which tokens are of which row of the data, where several rows were joined; None: none were
+    members: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the data, whatever rows its tensors have."""
+        return int((self.input_ids if self.members is None else self.members).shape[0])
 
     @property
     def weight(self) -> int:
@@ -193,7 +203,8 @@ class Batch:
 
     def more(self) -> More:
         told = (self.num_label_tokens, self.beside_pictures)
-        return More(self.real, self.shared, self.future, *told, self.vision, self.modality, self._vision_tokens())
+        of_pictures = (self.modality, self._vision_tokens())
+        return More(self.real, self.shared, self.future, *told, self.vision, *of_pictures, members=self.members)
 
     def _vision_tokens(self) -> int | None:
         """Counted on the host alone: on a device it would wait for what is computed there."""
@@ -237,7 +248,8 @@ class Batch:
 
 
 TENSORS = (
-    "input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future", "vision", "modality"
+    "input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future", "vision", "modality",
+    "members",
 )  # fmt: skip
 
 

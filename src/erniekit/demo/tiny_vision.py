@@ -59,8 +59,9 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_tiny_seeing(folder: str | Path, seed: int = 0, layout: str = "hf") -> Path:
-    """`folder` with config.json, fp32 weights in `layout`, a tokenizer and a preprocessor_config.json."""
+def make_tiny_seeing(folder: str | Path, seed: int = 0, layout: str = "hf", **shape: Any) -> Path:
+    """`folder` with config.json, fp32 weights in `layout`, a tokenizer and a preprocessor_config.json. shape: fields of
+    config.json other than SHAPE's."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     english = [line for line in demo_text() if line.isascii()]
@@ -70,7 +71,7 @@ def make_tiny_seeing(folder: str | Path, seed: int = 0, layout: str = "hf") -> P
     ids = {"im_patch_id": image, "image_start_token_id": start, "image_end_token_id": end, "video_token_id": video}
     ids |= {"video_start_token_id": video_start, "video_end_token_id": video_end}
     spec = MODELS.get(FAMILY)
-    config = spec.read_config({**SHAPE, **ids}, "hf", False, str(folder))
+    config = spec.read_config({**SHAPE, **shape, **ids}, "hf", False, str(folder))
     model = spec.build(config)
     init_weights(model, seed, config.init_std)
     write_model(folder, config, model.state_dict().__getitem__, layout=layout)

@@ -137,8 +137,10 @@ def entry_of(word: str, env: Mapping[str, str]) -> DeviceEntry:
 def pick(word: str = AUTO, no_cuda: bool = False) -> Device:
     """The device for a `device` value, with what it lacks found out. `auto` takes the accelerator that is here, else
     the CPU."""
+    from erniekit.devices.kernel_caches import keep_kernels
     from erniekit.devices.probes import probed
 
+    keep_kernels()
     word = "cpu" if no_cuda else named(word, os.environ)
     asked = word
     if word == AUTO:

@@ -13,9 +13,9 @@ import torch
 from erniekit.devices import cuda_family
 from erniekit.devices.base import Device, Finding
 from erniekit.devices.cuda import CudaLikeDevice
-from erniekit.devices.findings import tool_finding, visible_finding
+from erniekit.devices.findings import NEVER_RUN, tool_finding, visible_finding
 
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = "check the driver (rocm-smi) and that torch is a ROCm build, or run with device=cpu"
 
 

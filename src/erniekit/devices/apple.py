@@ -9,8 +9,9 @@ import torch
 from erniekit.devices import accelerator
 from erniekit.devices.accelerator import AcceleratorDevice
 from erniekit.devices.base import Device, Event, Finding, HostEvent
+from erniekit.devices.findings import NEVER_RUN
 
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = "mps needs macOS on Apple silicon and an arm64 build of torch; or run with device=cpu"
 
 

@@ -13,11 +13,11 @@ import torch
 from erniekit.devices import accelerator
 from erniekit.devices.accelerator import AcceleratorDevice
 from erniekit.devices.base import Device, Finding
-from erniekit.devices.findings import package_version, tool_finding, visible_finding
+from erniekit.devices.findings import NEVER_RUN, package_version, tool_finding, visible_finding
 
 PLUGIN = "torch_npu"
 SET_UP = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = f"check npu-smi info, {SET_UP}, and that torch_npu imports; or run with device=cpu"
 
 

@@ -72,7 +72,7 @@ class Device:
     counts_memory: ClassVar[bool] = False  # the runtime tells what is allocated
     fast_bf16: ClassVar[bool] = False  # bf16 is no slower than fp32
     triton: ClassVar[bool] = False  # Triton kernels run here: ours, and those of torch.compile
-    records_graphs: ClassVar[bool] = False  # `graphed` works
+    records_graphs: ClassVar[bool] = False  # `graphed` and `recorded` work
     # A loss is multiplied by its scale where its gradients are formed, which saves a pass over them; elsewhere after.
     scales_in_loss: ClassVar[bool] = False
     # Capability -> why this kind has it not: known from its vendor's documentation, and not tried.
@@ -149,8 +149,18 @@ class Device:
         """The tensor's memory is not given away before the stream has done what it was given so far."""
         raise NotImplementedError
 
-    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
-        """`module` recorded for inputs of these shapes, forward and backward; calls to it are replayed."""
+    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...], memory: Any = None) -> Any:
+        """`module` recorded for inputs of these shapes, forward and backward; calls to it are replayed. memory: of
+        `graph_memory`, where recordings share it that never run at once; None: its own."""
+        raise NotImplementedError
+
+    def graph_memory(self) -> Any:
+        """For recordings that share their memory."""
+        raise NotImplementedError
+
+    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` is run, and recorded: calls of the result launch the same on the same tensors, at once. What it leaves
+        in tensors of its own is good until the next call of anything recorded here."""
         raise NotImplementedError
 
     # --- memory, in bytes ---

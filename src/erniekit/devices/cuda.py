@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -83,8 +84,24 @@ class CudaDevice(Device):
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
-    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
-        return torch.cuda.make_graphed_callables(module, inputs)
+    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...], memory: Any = None) -> Any:
+        return torch.cuda.make_graphed_callables(module, inputs, pool=memory)
+
+    def graph_memory(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        aside = torch.cuda.Stream(self.handle)
+        aside.wait_stream(torch.cuda.current_stream(self.handle))
+        with torch.cuda.stream(aside):  # what is built or chosen at first use must not be recorded
+            work()
+            work()
+        torch.cuda.current_stream(self.handle).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # One pool of memory for all: replayed one after the other, none needs what another left.
+        with torch.cuda.graph(graph, pool=_graph_pool(), capture_error_mode="thread_local"):
+            work()
+        return graph.replay
 
     def free_memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info()
@@ -118,6 +135,11 @@ class CudaDevice(Device):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
+
+
+@cache
+def _graph_pool() -> Any:
+    return torch.cuda.graph_pool_handle()
 
 
 class CudaLikeDevice(CudaDevice):

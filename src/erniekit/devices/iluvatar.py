@@ -14,9 +14,9 @@ import torch
 from erniekit.devices import cuda_family
 from erniekit.devices.base import Device, Finding
 from erniekit.devices.cuda import CudaLikeDevice
-from erniekit.devices.findings import sdk_finding, tool_finding, visible_finding
+from erniekit.devices.findings import NEVER_RUN, sdk_finding, tool_finding, visible_finding
 
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = "check the driver (ixsmi) and that torch is the vendor's build (+corex), or run with device=cpu"
 
 

@@ -9,9 +9,9 @@ import torch
 from erniekit.devices import accelerator
 from erniekit.devices.accelerator import AcceleratorDevice
 from erniekit.devices.base import Device, Finding
-from erniekit.devices.findings import visible_finding
+from erniekit.devices.findings import NEVER_RUN, visible_finding
 
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = "check the driver (xpu-smi discovery) and that torch is an xpu build, or run with device=cpu"
 
 

@@ -13,10 +13,10 @@ import torch
 from erniekit.devices import cuda_family
 from erniekit.devices.base import Device, Finding
 from erniekit.devices.cuda import CudaLikeDevice
-from erniekit.devices.findings import package_version, tool_finding, visible_finding
+from erniekit.devices.findings import NEVER_RUN, package_version, tool_finding, visible_finding
 
 PLUGIN = "torch_xmlir"
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = "check the driver (xpu-smi) and that torch_xmlir imports, or run with device=cpu"
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 from erniekit.devices import accelerator
 from erniekit.devices.accelerator import AcceleratorDevice
 from erniekit.devices.base import Device, Finding
-from erniekit.devices.findings import package_version, tool_finding, visible_finding
+from erniekit.devices.findings import NEVER_RUN, package_version, tool_finding, visible_finding
 
 PLUGIN = "torch_musa"
-EVIDENCE = "written from public sources; never run by us on a card of this vendor"
+EVIDENCE = NEVER_RUN
 WHEN_ABSENT = "check the driver (mthreads-gmi) and that torch_musa imports, or run with device=cpu"
 
 

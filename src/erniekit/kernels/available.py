@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeVar
@@ -16,17 +16,31 @@ import torch
 from torch.library import custom_op, triton_op
 
 from erniekit import capabilities
+from erniekit.kernels import broken
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def loaded(name: str, *needed: str) -> ModuleType | None:
-    """An optional module that has all it is wanted for; None where it is not installed or does not load."""
+def loaded(name: str, *needed: str, package: str = "") -> ModuleType | None:
+    """An optional module that has all it is wanted for; None where it is not installed or does not load. package: what
+    it is installed as; says so where it is there and does not load."""
     try:
         module = import_module(name)
-    except Exception:  # a version that does not fit the driver, Python or torch raises whatever it likes
+        if missing := [each for each in needed if not hasattr(module, each)]:
+            raise ImportError(f"{name} has no {missing[0]}")
+    except Exception as problem:  # a version that does not fit the driver, Python or torch raises whatever it likes
+        if package and installed(package):
+            broken.report(package, problem)
         return None
-    return module if all(hasattr(module, each) for each in needed) else None
+    return module
+
+
+def installed(package: str) -> bool:
+    """Whether a package is there, by the name it is installed under: importing one of kernels takes seconds."""
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 if find_spec("torch_xmlir") is not None:  # Kunlunxin's: has to come before the first question to torch.cuda

@@ -14,6 +14,8 @@ import torch
 
 from erniekit.log import warn_once
 
+PACKAGE = "nvidia-cudnn-frontend"
+
 
 @functools.cache
 def library() -> Any:

@@ -22,7 +22,7 @@ import torch
 
 from erniekit.kernels import expert_reference
 from erniekit.kernels.available import shapes_of
-from erniekit.kernels.expert_reference import Low, Tail
+from erniekit.kernels.low_rank import Low, Tail
 from erniekit.kernels.moe_permute import Order
 from erniekit.kernels.op_arguments import WEIGHT, OpArguments
 from erniekit.kernels.quantised_rows import Rows, quantised, quantised_by_expert

@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product, implementation
+from erniekit.kernels.low_rank import Low, Tail
 from erniekit.kernels.quantised_rows import Scaled
-
-Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any strides, and what its product is scaled by
-Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, rank] and their factor [E, rank, width]
 
 
 def take(

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from erniekit.kernels import broken
 from erniekit.kernels.available import loaded, shapes_of
-from erniekit.log import warn_once
 
+PACKAGE = "flash-attn-4"
 HEAD_DIMS = (64, 128)
 LEAST = 256  # "the longest" told to it: of shorter ones it would make other kernels
 
@@ -22,7 +23,7 @@ LEAST = 256  # "the longest" told to it: of shorter ones it would make other ker
 @functools.cache
 def library() -> Any:
     """The package's module, or None where it is not installed or does not load."""
-    return loaded("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
+    return loaded("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", package=PACKAGE)
 
 
 @functools.cache
@@ -47,9 +48,7 @@ def why_not(group: int, head_dim: int, packed: bool, grad: bool, device: torch.d
             if grad:
                 backward(q, out, k, k, out, stats, bounds, bounds, LEAST, LEAST)
     except Exception as problem:
-        warn_once(
-            f"attention: FlashAttention-4 is installed and does not work here ({type(problem).__name__}: {problem})"
-        )
+        broken.report(PACKAGE, problem)
         return f"does not work here ({type(problem).__name__})"
     return None
 

@@ -10,12 +10,10 @@ import torch
 
 from erniekit.kernels.available import has_triton
 from erniekit.kernels.grouped_gemm import spans
+from erniekit.kernels.low_rank import Tail
 from erniekit.kernels.quantised_rows import dequantised
 from erniekit.kernels.selection import Fp8Facts, chosen
 
-Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor [E, n, N]
-
-HIGHEST_RANK = 64  # of low-rank updates whose factors fit beside the tiles of a product
 ALL_IN_TRITON = True  # products without low-rank updates too
 
 
@@ -29,9 +27,14 @@ def transposed(image: torch.Tensor) -> torch.Tensor:
 
 
 def product(
-    x8: torch.Tensor, xs: torch.Tensor, w8: torch.Tensor, ws: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    x8: torch.Tensor,
+    xs: torch.Tensor,
+    w8: torch.Tensor,
+    ws: torch.Tensor | None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """x8 [R, K], xs [R, 1], w8 [N, K], ws [N, 1] -> x w^T [R, N]."""
+    """x8 [R, K], xs [R, 1], w8 [N, K], ws [N, 1] (None: ones) -> x w^T [R, N]."""
+    ws = _scales(w8, ws)
     if not x8.is_cuda:
         return (dequantised(x8, xs) @ dequantised(w8, ws).t()).to(dtype)
     if not x8.shape[0]:
@@ -61,10 +64,10 @@ def grouped(
         return out
     if not rows8.shape[0]:
         return torch.empty(0, w8.shape[1], dtype=dtype, device=rows8.device)
-    if ALL_IN_TRITON and _in_triton(rows8, w8):
-        from erniekit.kernels.triton import fp8_grouped
+    if ALL_IN_TRITON and _in_triton(rows8, w8.shape[1]):
+        from erniekit.kernels.triton import grouped_products
 
-        return fp8_grouped.grouped(rows8, rs, w8, ws, ends, [], 1.0).to(dtype)
+        return grouped_products.in_fp8(rows8, rs, w8, ws, ends, [], 1.0).to(dtype)
     answers = torch._scaled_grouped_mm(
         rows8, w8.transpose(1, 2), rs.view(-1), _scales(w8, ws).squeeze(-1), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=True,
@@ -84,17 +87,24 @@ def grouped_plus(
 ) -> torch.Tensor | None:
     """`grouped` + scale * the sum of z factor over tails (z [R, n], factor [E, n, N]) in one pass, rounded once; None:
     nothing here does that, and the caller adds them."""
-    if not rows8.is_cuda or not rows8.shape[0] or dtype != torch.bfloat16 or not _in_triton(rows8, w8):
+    if not adds_in_product(rows8, w8.shape[1], tails, scale, dtype):
         return None
-    if len(tails) > 2 or scale == 0 or any(z.dtype != dtype or z.shape[1] > HIGHEST_RANK for z, _ in tails):
-        return None
-    from erniekit.kernels.triton import fp8_grouped
+    from erniekit.kernels.triton import grouped_products
 
-    return fp8_grouped.grouped(rows8, rs, w8, ws, ends, tails, scale)
+    return grouped_products.in_fp8(rows8, rs, w8, ws, ends, tails, scale)
 
 
-def _in_triton(rows8: torch.Tensor, w8: torch.Tensor) -> bool:
-    facts = Fp8Facts(rows8.device, rows8.shape[1], w8.shape[1], experts=True)
+def adds_in_product(rows: torch.Tensor, out: int, tails: list[Tail], scale: float, dtype: torch.dtype) -> bool:
+    """Whether updates can be added in the pass of a product that is `out` wide. rows: in fp8 or not yet."""
+    if not rows.is_cuda or not rows.shape[0] or dtype != torch.bfloat16 or not _in_triton(rows, out):
+        return False
+    from erniekit.kernels.triton import grouped_products
+
+    return grouped_products.takes(tails, scale, dtype)
+
+
+def _in_triton(rows: torch.Tensor, out: int) -> bool:
+    facts = Fp8Facts(rows.device, rows.shape[1], out, experts=True)
     return chosen("experts' fp8 products", facts) == "triton"
 
 

@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from erniekit import capabilities
 
 
-def frame_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """q, k, v [P, N, D] -> [P, N, D]. sizes: the patches of each frame, on the host."""
+def frame_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int], bounds: torch.Tensor | None = None
+) -> torch.Tensor:
+    """q, k, v [P, N, D] -> [P, N, D]. sizes: the patches of each frame, on the host. bounds: int32 [frames + 1], where
+    each begins, on the device; None: made here."""
     if not sizes:
         return q + k + v  # no rows; gradients of none reach all three
     if q.is_cuda and capabilities.has("varlen") and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
-        return _varlen(q, k, v, sizes)
+        return _varlen(q, k, v, sizes, bounds)
     return _by_size(q, k, v, sizes)
 
 
@@ -36,10 +39,13 @@ def _by_size(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int], bounds: torch.Tensor | None
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(q.device, non_blocking=True)
+    if bounds is None:
+        bounds = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(q.device, non_blocking=True)
     longest = max(sizes)
     result: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, -1))
     return result  # type: ignore[no-any-return]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from erniekit.kernels import quack_gemm
 from erniekit.kernels.blocked_products import blocked_outer, blocked_product
-from erniekit.kernels.selection import ALIGNED, ProductFacts, chosen
+from erniekit.kernels.low_rank import Tail
+from erniekit.kernels.selection import ALIGNED, ExpertFacts, ProductFacts, chosen
 
 
 def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -40,6 +41,29 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
     rows = rows.contiguous()
     out = quack_gemm.grouped(rows, weight, ends) if by == "quack" else F.grouped_mm(rows, weight, offs=ends)
     return out[:, :width] if wider else out
+
+
+def grouped_product_plus(
+    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float
+) -> torch.Tensor:
+    """`grouped_product` + scale * the sum of z factor over tails (z [R, n], factor [E, n, W]), rounded once. Only where
+    `adds_in_product` says so."""
+    from erniekit.kernels.triton import grouped_products
+
+    if not weight.is_contiguous() and not weight.transpose(1, 2).is_contiguous():
+        weight = weight.contiguous()
+    return grouped_products.in_bf16(rows.contiguous(), weight, ends, tails, scale)
+
+
+def adds_in_product(rows: torch.Tensor, out: int, tails: list[Tail], scale: float) -> bool:
+    """Whether updates can be added in the pass of a product that is `out` wide."""
+    ranks = tuple(z.shape[1] for z, _ in tails)
+    facts = ExpertFacts(rows.device, rows.dtype, rows.shape[1], out, ranks)
+    if not rows.shape[0] or chosen("experts' products with updates", facts) != "triton":
+        return False
+    from erniekit.kernels.triton import grouped_products
+
+    return grouped_products.takes(tails, scale, rows.dtype)
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,21 @@ Called by expert_mlp.py, head_gradients.py and gate_up.py. R rows, D what is sum
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from erniekit.kernels import broken
 from erniekit.kernels.available import loaded
 from erniekit.kernels.swiglu import pairs
 from erniekit.kernels.swiglu import reference as swiglu
 from erniekit.log import warn_once
 
+PACKAGE = "quack-kernels"
 APART = 0.02  # of two right answers in bf16, relative
 WIDE, MANY = 16384, 1024  # columns and rows from which a head's logits are faster: 5 to 9 %
 
@@ -27,7 +31,7 @@ Trial = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]  # what came
 @functools.cache
 def library() -> Any:
     """Its module, or None where it is not installed or does not load."""
-    return loaded("quack.gemm_interface", "gemm", "gemm_act")
+    return loaded("quack.gemm_interface", "gemm", "gemm_act", package=PACKAGE)
 
 
 @functools.cache
@@ -45,11 +49,25 @@ def agrees(what: str, trial: Trial) -> bool:
     try:
         far = float(torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(*trial())]).max())
     except Exception as problem:
-        warn_once(f"{what}: quack-kernels does not work here ({type(problem).__name__}: {problem})")
+        broken.report(PACKAGE, cause(problem))
         return False
     if not far <= APART:
         warn_once(f"{what}: quack-kernels is off by {far:.1%} here and not used")
     return far <= APART
+
+
+def cause(problem: Exception) -> Exception:
+    """What to tell of. quack-kernels keys an epilogue by its source and by all that this reaches, up to installed code,
+    which it knows by the name of a folder. Where cutlass lies elsewhere (`pip install --target`) it goes on into that,
+    to an object that has no key, and says nothing of the folder."""
+    cutlass = getattr(sys.modules.get("cutlass"), "__file__", None)
+    if not cutlass or "semantic key" not in str(problem):
+        return problem
+    if {"site-packages", "dist-packages"} & set(Path(cutlass).parts):
+        return problem
+    told = ImportError(f"cutlass is not in a folder named site-packages\nbut {cutlass}")
+    told.__cause__ = problem
+    return told
 
 
 def _draws(device: torch.device) -> Callable[..., torch.Tensor]:

@@ -54,7 +54,7 @@ _LIBRARY.define("router_logits_backward(Tensor grad, Tensor x, Tensor weight, bo
 
 
 def _forward(x, weight):  # type: ignore[no-untyped-def]
-    return _product(x, side_by_side(weight, (0, 1, 2), 0).t()).view(x.shape[0], 3, -1).sum(1)
+    return _product(x, side_by_side(weight, (0, 1, 2), 0).t()).unflatten(1, (3, weight.shape[0])).sum(1)
 
 
 @shapes_of("erniekit::router_logits")

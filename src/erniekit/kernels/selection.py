@@ -21,6 +21,7 @@ from erniekit.kernels.available import why_no_triton
 ALIGNED = 8  # widths of 16-bit numbers that tensor cores' kernels load are multiples of this
 HIGHEST_RANK = 128  # of adapters that the expert kernels hold in registers
 LISTED = "queries and keys of different lengths have bounds: packed attention"
+PAGED_HEADS = (16, 32, 64, 128, 256)  # channels of a head that paged attention's tiles take
 GATED_HIDDEN = 2048  # widest input of gate and up that is faster with SwiGLU in the product: 0.16 for 0.24 ms at 1024
 
 
@@ -60,6 +61,15 @@ class GateUpFacts:
     hidden: int
     rows: int  # of gate and up together, on this rank
     whole: bool  # one plain weight, without bias, adapters and collectives around it
+
+
+@dataclass(frozen=True)
+class PagedFacts:
+    """Of a server's attention over its cache, and of what else of a step runs in Triton."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,15 @@ def _no_cudnn_packs(f: AttentionFacts) -> str | None:
         return "takes up to 32 GiB for the same bits each time"
     if torch.cuda.get_device_capability(f.device) < (9, 0):
         return "for Hopper cards and newer"
-    return None if cudnn_packed.library() is not None else "nvidia-cudnn-frontend is not installed"
+    return None if cudnn_packed.library() is not None else f"{cudnn_packed.PACKAGE} is not installed"
+
+
+def _no_paged(f: PagedFacts) -> str | None:
+    if problem := _no_triton(f.device):
+        return problem
+    if f.head_dim not in PAGED_HEADS:
+        return f"for heads of {', '.join(map(str, PAGED_HEADS))} channels, not {f.head_dim}"
+    return None
 
 
 def _no_expert_kernels(f: ExpertFacts) -> str | None:
@@ -167,6 +185,12 @@ def _no_fp8_tiles(f: Fp8Facts) -> str | None:
     return None if torch.cuda.get_device_capability(f.device) == fp8_cards.GROUPED else "for Hopper cards"
 
 
+def _no_bf16_tiles(f: ExpertFacts) -> str | None:
+    if problem := _no_nvidia(f.device) or _no_expert_kernels(f):
+        return problem
+    return None if torch.cuda.get_device_capability(f.device) == fp8_cards.GROUPED else "for Hopper cards"
+
+
 def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
     def why_not(f: ProductFacts) -> str | None:
         return _no_nvidia(f.device) or _no_grouped(f) or quack_gemm.why_not(what, f.device)
@@ -199,6 +223,8 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("flash", lambda f: _no_triton(f.device) or capabilities.why_not("varlen")),
         Implementation("sdpa", _none),
     ),
+    # Of a server: keys and values lie in blocks of a pool.
+    "paged attention": (Implementation("triton", _no_paged), Implementation("gathered", _none)),
     "feed-forward": (Implementation("quack", _no_gated), Implementation("product and swiglu", _none)),
     "experts": (Implementation("triton", _no_expert_kernels), Implementation("plain", _none)),
     "grouped products": (
@@ -207,6 +233,8 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("blocks", _no_blocks),
         Implementation("loop", _none),
     ),
+    # Low-rank updates in the pass of a product; apart: a pass of their own after it.
+    "experts' products with updates": (Implementation("triton", _no_bf16_tiles), Implementation("apart", _none)),
     # Emulated: fp8 values multiplied in fp32, rounded once.
     "fp8 products": (Implementation("tensor cores", _no_fp8), Implementation("emulated", _none)),
     "experts' fp8 products": (Implementation("triton", _no_fp8_tiles), Implementation("torch", _none)),

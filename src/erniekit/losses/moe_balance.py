@@ -73,11 +73,12 @@ class RouterLosses(nn.Module):
     def forward(self, y_BLH: torch.Tensor, routing: Any, router: Any, ctx: Any) -> torch.Tensor:
         if ctx.record is None:  # evaluation
             return y_BLH
-        real = self._real(ctx.real, y_BLH.shape[1])
+        real = self._here(ctx.real, y_BLH.shape[1])
         with torch.no_grad():
-            chosen = routing.ids if real is None else torch.where(real.view(-1, 1), routing.ids, router.experts)
+            chosen = routing.ids if real is None else torch.where(real.reshape(-1, 1), routing.ids, router.experts)
             ctx.record["usage"] = count(chosen, router.experts)
-        terms = self._terms(routing, router, y_BLH.shape[0], real)
+        members = self._here(ctx.members, y_BLH.shape[1])
+        terms = self._terms(routing, router, y_BLH.shape[0], real, members)
         loss = torch.zeros((), device=y_BLH.device)
         for term, (value, rows) in terms.items():
             ctx.record[METRICS[term]] = (value.detach(), rows)
@@ -85,21 +86,23 @@ class RouterLosses(nn.Module):
             loss = loss + value * (getattr(self.weights, term) / shared)
         return _Attach.apply(y_BLH, loss, self.share) if loss.requires_grad else y_BLH
 
-    def _real(self, real_BL: torch.Tensor | None, length: int) -> torch.Tensor | None:
-        if real_BL is None or real_BL.shape[1] == length:
-            return real_BL
+    def _here(self, of_tokens: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """[..., L] of whole rows -> of the slice this rank works on."""
+        if of_tokens is None or of_tokens.shape[1] == length:
+            return of_tokens
         place, pieces = self.piece
-        return real_BL.chunk(pieces, dim=1)[place]
+        return of_tokens.chunk(pieces, dim=1)[place]
 
     def _terms(
-        self, routing: Any, router: Any, B: int, real: torch.Tensor | None
+        self, routing: Any, router: Any, B: int, real: torch.Tensor | None, members: torch.Tensor | None = None
     ) -> dict[str, tuple[torch.Tensor, Any]]:
-        """Each term's sum over the rows, and how many those are."""
-        w, rows = self.weights, 1 if self.whole_batch else B
+        """Each term's sum over the rows, and how many those are. members [rows, T]: whose tokens are whose, where rows
+        of the data were joined."""
+        w, rows = self.weights, 1 if self.whole_batch else B if members is None else members.shape[0]
         out: dict[str, tuple[torch.Tensor, Any]] = {}
         if w.aux or w.z:
             masked = real if self.modal or not self.whole_batch else None
-            aux, z = _per_row(routing, router, rows, masked, self.sum_over)
+            aux, z = _per_row(routing, router, rows, masked, self.sum_over, members)
             out |= {"aux": (aux.sum(), rows)} if w.aux else {}
             out |= {"z": (z.sum(), rows)} if w.z else {}
         if w.orthogonal and router.weight.requires_grad:
@@ -122,7 +125,12 @@ class RouterLosses(nn.Module):
 
 
 def _per_row(
-    routing: Any, router: Any, rows: int, real: torch.Tensor | None, sum_over: Callable[[torch.Tensor], torch.Tensor]
+    routing: Any,
+    router: Any,
+    rows: int,
+    real: torch.Tensor | None,
+    sum_over: Callable[[torch.Tensor], torch.Tensor],
+    members: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """aux [rows] = E * sum over experts of (share of choices * mean probability), z [rows] = mean logsumexp^2."""
     E = router.experts
@@ -133,7 +141,11 @@ def _per_row(
         tokens = torch.ones_like(routing.probs[:, :1]) if real is None else real.reshape(-1, 1).float()
     z = routing.logits.logsumexp(-1, keepdim=True).square()
     table = torch.cat((routing.probs, z, chosen, torch.ones_like(tokens)), dim=-1) * tokens
-    sums = sum_over(table.view(rows, table.shape[0] // rows, 2 * E + 2).sum(1))
+    if members is None:
+        sums = table.view(rows, table.shape[0] // rows, 2 * E + 2).sum(1)
+    else:  # a product, which adds up in one order on any device
+        sums = members.to(table.dtype) @ table
+    sums = sum_over(sums)
     counted = sums[:, -1].detach().clamp(min=1)
     share_of_choices = sums[:, E + 1 : 2 * E + 1].detach() / counted[:, None]
     aux = E * (share_of_choices * sums[:, :E] / counted[:, None]).sum(-1)

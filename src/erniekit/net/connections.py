@@ -25,6 +25,7 @@ from erniekit.files.descriptors import raise_descriptors
 from erniekit.log import warn
 from erniekit.net.hosts import client_group
 
+CONNECTION = "erniekit.connection"  # in a request's scope: its LimitedProtocol
 MOST = 1024  # connections, where descriptors allow
 LEAST = 4
 RESERVE = 32  # descriptors for files, and for connections that are accepted and not yet counted
@@ -166,6 +167,18 @@ class LimitedProtocol(H11Protocol):
         super().data_received(data)
         if self.active and self.first is not None:
             self.first, self.since = None, time.monotonic()
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]
+
+    async def write_chunk(self, body: bytes) -> bool:
+        """A piece of the body of a response whose head was sent, past the layers between, which cost more than it.
+        False: not for this client, and nothing was written."""
+        if self.conn.their_http_version != b"1.1":  # older ones know no chunks
+            return False
+        if self.flow.write_paused and not self.cycle.disconnected:
+            await self.flow.drain()
+        if not self.cycle.disconnected and body:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def _in_tiny_chunks(self, data: bytes) -> bool:
         """A chunked body in more pieces than its size explains: each costs the parser as much as a whole request."""

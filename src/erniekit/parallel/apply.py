@@ -18,12 +18,13 @@ from erniekit.parallel import comm
 from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
 from erniekit.parallel.context import KeysOfAll
-from erniekit.parallel.cuda_graphs import GraphedLayers
+from erniekit.parallel.cuda_graphs import Graphed, GraphedLayers
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.expert import apply_expert_parallel
 from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.host_layers import HostLayers
+from erniekit.parallel.memory import give_memory
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.packed_shards import PackedShards, is_packed_bytes, weight_of
 from erniekit.parallel.pipeline import Pipeline
@@ -39,7 +40,7 @@ class SpreadOptions:
     recompute: str | None = None  # granularity
     no_recompute_layers: tuple[int, ...] = ()
     compile: bool = False
-    graphed: tuple[int, int, int] | None = None  # GraphedLayers' rows, length and micro-batches
+    graphed: Graphed | None = None  # None: layers are launched
     schedule: str = "auto"
     runner: str = "erniekit"  # of pipelines: erniekit | torch
     offload: bool = False  # of what fully_shard spreads
@@ -120,7 +121,7 @@ def parallelise(
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:
-            part.run_layers = GraphedLayers(part, device, *options.graphed)  # type: ignore[assignment]
+            part.run_layers = GraphedLayers(part, device, options.graphed)  # type: ignore[assignment]
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
     # torch wants shards that live on the host to be born there.
@@ -129,7 +130,7 @@ def parallelise(
         done: set[int] = set()
         for part, host, pieces in zip(modules, hosted, shards, strict=True):
             _give_memory(part, home)
-            _pack(part, sharding, world, device.handle, compute, fill, host, pieces)
+            _pack(part, sharding, world, device, compute, fill, host, pieces)
             for name, param in part.named_parameters():
                 if id(param) not in done and not is_packed_bytes(name):
                     done.add(id(param))
@@ -159,24 +160,28 @@ def _pack(
     part: nn.Module,
     sharding: Sharding,
     world: World,
-    device: torch.device,
+    device: Device,
     compute: torch.dtype,
     fill: Callable[[str, torch.Tensor], None],
     host: HostLayers,
     pieces: PackedShards,
 ) -> None:
     """Frozen weights that are not kept plain, one after the other: memory holds one of them both ways at most."""
+    on_host = device.handle.type == "cpu"
     for name, module in part.named_modules():
         holder: Any = module
         if getattr(holder, "packed_shape", None) is None or holder.is_packed:
             continue
         weight = weight_of(name)
         sharding.packed.add(weight)
-        piece = torch.empty(holder.held_shape, dtype=compute, device=device)
+        piece = torch.empty(holder.held_shape, dtype=compute, device=device.handle)
         fill(weight, piece)
         holder.pack(piece, _agree(world.group("tp")) if sharding.cuts_columns(weight, world.rank) else None)
         host.take(holder)
         pieces.take(holder, weight)
+        if on_host:  # malloc keeps the holes that plain weights leave between packed ones: more with every layer
+            del piece
+            device.empty_cache()
 
 
 def _agree(group: ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -190,4 +195,4 @@ def _agree(group: ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]
 def _give_memory(part: nn.Module, device: torch.device) -> None:
     """Only what is still without: stages may share a tied embedding."""
     if any(p.is_meta for p in part.parameters()):
-        part.to_empty(device=device)
+        give_memory(part, device)

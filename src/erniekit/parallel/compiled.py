@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,28 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
             module.forward = torch._dynamo.disable(module.forward)
         whole = not waiting and not packs_on_host and not (shards_inside and layer.sparse)
         layer.forward = torch.compile(layer.forward, fullgraph=whole, dynamic=False, backend=BACKEND)
+    compile_row_functions(part)
+
+
+def compile_row_functions(part: nn.Module) -> None:
+    """Functions of modules that name them in `by_row`: element by element, of as many rows as there are this time. One
+    compilation serves all modules that have the same one."""
+    done: dict[Any, Any] = {}
+    for module in part.modules():
+        for name in getattr(module, "by_row", ()):
+            function = getattr(module, name)
+            if function not in done:
+                done[function] = _over_rows(torch.compile(function, fullgraph=True, backend=BACKEND))
+            setattr(module, name, done[function])
+
+
+def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: torch.Tensor) -> Any:
+        for one in given:
+            torch._dynamo.maybe_mark_dynamic(one, 0)
+        return function(*given)
+
+    return call
 
 
 _eager = False

@@ -53,7 +53,7 @@ def split(batch: Any, rank: int, ranks: int, picture_tokens: CountTokens | None 
     if ranks == 1:
         return batch
     parts = {name: take(getattr(batch, name), rank, ranks) for name in ("input_ids", "labels", "positions")}
-    for name in ("real", "modality"):
+    for name in ("real", "modality", "members"):
         if getattr(batch, name) is not None:
             parts[name] = take(getattr(batch, name), rank, ranks)
     if batch.vision is not None:

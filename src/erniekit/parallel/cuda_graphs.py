@@ -5,7 +5,7 @@ device's work. Used by apply.py. Embedding, head and loss stay outside: how many
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,32 +15,46 @@ from erniekit.kernels.packed_attention import Packs
 from erniekit.log import say
 from erniekit.parallel.compiled import is_eager
 
-SHAPES = 2  # that are recorded; each keeps the memory of its activations
+KINDS = 2  # of batches of one length that are recorded: rows of one document and packs
 LAUNCHED = 2  # steps of a large model before it is recorded: they tell what its activations and its optimiser take
 GIB = 1024**3
 
 
+class Graphed(NamedTuple):
+    """Of the batches to come: rows, the lengths these may have, and micro-batches a step."""
+
+    rows: int
+    lengths: tuple[int, ...]
+    micro_batches: int
+
+
 class GraphedLayers:
     """In place of a model's `run_layers`. What it cannot replay runs as before: other shapes, evaluation, documents
-    that share keys."""
+    that share keys.
 
-    def __init__(self, model: Any, device: Device, rows: int, length: int, micro_batches: int) -> None:
-        """rows, length: of the batches to come. micro_batches: of a step; a replay writes gradients where the one
-        before wrote them, so that each of several is copied first."""
+    All recordings share their memory, so that several lengths take little more than the longest. That is right as long
+    as each forward pass is followed by its own backward pass: the next replay may write over what it kept."""
+
+    def __init__(self, model: Any, device: Device, batches: Graphed) -> None:
+        """A replay writes gradients where the one before wrote them, so that each of several micro-batches' is copied
+        first."""
         self.model, self.device, self.plain = model, device, model.run_layers
-        self.shape, self.micro_batches = (rows, length), micro_batches
+        self.rows, self.lengths, self.micro_batches = batches
+        self.most = max(KINDS, len(self.lengths))
         self.recorded: dict[Any, Any] = {}
         self.launched, self.room = 0, True
+        self._pool: Any = None  # the memory they share, once there is one
+        self._copied: list[Any] = []  # hooks that copy gradients
 
     def __call__(self, x_BLH: torch.Tensor, ctx: Any) -> torch.Tensor:
         result: torch.Tensor
         if not self._fits(x_BLH, ctx):
             result = self.plain(x_BLH, ctx)
             return result
-        documents = None if ctx.packs is None else ctx.packs.bounds.shape
-        key = (ctx.kernel, documents, _real(ctx) is None, ctx.record is None)
+        documents, joined = (None if x is None else x.shape for x in (ctx.packs and ctx.packs.bounds, ctx.members))
+        key = (x_BLH.shape[1], ctx.kernel, documents, joined, _real(ctx) is None, ctx.record is None)
         if key not in self.recorded:
-            if len(self.recorded) == SHAPES or not self._may_record():
+            if len(self.recorded) == self.most or not self._may_record():
                 result = self.plain(x_BLH, ctx)
                 return result
             self.recorded[key] = self._record(x_BLH, ctx)
@@ -54,7 +68,7 @@ class GraphedLayers:
     def _fits(self, x_BLH: torch.Tensor, ctx: Any) -> bool:
         if not (torch.is_grad_enabled() and self.model.training) or is_eager():
             return False
-        if x_BLH.shape[:2] != self.shape or ctx.shared is not None:
+        if x_BLH.shape[0] != self.rows or x_BLH.shape[1] not in self.lengths or ctx.shared is not None:
             return False
         if self.model.config.vision is not None:  # which tokens are text, and what is recorded of each kind, differ
             return False
@@ -64,9 +78,9 @@ class GraphedLayers:
     def _may_record(self) -> bool:
         """Recording rehearses in ordinary memory what it then keeps in memory of its own: a step's activations twice.
         Without room for them a capture would fail halfway, after which nothing can be recorded or drawn by chance."""
-        if self.model.config.moe is None:
+        if self.model.config.moe is None and not self.recorded:
             return True
-        if self.launched < LAUNCHED * self.micro_batches:
+        if self.model.config.moe is not None and self.launched < LAUNCHED * self.micro_batches:
             self.launched += 1
             return False
         if self.room:
@@ -85,19 +99,22 @@ class GraphedLayers:
         # Recording runs on a stream of its own and keeps its AccumulateGrad nodes, so that every replay on the usual
         # stream would be warned of: as intended here, hence off from now on.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        stack = self.device.graphed(stack, (x, *(t.clone() for t in _inputs(ctx))))
+        for hook in self._copied:  # of the recordings before: they would be recorded with this one
+            hook.remove()
+        if self._pool is None:
+            self._pool = self.device.graph_memory()
+        stack = self.device.graphed(stack, (x, *(t.clone() for t in _inputs(ctx))), self._pool)
         self.device.empty_cache()  # and so did the rehearsals: a graph cannot use it
-        if self.micro_batches > 1 and not self.recorded:
-            for param in stack.parameters():
-                if param.requires_grad:
-                    param.register_hook(torch.Tensor.clone)
+        if self.micro_batches > 1:
+            trained = (param for param in stack.parameters() if param.requires_grad)
+            self._copied = [param.register_hook(torch.Tensor.clone) for param in trained]
         graphed: nn.Module = stack
         return graphed
 
 
 def _inputs(ctx: Any) -> list[torch.Tensor]:
     """What differs from one batch to the next."""
-    found = [ctx.cos, ctx.sin, None if ctx.packs is None else ctx.packs.bounds, _real(ctx)]
+    found = [ctx.cos, ctx.sin, None if ctx.packs is None else ctx.packs.bounds, _real(ctx), ctx.members]
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -111,8 +128,10 @@ class _Stack(nn.Module):
 
     def __init__(self, layers: nn.ModuleList, ctx: Any) -> None:
         super().__init__()
-        self.layers, self.like = layers, ctx._replace(cos=None, sin=None, cu_seqlens=None, real=None, packs=None)
+        self.layers = layers
+        self.like = ctx._replace(cos=None, sin=None, cu_seqlens=None, real=None, packs=None, members=None)
         self.tells, self.packed, self.padded = ctx.record is not None, ctx.packs is not None, _real(ctx) is not None
+        self.joined = ctx.members is not None
         self.told: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
         self.sizes = torch.zeros(3, dtype=torch.int64)
         if ctx.packs is not None:
@@ -123,7 +142,8 @@ class _Stack(nn.Module):
     def forward(self, x_BLH: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         cos, sin, *rest = inputs
         packs = Packs(rest.pop(0), self.sizes) if self.packed else None
-        ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=rest.pop(0) if self.padded else None)
+        real, members = (rest.pop(0) if given else None for given in (self.padded, self.joined))
+        ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=real, members=members)
         sheets: list[dict[str, Any]] = []
         for layer in self.layers:
             sheets.append({})

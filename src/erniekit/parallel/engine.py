@@ -101,7 +101,7 @@ class Engine:
     def forward_backward(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:
         """Gradients of sum(loss / share); returns this rank's part of that sum, detached: see `sum_losses`."""
         mine = [self._mine(batch) for batch in batches]
-        rows = sum(batch.input_ids.shape[0] for batch in batches) * self.world.layout.data_ranks
+        rows = sum(batch.rows for batch in batches) * self.world.layout.data_ranks
         self.router_share.fill_(self.averaged_over / max(1, rows))
         if self.pipeline is not None:
             total = self._pipelined(mine, shares)

@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return prod(getattr(self, axis) for axis in AXES)
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:

@@ -82,22 +82,17 @@ def simulate(
     blocking: bool = False,
 ) -> Timeline:
     """orders: of each rank; computations alone will do where transfers do not block. transfer: seconds from stage s to
-    the next, or back. Raises ScheduleStops where it does not end."""
+    the next, or back. blocking: every send waits for its receive, and all that is sent must be received. Raises
+    ScheduleStops where it does not end."""
     count = 1 + max(action.stage for order in orders for action in order)
     gaps = [transfer] * count if isinstance(transfer, int | float) else list(transfer)
     run = _Run(orders, seconds, gaps, blocking, count)
     while any(run.left(rank) for rank in range(len(orders))):
-        # A list, not any(): every rank goes as far as it can before it is asked whether somebody moved.
+        # A list, as any() of a generator would stop at the first rank that advances: all do, in every round.
         if not any([run.advance(rank) for rank in range(len(orders))]):
             stuck = [f"rank {r} at {_said(order[run.at[r]])}" for r, order in enumerate(orders) if run.left(r)]
             raise ScheduleStops(f"the schedule stops: {'; '.join(stuck)}")
     return Timeline(tuple(map(tuple, run.spans)))
-
-
-def check_blocking(orders: Sequence[Order]) -> None:
-    """Raises ScheduleStops unless the lists end where every send waits for its receive, and all that is sent is
-    received."""
-    simulate(orders, blocking=True)
 
 
 def _said(action: Action) -> str:

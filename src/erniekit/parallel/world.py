@@ -160,6 +160,15 @@ def check_ranks_of_islands(words: Sequence[str], size: int) -> None:
         )
 
 
+def check_named_islands(words: Sequence[str], layout: Layout) -> None:
+    """Before there are devices: as many ranks as the layout has, and every stage within one of them."""
+    named = parse_islands(words)
+    check_ranks_of_islands(words, layout.size)
+    if named:
+        of_ranks = tuple(island.device for island in named for _ in range(island.ranks))
+        check_islands(Islands(of_ranks, of_ranks), layout)
+
+
 def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_one: int) -> Islands | None:
     """Islands where devices are unlike and that is meant; an error on every rank where it is not."""
     import torch.distributed as dist

@@ -26,7 +26,8 @@ class Card:
     network: float = 25e9  # bytes between machines, for each device and way: 200 Gbit/s
     triton: bool = False  # our fused kernels run on it
     fp8: bool = False
-    vendor: str = "nvidia"
+    vendor: str = "nvidia"  # as the key `device` names it
+    overlaps: bool = True  # transfers go on beside the computation; on a CPU they take its cores
 
 
 def _card(name: str, gib: float, tflops: float, tbs: float, link: float, **more: Any) -> Card:
@@ -50,8 +51,8 @@ CARDS: dict[str, Card] = {
         _card("P800", 96.0, 345.0, 2.0, 200, network=25e9, vendor="kunlunxin"),
         _card("MI300X", 191.5, 1307.4, 5.3, 448, network=50e9, vendor="amd"),
         _card("C550", 64.0, 280.0, 1.8, 64, network=25e9, vendor="metax"),
-        _card("S5000", 80.0, 500.0, 1.6, 100, network=25e9, vendor="mthreads"),
-        _card("CPU", 16.0, 0.2, 0.02, 5, network=1e9, vendor="cpu"),
+        _card("S5000", 80.0, 500.0, 1.6, 100, network=25e9, vendor="musa"),
+        _card("CPU", 16.0, 0.2, 0.02, 5, network=1e9, vendor="cpu", overlaps=False),
     )
 }
 ALSO = {"910b": "ascend", "bi-v150": "bi150", "bi-v100": "bi100", "gb200": "h200", "mi300": "mi300x"}

@@ -124,6 +124,9 @@ def _from_file(path: Path) -> Cluster:
     if not isinstance(islands, list) or not islands:
         fix = "islands: [{card: H200-141G, machines: 1, devices: 8}, ...]"
         raise ConfigError("it lists no islands", where=str(path), fix=fix)
+    strange = sorted(str(key) for key in read if key not in ("islands", "between_gb"))
+    if strange:
+        raise ConfigError(f"unknown {strange[0]!r}", where=str(path), fix="known: islands, between_gb")
     between = read.get("between_gb", 12.5)
     if not isinstance(between, int | float) or isinstance(between, bool) or between <= 0:
         raise ConfigError(f"between_gb is {between!r}", where=str(path), fix="GB a second between islands, above 0")

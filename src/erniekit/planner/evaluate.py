@@ -14,7 +14,18 @@ from erniekit.planner import timing
 from erniekit.planner.activations import Cuts, Kernels
 from erniekit.planner.cards import Card, CardRates
 from erniekit.planner.job import Job, keys_of
-from erniekit.planner.memory import FLAT, GIB, ROUNDING, USABLE, Bytes, Held, Work, layers_of, recomputing, step_bytes
+from erniekit.planner.memory import (
+    FLAT,
+    GIB,
+    ROUNDING,
+    USABLE,
+    Bytes,
+    Held,
+    Work,
+    peak,
+    recomputing,
+    step_bytes,
+)
 from erniekit.planner.schedule import StageTimes, step_seconds
 from erniekit.planner.static_bytes import Share
 
@@ -64,6 +75,8 @@ def stages_of(count: int, layout: Layout) -> list[range]:
 
 
 def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Candidate:
+    """exact: of every pipeline rank, its pipeline replayed, with the keys and the worst routing that a person reads.
+    Otherwise what a search compares: of the ranks that may be the fullest, its pipeline estimated."""
     micro_batches = job.micro_batches(layout)
     if not micro_batches:
         what = f"{job.packs} packs a step do not divide over {layout.data_ranks} data ranks of {job.rows}"
@@ -90,11 +103,13 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
         found = step_bytes(job.model, held, work)
         per_rank.append(rounded(found))
         again += numbers[:count]
-        skewed = replace(work, cuts=replace(work.cuts, rows=_worst_rows(job, layout)))
-        worst = max(worst, rounded(step_bytes(job.model, held, skewed)).total)
+        if exact:
+            skewed = replace(work, cuts=replace(work.cuts, rows=_worst_rows(job, layout)))
+            worst = max(worst, ROUNDING * peak(job.model, held, skewed))
         away = max(away, held.away)
     made = Candidate(layout, micro_batches, stages=tuple(per_rank), worst=worst, again=tuple(again), away=away)
-    made = replace(made, keys=written_keys(job, made))
+    if exact:
+        made = replace(made, keys=written_keys(job, made))
     if (most := made.most.total) > place.room:
         what = f"{most / GIB:.0f} GiB a rank of {place.room / GIB:.0f}: {largest(made.most)}"
         return replace(made, problem=what, family="memory")
@@ -113,6 +128,8 @@ def largest(found: Bytes) -> str:
 
 def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
     keys = keys_of(made.layout, made.micro_batches)
+    if job.blocks.storing.shards_away and "sharding" in keys:
+        keys["sharding"] += " offload"
     if made.again:
         kept = [n for n in range(job.model.num_layers) if n not in set(made.again)]
         keys |= {"recompute": True, "recompute_granularity": "full", "no_recompute_layers": kept}
@@ -132,7 +149,7 @@ def _recomputed(job: Job, held: Held, work: Work, room: float) -> int:
         return count
 
     def fits(number: int) -> bool:
-        return step_bytes(job.model, held, recomputing(work, number)).total * ROUNDING <= room
+        return peak(job.model, held, recomputing(work, number)) * ROUNDING <= room
 
     if fits(0) or not count:
         return 0
@@ -188,7 +205,7 @@ def work_of(
     if layout.pp > 1:
         in_flight = most_in_flight(layout.pp, layout.virtual_stages, micro_batches, rank)
     return Work(
-        layers=layers_of(job.model, numbers),
+        layers=tuple(job.blocks.sparse[n] for n in numbers),
         tokens=tokens,
         in_flight=in_flight,
         head_rows=job.head_rows if last else 0,
@@ -221,21 +238,22 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
     layout, rates, m = made.layout, place.rates, made.micro_batches
     links = timing.Links(rates, place.devices)
     tokens = job.rows * job.length // layout.cp
-    kinds = {s: timing.layer_time(job, s, layout, tokens, rates, links) for s in set(layers_of(job.model))}
+    sparse = job.blocks.sparse
+    kinds = {s: timing.layer_time(job, s, layout, tokens, rates, links) for s in set(sparse)}
     waits = {s: timing.exchanges(job, s, layout, tokens, links) for s in kinds}
     again = set(made.again)
     forward, backward, waiting = [], [], 0.0
     for number, held in enumerate(stages):
         f = b = host = 0.0
         for n in held:
-            layer = kinds[job.model.sparse(n)]
+            layer = kinds[sparse[n]]
             f, b, host = f + layer.forward, b + layer.backward, host + layer.host
             times = 2
             if n in again:
                 b, host, times = b + layer.forward, host + layer.host / 3, 3
-            waiting = max(waiting, times * waits[job.model.sparse(n)])
+            waiting = max(waiting, times * waits[sparse[n]])
         if job.reference:
-            f += sum(kinds[job.model.sparse(n)].forward for n in held)
+            f += sum(kinds[sparse[n]].forward for n in held)
         if number == len(stages) - 1:
             f += timing.head_time(job, layout, tokens, rates)[0] * (4 / 3 if job.reference else 1)
         slow = max(1.0, host / (f + b)) if f + b else 1.0  # the host launches slower than the device computes
@@ -245,7 +263,7 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
     reach = layout.size // layout.pp + 1
     send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
     ideal = max(m * sum(forward[s] + backward[s] for s in range(r, len(stages), layout.pp)) for r in range(layout.pp))
-    piped = StageTimes(forward, backward, send) if layout.pp > 1 else None
+    piped = StageTimes(tuple(forward), tuple(backward), send) if layout.pp > 1 else None
     if piped is None:
         seconds = ideal
     elif exact:
@@ -255,14 +273,16 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
         seconds = ideal + (layout.pp - 1) * one
     share = job.blocks.stage(layout, stages[0], True, layout.pp == 1, m)
     beside, after = timing.sharing_time(job, layout, share, m, links)
-    total = max(seconds, beside) + after + timing.update_time(share, job, rates)
+    hidden_by = seconds if place.card.overlaps else 0.0
+    after += max(0.0, beside - hidden_by)
+    total = seconds + after + timing.update_time(share, job, rates)
     layers = sum(len(stages[s]) for s in range(0, len(stages), layout.pp))
     return replace(
         made,
         seconds=total,
         tokens=job.packs * job.length / total,
         bubble=max(0.0, 1 - ideal / seconds) if seconds else 0.0,
-        waits=min(1.0, (m * layers * waiting + max(0.0, beside - seconds) + after) / total),
+        waits=min(1.0, (m * layers * waiting + after) / total),
         exact=exact or layout.pp == 1,
         times=piped,
     )

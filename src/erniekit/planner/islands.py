@@ -1,15 +1,18 @@
 """Unlike islands: a pipeline across them, everything else inside one, more layers where devices are faster.
 
-Called by recipes/plan_command.py. Stages have as many ranks each, so islands are cut in groups of a common size.
+Called by recipes/plan_command.py. Stages have as many ranks each, so islands are cut in groups of a common size. What
+parallel/islands.py refuses is not planned: sharded weights, and devices of one vendor in two
+places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import gcd
 
+from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout
 from erniekit.planner import timing
 from erniekit.planner.cluster import Cluster
@@ -23,21 +26,26 @@ MOST_STAGES = 64
 
 
 def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
-    """Every stage size that all islands divide by, with tensor and sharded parallelism inside a stage."""
+    """Every stage size that all islands divide by, with tensor and data parallelism inside a stage."""
+    vendors = [vendor for vendor, _ in groupby(island.card.vendor for island in cluster.islands)]
+    if len(vendors) > len(set(vendors)):
+        what = f"islands of one vendor are apart: {', '.join(vendors)}"
+        raise PlanError(what, where=cluster.words, fix="list those of one vendor next to each other")
     ranked: list[Candidate] = []
     failed: dict[str, tuple[int, str]] = {}
     nearest, tried = None, 0
+    experts = job.model.moe.experts if job.model.moe else 0
     for group in divisors(gcd(*(island.size for island in cluster.islands))):
         stages = [place for place, island in zip(places, cluster.islands) for _ in range(island.size // group)]
         if len(stages) > min(job.model.num_layers, MOST_STAGES):
             continue
-        for layout in _inside(group, len(stages), min(i.devices for i in cluster.islands)):
+        for layout in _inside(group, len(stages), min(i.devices for i in cluster.islands), experts):
             if not job.micro_batches(layout):
                 continue
             tried += 1
             made = _evaluate(job, layout, stages, cluster.between)
             if not made.problem:
-                ranked.append(made)
+                ranked.append(replace(made, keys=made.keys | {"islands": words_of(cluster)}))
                 continue
             name = f"stages of {group}"
             failed[name] = (failed.get(name, (0, ""))[0] + 1, made.problem)
@@ -50,14 +58,20 @@ def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
     return Ranking(ranked, nearest, failed, tried)
 
 
-def _inside(group: int, stages: int, devices: int) -> Iterator[Layout]:
+def words_of(cluster: Cluster) -> list[str]:
+    """As the key `islands` names them; the cut of the layers is in pp_seg_method."""
+    return [f"{island.card.vendor}:{island.size}" for island in cluster.islands]
+
+
+def _inside(group: int, stages: int, devices: int, experts: int) -> Iterator[Layout]:
     for tp in (d for d in divisors(group) if d <= min(8, devices)):
         rest = group // tp
-        base = Layout(pp=stages, tp=tp, sequence_parallel=tp > 1)
-        yield replace(base, dp=rest)
-        if rest > 1:
-            yield replace(base, fsdp=rest, sharding_stage=1)
-            yield replace(base, fsdp=rest, sharding_stage=3)
+        one = Layout(pp=stages, dp=rest, tp=tp, sequence_parallel=tp > 1)
+        yield one
+        if experts and 1 < tp <= experts:
+            yield replace(one, experts="tp")
+        if experts and rest > 1 and experts % rest == 0:
+            yield replace(one, experts="data")
 
 
 def split(weights: Sequence[float], layers: int) -> list[int]:
@@ -129,7 +143,7 @@ def _with(
         rank = min(over)
         what = f"stage {rank}: {found[rank].total / GIB:.0f} GiB of {stages[rank].room / GIB:.0f} ({layout.describe()})"
         return replace(made, problem=what, family="memory"), over
-    times = StageTimes(forward, backward, sends)
+    times = StageTimes(tuple(forward), tuple(backward), tuple(sends))
     seconds = step_seconds(job.schedule, layout.pp, 1, m, times)
     ideal = max(m * (f + b) for f, b in zip(forward, backward))
     total = seconds + update

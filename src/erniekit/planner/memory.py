@@ -6,7 +6,7 @@ the update. Called by search.py and recipes/memory_decisions.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from erniekit.models.config import DecoderConfig
@@ -39,8 +39,11 @@ class Bytes:
         return self.total - self.rounding
 
     @property
-    def total(self) -> float:
-        return float(sum(getattr(self, f.name) for f in fields(self)))
+    def total(self) -> float:  # written out, as a search asks for it of every layout
+        return (
+            self.weights + self.gradients + self.optimiser + self.activations + self.logits + self.experts
+            + self.communication + self.workspace + self.rounding
+        )  # fmt: skip
 
     def shown(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) / GIB for f in fields(self)} | {"total": self.total / GIB}
@@ -80,37 +83,53 @@ class Work:
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What layers keep of one micro-batch, in bytes."""
+
+    all: float  # from forward to backward, of all layers
+    first: float  # of the first layer
+    inside: float  # the most that backward of one layer takes beside what is kept
+
+
+Moment = Callable[[DecoderConfig, Held, Work, Kept], Bytes]
+
+
 def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     """At the moment that takes the most."""
-    moments = (_at_loss, _at_first, _at_last, _at_update)
-    found = [(moment(c, held, work), moment) for moment in moments]
-    most, moment = max(found, key=lambda item: item[0].total)
+    most, moment = _fullest(c, held, work)
     if not any(work.layers):
         return most
     without = replace(work, cuts=replace(work.cuts, rows=0.0))
-    routed = max(0.0, most.activations - moment(c, held, without).activations)
+    routed = max(0.0, most.activations - moment(c, held, without, _kept(c, without)).activations)
     return replace(most, activations=most.activations - routed, experts=routed)
 
 
-def _kept(c: DecoderConfig, work: Work) -> list[float]:
-    """Of each layer and micro-batch, in bytes."""
-    out = []
-    for number, sparse in enumerate(work.layers):
-        how = work.again[number] if work.again else ""
-        each = part_kept(c, sparse, how, work.cuts, work.kernels) if how else kept(c, sparse, work.cuts, work.kernels)
-        out.append(each * work.tokens)
-    return out
+def peak(c: DecoderConfig, held: Held, work: Work) -> float:
+    """The total alone, for a search."""
+    return _fullest(c, held, work)[0].total
 
 
-def _inside(c: DecoderConfig, work: Work) -> float:
-    """The most that backward of one layer takes beside what is kept; one that is computed again has all of itself."""
-    most = 0.0
-    for number, sparse in enumerate(work.layers):
+def _fullest(c: DecoderConfig, held: Held, work: Work) -> tuple[Bytes, Moment]:
+    kept_here = _kept(c, work)
+    found = ((moment(c, held, work, kept_here), moment) for moment in (_at_loss, _at_first, _at_last, _at_update))
+    return max(found, key=lambda item: item[0].total)
+
+
+def _kept(c: DecoderConfig, work: Work) -> Kept:
+    """Like layers are counted once. A layer that is computed again has all of itself while backward is in it."""
+    layers = list(zip(work.layers, work.again or ("",) * len(work.layers), strict=True))
+    each, inside = {}, 0.0
+    for sparse, how in dict.fromkeys(layers):
+        whole = kept(c, sparse, work.cuts, work.kernels)
+        each[sparse, how] = part_kept(c, sparse, how, work.cuts, work.kernels) if how else whole
         once = working(c, sparse, work.cuts, work.kernels)
-        if work.again and work.again[number] == "full":
-            once += kept(c, sparse, work.cuts, work.kernels) - start(c, work.cuts, work.kernels)
-        most = max(most, once * work.tokens)
-    return most
+        if how == "full":
+            once += whole - start(c, work.cuts, work.kernels)
+        inside = max(inside, once)
+    total = sum(layers.count(kind) * size for kind, size in each.items())
+    first = each[layers[0]] if layers else 0.0
+    return Kept(total * work.tokens, first * work.tokens, inside * work.tokens)
 
 
 def _base(held: Held, gradients: float, **more: float) -> Bytes:
@@ -124,7 +143,7 @@ def _base(held: Held, gradients: float, **more: float) -> Bytes:
     )
 
 
-def _at_loss(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
     before = held.gradients if held.from_start else 0.0
     hidden = 2.0 * c.hidden_size * work.kernels.bytes * work.tokens  # the last layer's answer, and its gradient
     logits = 0.0
@@ -133,26 +152,25 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work) -> Bytes:
         # Softmax turns logits into their gradient in place; without Triton it makes fp32 copies.
         logits = rows * work.vocabulary * (work.kernels.bytes if work.kernels.fused else 12.0)
         logits += held.head_gradient + c.hidden_size * work.kernels.bytes * 2.0 * work.head_tokens
-    activations = work.in_flight * (sum(_kept(c, work)) + work.seeing) + hidden
+    activations = work.in_flight * (layers.all + work.seeing) + hidden
     return _base(held, before, activations=activations, logits=logits)
 
 
-def _at_first(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
     before = held.gradients if held.from_start else 0.0
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
-    activations = work.in_flight * (sum(_kept(c, work)) + work.seeing) + hidden + _inside(c, work)
+    activations = work.in_flight * (layers.all + work.seeing) + hidden + layers.inside
     gradients = before + held.layer_gradients + held.head_gradient / 2
     return _base(held, gradients, activations=activations)
 
 
-def _at_last(c: DecoderConfig, held: Held, work: Work) -> Bytes:
-    each = _kept(c, work)
-    rest = max(0.0, work.in_flight - 1) * sum(each) + (each[0] if each else 0.0)
+def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
+    rest = max(0.0, work.in_flight - 1) * layers.all + layers.first
     extra = held.layer_gradients if held.from_start else 0.0
-    return _base(held, held.gradients + extra, activations=rest + work.in_flight * work.seeing + _inside(c, work))
+    return _base(held, held.gradients + extra, activations=rest + work.in_flight * work.seeing + layers.inside)
 
 
-def _at_update(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
     return _base(held, held.gradients)
 
 
@@ -160,7 +178,7 @@ def fewest_recomputed(c: DecoderConfig, held: Held, work: Work, limit: float) ->
     """How many layers, the first ones, must be computed again for a step to fit `limit` bytes; all, where none do."""
     count = len(work.layers)
     for number in range(count + 1):
-        if step_bytes(c, held, recomputing(work, number)).total <= limit:
+        if peak(c, held, recomputing(work, number)) <= limit:
             return number
     return count
 

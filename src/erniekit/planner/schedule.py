@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from erniekit.parallel.pipeline_actions import BACKWARD, FORWARD, Action
 from erniekit.parallel.pipeline_schedule import schedule
@@ -16,9 +16,9 @@ REPLAYED = 3  # micro-batches for each rank, after which a pipeline runs evenly
 class StageTimes:
     """Seconds of one micro-batch in every stage, in order."""
 
-    forward: Sequence[float]
-    backward: Sequence[float]
-    send: float | Sequence[float] = 0.0  # of hidden states from stage s to the next
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    send: float | tuple[float, ...] = 0.0  # of hidden states from stage s to the next
 
     def of(self, action: Action) -> float:
         if action.kind == FORWARD:
@@ -31,6 +31,7 @@ def replay(name: str, ranks: int, stages_each: int, micro_batches: int, times: S
     return simulate(schedule(name, ranks, stages_each, micro_batches), times.of, times.send)
 
 
+@lru_cache(maxsize=256)  # layouts that share out weights differently may compute alike
 def step_seconds(name: str, ranks: int, stages_each: int, micro_batches: int, times: StageTimes) -> float:
     """Of many micro-batches a part is replayed, as further ones are as long as the slowest rank's."""
     some = min(micro_batches, REPLAYED * ranks)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.planner.evaluate import Candidate, Site, evaluate
 from erniekit.planner.job import Job
 
-REPLAYED = 24  # of the fastest by estimate
+REPLAYED = 24  # of the fastest by estimate, at least
 LONG = 16384  # tokens of a row below which context parallelism is not tried
 MOST_TENSOR = 8
 SPREAD = 150  # layouts tried for the smallest cluster
+DIVISIBLE = 2**10 * 3**2 * 5 * 7 * 11 * 13  # packs that divide over the data ranks of usual clusters
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,6 @@ def _contexts(job: Job, left: int) -> list[int]:
 
 
 def _spread(job: Job, base: Layout, rest: int, devices: int) -> Iterator[Layout]:
-    from dataclasses import replace
-
     inside = max(1, devices // (base.tp * base.cp))
     shards = sorted({d for d in (1, rest, min(rest, inside)) if rest % d == 0})
     micro_batches = job.packs // (job.rows * rest)
@@ -72,8 +71,6 @@ def _spread(job: Job, base: Layout, rest: int, devices: int) -> Iterator[Layout]
 
 
 def _experts(job: Job, one: Layout) -> Iterator[Layout]:
-    from dataclasses import replace
-
     moe = job.model.moe
     if moe is None:
         return
@@ -88,7 +85,8 @@ def _experts(job: Job, one: Layout) -> Iterator[Layout]:
             yield replace(made, ep=0 if degree == pool else degree)
 
 
-def search(job: Job, place: Site, ranks: int) -> Ranking:
+def search(job: Job, place: Site, ranks: int, shown: int = 0) -> Ranking:
+    """shown: how many of the fastest a person will read, or take."""
     fits: list[Candidate] = []
     failed: dict[str, list[Candidate]] = {}
     tried, nearest = 0, None
@@ -108,10 +106,9 @@ def search(job: Job, place: Site, ranks: int) -> Ranking:
     if not tried:
         return Ranking([], None, {"any": (0, batch_problem(job, ranks))}, 0)
     fits.sort(key=lambda one: -one.tokens)
-    best = sorted(
-        (evaluate(job, one.layout, place, exact=True) for one in fits[:REPLAYED]), key=lambda one: -one.tokens
-    )
-    return Ranking(best + fits[REPLAYED:], nearest, _rejected(failed, {family(one.layout) for one in fits}), tried)
+    count = max(REPLAYED, shown)
+    best = sorted((evaluate(job, one.layout, place, exact=True) for one in fits[:count]), key=lambda one: -one.tokens)
+    return Ranking(best + fits[count:], nearest, _rejected(failed, {family(one.layout) for one in fits}), tried)
 
 
 def batch_problem(job: Job, ranks: int) -> str:
@@ -143,20 +140,46 @@ def _rejected(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str
 
 
 def smallest(job: Job, site: Site, most: int) -> int | None:
-    """The fewest like devices on which some layout fits: powers of two, whole machines from one machine on. None: not
-    even twice `most`."""
+    """The fewest like devices on which some layout fits: powers of two, then by whole machines between the last that
+    did not fit and the first that does. None: not even twice `most`. Of a batch that divides over any number of ranks:
+    how many devices is asked, not whether packs come out even."""
+    job = replace(job, packs=job.rows * DIVISIBLE)
     counts, n = [n for n in (1, 2, 4, 8) if n < site.devices], site.devices
     while n <= 2 * most:
         counts.append(n)
         n *= 2
-    return next((count for count in counts if _any_fits(job, site, count)), None)
+    least = least_bytes(job) / site.room
+
+    def fits(count: int) -> bool:
+        return least <= count and _any_fits(job, site, count)
+
+    found = next((count for count in counts if fits(count)), None)
+    if found is None or found <= site.devices:
+        return found
+    step = max(site.devices, found // 16)
+    return next(count for count in range(found // 2 + step, found + 1, step) if count == found or fits(count))
+
+
+def least_bytes(job: Job) -> float:
+    """What all ranks together hold at the least, however a model is spread: every weight and its moments once. Masters
+    are left out, as sharded weights are their own."""
+    storing = job.blocks.storing
+    share = job.blocks.stage(Layout(), range(job.model.num_layers), True, True, 1)
+    return (0.0 if storing.shards_away else share.weights) + (
+        0.0 if storing.optimiser_away or storing.shards_away else share.moments
+    )
 
 
 def _any_fits(job: Job, site: Site, ranks: int) -> bool:
-    """Of the layouts that spread most, which take the least memory."""
-    found = sorted(layouts(job, ranks, min(site.devices, ranks)), key=_room_taken)[:SPREAD]
-    return any(not evaluate(job, layout, site).problem for layout in found)
+    """Of the layouts that spread most: weights and states, or what is kept of a row."""
+    every = list(layouts(job, ranks, min(site.devices, ranks)))
+    tried = [one for order in (_states_spread, _rows_spread) for one in sorted(every, key=order)[: SPREAD // 2]]
+    return any(not evaluate(job, layout, site).problem for layout in dict.fromkeys(tried))
 
 
-def _room_taken(layout: Layout) -> tuple[int, ...]:
+def _states_spread(layout: Layout) -> tuple[int, ...]:
     return (-layout.sharding_stage * (layout.fsdp > 1), -layout.fsdp * layout.pp * layout.tp, -layout.expert_ranks)
+
+
+def _rows_spread(layout: Layout) -> tuple[int, ...]:
+    return (-layout.tp * layout.cp, -layout.expert_ranks, *_states_spread(layout))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import gcd, prod
 
 from erniekit.kernels.moments8 import BLOCK, fits8
@@ -51,12 +51,18 @@ class Share:
     reduced: float = 0.0  # trained numbers before sharding
 
     def __add__(self, other: Share) -> Share:
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Share(**{**sums, "largest": max(self.largest, other.largest)})
+        return Share(
+            self.weights + other.weights, self.master + other.master, self.moments + other.moments,
+            self.gradients + other.gradients, self.formed + other.formed, self.gathered + other.gathered,
+            max(self.largest, other.largest), self.trained + other.trained, self.reduced + other.reduced,
+        )  # fmt: skip
 
     def times(self, count: float) -> Share:
-        scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
-        return Share(**{**scaled, "largest": self.largest if count else 0.0})
+        return Share(
+            count * self.weights, count * self.master, count * self.moments, count * self.gradients,
+            count * self.formed, count * self.gathered, self.largest if count else 0.0, count * self.trained,
+            count * self.reduced,
+        )  # fmt: skip
 
 
 def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
@@ -146,34 +152,59 @@ class Blocks:
             else:
                 self.names["front" if name.startswith(FRONT) else "last"].append(name)
         self._known: dict[tuple[object, ...], dict[str, Share]] = {}
+        self._tensors: dict[tuple[object, ...], Share] = {}
+        self._stages: dict[tuple[object, ...], Share] = {}
+
+    @property
+    def counted(self) -> int:
+        """How many tensors were counted: a search has more layouts than ways to cut one."""
+        return len(self._tensors)
+
+    @staticmethod
+    def cut(layout: Layout, micro_batches: int) -> tuple[object, ...]:
+        """Equal for layouts that cut tensors alike."""
+        ranks = layout.expert_ranks
+        over = layout.experts if ranks > 1 else "none"
+        return (
+            layout.tp, layout.fsdp * layout.cp if layout.fsdp > 1 else 1, over, ranks, layout.expert_pool // ranks,
+            layout.sharding_stage == 3, layout.size > 1, micro_batches > 1,
+        )  # fmt: skip
 
     def shares(self, layout: Layout, micro_batches: int) -> dict[str, Share]:
-        """Of the first rank, by block; the same for layouts that cut tensors alike."""
-        key = (
-            layout.tp, layout.fsdp * layout.cp if layout.fsdp > 1 else 1, layout.experts_over, layout.expert_ranks,
-            layout.expert_copies, layout.sharding_stage == 3, layout.size > 1, micro_batches > 1,
-        )  # fmt: skip
+        """Of the first rank, by block."""
+        key = self.cut(layout, micro_batches)
         if key not in self._known:
             table = copy.copy(self.sharding)
             table.layout = layout
             self._known[key] = {
-                block: total(of_tensor(table, name, 0, self.storing, micro_batches) for name in names)
+                block: total(self._tensor(table, name, key, micro_batches) for name in names)
                 for block, names in self.names.items()
             }
         return self._known[key]
 
+    def _tensor(self, table: Sharding, name: str, cut: tuple[object, ...], micro_batches: int) -> Share:
+        tp, shards, _, _, _, *rest = cut
+        key = (name, *cut) if table.is_expert(name) else (name, tp, shards, *rest)  # where experts are is its own then
+        if key not in self._tensors:
+            self._tensors[key] = of_tensor(table, name, 0, self.storing, micro_batches)
+        return self._tensors[key]
+
     def stage(self, layout: Layout, numbers: Iterable[int], first: bool, last: bool, micro_batches: int) -> Share:
         """Of a rank with these layers."""
-        each = self.shares(layout, micro_batches)
         held = [self.sparse[n] for n in numbers]
-        found = each["dense"].times(held.count(False)) + each["sparse"].times(held.count(True))
-        if first:
-            found = found + each["embed"] + each["front"]
-        if last:
-            found = found + each["last"]
-            if self.sharding.embeds_last and not first:
-                found = found + each["embed"]
-        return found
+        sparse = held.count(True)
+        key = (*self.cut(layout, micro_batches), len(held) - sparse, sparse, first, last)
+        if key not in self._stages:
+            each = self.shares(layout, micro_batches)
+            found = each["dense"].times(len(held) - sparse) + each["sparse"].times(sparse)
+            if first:
+                found = found + each["embed"] + each["front"]
+            if last:
+                found = found + each["last"]
+                if self.sharding.embeds_last and not first:
+                    found = found + each["embed"]
+            self._stages[key] = found
+        return self._stages[key]
 
     def largest_layer(self, layout: Layout, numbers: Iterable[int], micro_batches: int) -> Share:
         each = self.shares(layout, micro_batches)

@@ -75,7 +75,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
             no_recompute_layers=cfg.memory.no_recompute_layers,
             compile=bool(cfg.model.compile),
-            graphed=plan.graph_shape,
+            graphed=plan.graphed,
             schedule=cfg.parallel.pp_schedule,
             runner=cfg.parallel.pp_runner,
             offload="offload" in cfg.parallel.sharding,
@@ -95,7 +95,7 @@ def keep_frozen_as_computed(model: nn.Module, dtypes: dict[str, torch.dtype]) ->
     """What is not trained needs no fp32 master: half of the bytes, and nothing to cast each time it is gathered."""
     for name, param in model.named_parameters():
         if not param.requires_grad:
-            param.data = param.data.to(dtypes[plain(name)])
+            param.data = param.detach().to(dtypes[plain(name)])  # .data would be no plain tensor in a rehearsal
 
 
 def _values(

@@ -111,7 +111,7 @@ class Built:
             if self.base and self.folder.files:  # a base from scratch is in no folder
                 write_base(target, self.base, self.base_name)
             return
-        write_model(target, self.folder.config, tensors.__getitem__, layout=layout)
+        write_model(target, self.folder.config, tensors.__getitem__, layout=layout, lasting=True)
 
     @torch.no_grad()
     def read_weights(self, source: Path) -> None:

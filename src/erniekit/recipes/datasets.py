@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from erniekit.config import RunConfig
+from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.loader import BatchLoader
@@ -21,8 +24,12 @@ from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
+from erniekit.log import say
 from erniekit.parallel.mesh import World
 from erniekit.recipes.run_plan import RunPlan
+
+MICRO_BATCHES = 8  # of a run for each length that is compiled
+EVAL_LENGTHS = 3  # of evaluation, whose programs have no backward pass and are others
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,20 @@ class TrainData:
     accumulation: int  # micro-batches a step
     collate: Callable[..., Batch] = collate  # packs -> Batch; stage DPO has its own
     mtp_tokens: int = 0  # further tokens the model learns to predict
+    lengths: tuple[int, ...] = ()  # that joined rows are padded to; none: rows are not joined
+    sizes: np.ndarray | None = None  # tokens of the first micro-batches, padding apart, where rows are joined
+
+    @property
+    def usual_size(self) -> float:
+        """Tokens of a joined micro-batch, padding too."""
+        assert self.sizes is not None
+        return float(self.sizes.mean()) * (1 + self.padded_share)
+
+    @property
+    def padded_share(self) -> float:
+        """Padding beside joined rows, for each token of theirs."""
+        assert self.sizes is not None
+        return buckets.padding(self.sizes, self.lengths) / max(1, int(self.sizes.sum()))
 
     @property
     def length_multiple(self) -> int:
@@ -110,6 +131,7 @@ class TrainData:
             num_workers=max(1, cfg.data.dataloader_num_workers),
             prefetch=cfg.data.prefetch_factor,
             collate=self._collate(cfg),
+            lengths=self.lengths,
             **self.padding(cfg),
         )
 
@@ -146,7 +168,43 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRule
     bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
     evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, pairs) if wants_eval else []
     made = collate if pairs is None else collate_pairs
-    return counted(plan, tokenizer, sources, stream, evaluation, steps_accumulated(plan, sources, stream), made)
+    data = counted(plan, tokenizer, sources, stream, evaluation, steps_accumulated(plan, sources, stream), made)
+    return with_buckets(cfg, data)
+
+
+def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
+    """Rows are joined where the run's plan says so; a short run is not worth many compilations."""
+    if not cfg.data.joins_rows:
+        return data
+    rows = cfg.train.per_device_train_batch_size
+    most = max(1, data.max_steps * data.accumulation // MICRO_BATCHES)
+    sizes = buckets.sizes_of(data.stream, rows)
+    lengths = bucket_lengths(cfg, data.stream, sizes, rows, data.length_multiple, min(most, buckets.MOST))
+    return replace(data, lengths=lengths, sizes=sizes)
+
+
+def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
+    """The plan with what the lengths of the data's rows decide; its notes are said."""
+    if not data.lengths:
+        return plan
+    settled = plan.with_lengths(data.lengths, data.usual_size)
+    for note in settled.config.notes[len(plan.config.notes) :]:
+        if not note.quiet:
+            say(f"note     {note}")
+    return settled
+
+
+def bucket_lengths(
+    cfg: RunConfig, stream: PackStream, sizes: np.ndarray, rows: int, multiple: int, most: int
+) -> tuple[int, ...]:
+    """The recipe's own, or by the data's. sizes: of micro-batches. multiple: of the layout."""
+    largest = rows * max(int(source.max()) for source in stream.lengths if len(source))
+    if not cfg.data.written_lengths:
+        return buckets.choose(sizes, largest, multiple, most)
+    step = math.lcm(buckets.ALIGNED, multiple)
+    whole = -(-largest // step) * step
+    lengths = sorted({-(-length // step) * step for length in cfg.data.written_lengths})
+    return (*lengths, whole) if lengths[-1] < whole else tuple(lengths)
 
 
 def steps_accumulated(plan: RunPlan, sources: Sequence[TokenSource], stream: Any) -> int:
@@ -212,6 +270,12 @@ def minutes_between_saves(cfg: RunConfig) -> float:
     return c.save_minutes if c.save_strategy != "no" or cfg.given("save_minutes") else 0.0
 
 
+def ends_with_weights_alone(cfg: RunConfig) -> bool:
+    """`save_strategy: no` asks for a model and nothing to train on from, unless keys that are given say otherwise."""
+    asked = cfg.given("save_minutes") or cfg.given("ignore_save_lr_and_optim")
+    return cfg.checkpoint.save_strategy == "no" and not asked
+
+
 def sources_for(
     cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, pairs: PairRules | None = None
 ) -> list[TokenSource]:
@@ -264,13 +328,19 @@ def eval_batches(
             order, lengths, d.max_seq_len, packing=d.packing, greedy=False, epochs=1, costs=costs,
             max_cost=cfg.vision.max_patches if costs else None,
         )  # fmt: skip
+    rows = cfg.train.per_device_eval_batch_size
+    joined: tuple[int, ...] = ()
+    if cfg.data.joins_rows:
+        sizes = buckets.sizes_of(stream, rows)
+        joined = bucket_lengths(cfg, stream, sizes, rows, world.layout.length_multiple, EVAL_LENGTHS)
     loader = BatchLoader(
         stream,
         sources,
-        cfg.train.per_device_eval_batch_size,
+        rows,
         dp_rank=world.layout.data_rank(world.rank),
         dp_size=world.layout.data_ranks,
         collate=collate,
+        lengths=joined,
         **padding,
     )
     for micro in loader:

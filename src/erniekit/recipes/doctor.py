@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config import RunConfig, load
 from erniekit.data.collate import one_document, with_future
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, TEXT, Batch
@@ -29,11 +29,12 @@ from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.apply import plain
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
-from erniekit.recipes import device_report, run_summary, stage_of
+from erniekit.recipes import device_report, held_back, run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import MOVED_BY_ROUNDING, Check
-from erniekit.recipes.datasets import TrainData
+from erniekit.recipes.datasets import TrainData, with_data
+from erniekit.recipes.first_line import begin
 from erniekit.recipes.fp8_training import scales_of
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import make_optimizer
@@ -332,7 +333,7 @@ def doctor_command(args: list[str]) -> int:
     cfg = load(args, "train")
     if not (cfg.model.model_name_or_path or cfg.data.train_dataset_path):
         return device_report.report(cfg)
-    refuse_later(cfg)
+    begin(cfg)
     output = take_output(cfg, create=False)
     plan = plan_run(cfg, alone=True)
     cfg, tokenizer = plan.config, open_tokenizer(plan)
@@ -340,12 +341,16 @@ def doctor_command(args: list[str]) -> int:
     run_summary.show_plan(plan)
     stage = stage_of(cfg)
     data = stage.open_data(plan, tokenizer, output)
+    plan = with_data(plan, data)
+    cfg = plan.config
     run_summary.show_data(data)
     built, first = build(plan, stage), data.first_batch()
     scales_of(cfg, built, first)
     run_summary.show_coverage(built)
     prepare, optimizer = stage.before_step(cfg, built, data), make_optimizer(cfg, built)
-    run_summary.show_kernels(kernel_table(built, optimizer.fused is not None))
+    kernels = kernel_table(built, optimizer.fused is not None)
+    run_summary.show_kernels(kernels)
+    held_back.show(plan, data, kernels)
     before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
     say(f"next     {typed('train', *args)}")
     return 0

@@ -51,6 +51,8 @@ def _layers(built: Built) -> Iterator[Choice]:
             yield select("experts' fp8 products", facts)
         else:
             yield select("grouped products", ProductFacts(device, dtype))
+            if experts.down.updates():
+                yield select("experts' products with updates", _expert_facts(experts, device, dtype))
     rounded = [m for m in modules if isinstance(m, Linear) and m.rounding is not None]
     if rounded and built.plan.config.precision.compute_type == "fp8":
         yield select("fp8 products", Fp8Facts(device, rounded[0].in_features, rounded[0].out_features))

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
+from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
+from erniekit.parallel.mesh import USER_WORDS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
 from erniekit.recipes.plan_timeline import draw, timeline_target
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
 OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top", "--timeline")
 MARK = "# written by `erniekit plan`"
+# What decides a layout: of the recipe's own none is left in a written one, whose layout is the planned one alone.
+DECIDED = frozenset({
+    *USER_WORDS.values(), "sep_parallel_degree", "sharding", "sequence_parallel", "virtual_pp_degree", "pp_seg_method",
+    "islands", "moe_group", "expert_parallel_degree", "expert_tensor_parallel_degree", "use_expert_parallel",
+    "recompute", "recompute_granularity", "no_recompute_layers",
+})  # fmt: skip
 
 
 def plan_command(args: list[str]) -> int:
@@ -35,6 +43,7 @@ def plan_command(args: list[str]) -> int:
     calibrated = _calibration(given.get("--calibration"))
     packs = _number(given, "--packs")
     cfg = load(words, "train")
+    _refuse_other_islands(cfg, cluster)
     target = _target(given.get("--write"))
     picture = timeline_target(given.get("--timeline"))
     take = _number(given, "--take") or 1
@@ -81,7 +90,7 @@ def _planned(
     from erniekit.planner import report
     from erniekit.planner.evaluate import Site, evaluate
     from erniekit.planner.islands import across
-    from erniekit.planner.search import search
+    from erniekit.planner.search import search, smallest
     from erniekit.recipes.planning import job_of, own_layout, packs_of, shape_of
 
     shape = shape_of(cfg)
@@ -94,11 +103,11 @@ def _planned(
         found = across(job, cluster, places)
         own = None
     else:
-        found = search(job, place, cluster.size)
+        found = search(job, place, cluster.size, max(top, take))
         layout = own_layout(cfg, cluster.size)
         own = evaluate(job, layout, place, exact=True) if layout is not None else None
     prices = _prices(cfg, job, place, found) if len(cluster.islands) == 1 else []
-    fewest = _fewest(job, place, cluster.size) if len(cluster.islands) == 1 else None
+    fewest = smallest(job, place, cluster.size) if len(cluster.islands) == 1 else None
     advice = _advice(found, prices, fewest, place)
     if not quiet:
         _show(found, own, prices, fewest, place, top or report.SHOWN)
@@ -118,6 +127,17 @@ def _planned(
         "advice": advice,
     }
     return result, found.ranked, job
+
+
+def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
+    """A recipe that names its islands is planned on those."""
+    named = [island.ranks for island in parse_islands(cfg.parallel.islands)]
+    if named and named != [island.size for island in cluster.islands]:
+        raise ConfigError(
+            f"islands names {' + '.join(map(str, named))} ranks, and the cluster is {cluster.describe()}",
+            where=f"{cfg.origin('islands')} and --cluster {cluster.words}",
+            fix="a YAML with the same islands behind --cluster, or islands= to plan without them",
+        )
 
 
 def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
@@ -174,15 +194,6 @@ def _helps(made: Candidate, before: Candidate) -> bool:
     return smaller or faster or (bool(before.problem) and not made.problem)
 
 
-def _fewest(job: Job, place: Site, ranks: int) -> int | None:
-    """With a batch that any number of ranks divides: the number of cards is asked, not whether packs come out even."""
-    from dataclasses import replace
-
-    from erniekit.planner.search import smallest
-
-    return smallest(replace(job, packs=job.rows * 2**14), place, ranks)
-
-
 def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: Site) -> str:
     """One change that fits."""
     if found.ranked:
@@ -198,11 +209,13 @@ def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: Site) 
 
 
 def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) -> None:
-    """A recipe of its own: the planned layout over the recipe's other keys, which it includes."""
+    """A recipe of its own: the planned layout after the recipe's other keys."""
     import yaml
 
-    values = {name: cfg[name] for name in cfg.flat() if cfg.given(name)}
+    values = {name: cfg[name] for name in cfg.flat() if cfg.given(name) and name not in DECIDED}
     values |= keys
+    if len(cluster.islands) > 1:  # its default follows the device, and ranks must compute alike
+        values.setdefault("compute_type", cfg.precision.compute_type)
     clean = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
     body = yaml.safe_dump(clean, sort_keys=False)
     text = f"{MARK} for {cluster.describe()}; the layout is at the end; content {_digest(body)}\n{body}"

@@ -24,9 +24,10 @@ from erniekit.data import cache_versions, sealed
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.data.token_cache import PairSource, default_cache_dir
+from erniekit.data.token_cache import PairSource
 from erniekit.data.types import Batch
 from erniekit.errors import DataError
+from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import say, warn
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.losses.dpo import pair_log_probs

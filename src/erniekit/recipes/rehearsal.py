@@ -1,7 +1,7 @@
 """A recipe's step as one rank of its full layout: built and run for shapes alone, or for real on the device at hand.
 
-Called by rehearse_command.py. The other ranks do not exist: rehearse/recorded_group.py answers for them. Packs are full
-rows of tokens without meaning; weights are not read.
+Called by rehearse_command.py. The other ranks do not exist: rehearse/recorded_group.py answers for them. What they
+read is made up (rehearsed_batches.py); weights are not read.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, for_world
-from erniekit.data.collate import collate
-from erniekit.data.preference import PairSample
-from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import PlanError
 from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.world import check_named_islands
 from erniekit.recipes import expert_layers, planning, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.model_config import changes_of
 from erniekit.recipes.optimiser import make_optimizer
+from erniekit.recipes.rehearsed_batches import batch_for, first_seen
 from erniekit.recipes.run_plan import RunPlan, decide
 from erniekit.recipes.schedule import make_schedule
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.recorded_group import opened
 from erniekit.train.step import TrainStep
 
-STAGES = ("SFT", "PT", "DPO")
+STAGES = ("SFT", "PT", "DPO", "VL-SFT")
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,15 @@ def prepare(cfg: RunConfig, layout: Layout, folder: Path, micro_batches: int = 0
             where=cfg.origin("stage"),
             fix=f"erniekit train with max_steps=3; rehearsed are {', '.join(STAGES)}",
         )
+    check_named_islands(cfg.parallel.islands, layout)
     cfg = for_world(cfg, layout.data_ranks)
     raw, own = planning.raw_shape(cfg)
+    if cfg.train.stage == "VL-SFT" and not raw.get("vision_config"):
+        raise PlanError(
+            f"{cfg.model.model_name_or_path} does not see: its config has no vision_config",
+            where=cfg.origin("model_name_or_path"),
+            fix="stage: SFT, or a model that sees, such as baidu/ERNIE-4.5-VL-28B-A3B-Paddle",
+        )
     if own is None:
         (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     count = max(1, cfg.train.gradient_accumulation_steps)
@@ -91,14 +95,16 @@ def no_card() -> Device:
 
 
 def shapes_of(rehearsal: Rehearsal) -> Callable[[int], Any]:
-    """rank -> the shapes of the tensors it holds: what tells kinds of ranks apart."""
+    """rank -> the shapes of the tensors it holds, and which micro-batches show it pictures: what tells kinds of ranks
+    apart."""
     plan = plan_for(rehearsal, 0, no_card())
     whole = planning.built(plan.config, plan.folder.config, plan.folder.spec, plan.lora)
     sharding = sharding_of(whole, plan.folder.spec.plan, plan.world.layout)
-    names = sharding.names()
+    names, cfg, layout = sharding.names(), plan.config, plan.world.layout
 
     def shapes(rank: int) -> Any:
-        return tuple(sharding.local_shape(name, rank) for name in names if sharding.holds(name, rank))
+        held = tuple(sharding.local_shape(name, rank) for name in names if sharding.holds(name, rank))
+        return held, first_seen(cfg, layout, rank)
 
     return shapes
 
@@ -150,28 +156,8 @@ def without_values(name: str, piece: torch.Tensor) -> None:
 
 
 def one_step(built: Built, step: TrainStep, micro_batches: int) -> None:
-    launched = step.launch([batch_for(built.plan) for _ in range(micro_batches)], 1)
+    launched = step.launch([batch_for(built.plan, number) for number in range(micro_batches)], 1)
     balance = expert_layers.balance_hook(built.plan.config, built)
     if balance is not None:
         balance.launched(None, launched)  # type: ignore[arg-type]
     launched.result()
-
-
-def batch_for(plan: RunPlan) -> Batch:
-    """Full rows, every token trained."""
-    cfg, multiple = plan.config, plan.world.layout.length_multiple
-    length = -(-cfg.data.max_seq_len // multiple) * multiple
-    ids = np.arange(length, dtype=np.int32) % (plan.folder.config.vocab_size - 1) + 1
-    rows = range(cfg.train.per_device_train_batch_size)
-    if cfg.train.stage == "DPO":
-        shared, half = length // 2, length // 2 + (length - length // 2) // 2
-        sample = PairSample(ids, _trained(ids, shared), shared, half, half, reference=(-1.0, -1.0))
-        return collate_pairs([Pack((sample,), row) for row in rows], pad_to=length)
-    packs = [Pack((Sample(ids, ids),), row) for row in rows]
-    return collate(packs, pad_to=length, ahead=plan.mtp_tokens)
-
-
-def _trained(ids: np.ndarray, start: int) -> np.ndarray:
-    labels = ids.copy()
-    labels[:start] = IGNORE
-    return labels

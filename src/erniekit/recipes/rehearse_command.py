@@ -15,6 +15,7 @@ from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
 
 if TYPE_CHECKING:
+    from erniekit.devices.base import Device
     from erniekit.parallel.mesh import Layout
     from erniekit.recipes.rehearsal import Rehearsal
 
@@ -107,20 +108,29 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
+    import torch
+
     from erniekit.devices import pick
     from erniekit.devices.base import GIB
+    from erniekit.planner.evaluate import largest
     from erniekit.recipes.plan_check import card_of, predicted
-    from erniekit.recipes.rehearsal import measured
+    from erniekit.recipes.rehearsal import measured, plan_for
 
     if rank >= job.layout.size:
         raise ConfigError(
             f"--rank {rank}: there are {job.layout.size} ranks", where="erniekit rehearse", fix="ranks count from 0"
         )
     device = pick(job.config.train.device, job.config.train.no_cuda)
-    found = measured(job, rank, device)
-    plan = predicted(found.plan)
+    plan = predicted(plan_for(job, rank, device))
     stage = plan.stages[job.layout.coords(rank)["pp"]] if plan.stages else None
     planned = stage.allocated if stage is not None else 0.0
+    if stage is not None and device.total_memory and planned > device.total_memory:
+        raise _too_large(job, rank, device, f"{planned / GIB:.0f} GiB planned: {largest(stage)}")
+    try:
+        found = measured(job, rank, device)
+    except torch.OutOfMemoryError:
+        told = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
+        raise _too_large(job, rank, device, told) from None
     seconds = plan.seconds * (1 - plan.bubble) * job.micro_batches / max(1, plan.micro_batches)
     known = card_of(device) is not None
     if not quiet:
@@ -138,6 +148,14 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
         "planned_seconds": seconds if known else None,
         "calls": len(found.trace.calls),
     }
+
+
+def _too_large(job: Rehearsal, rank: int, device: Device, why: str) -> PlanError:
+    return PlanError(
+        f"rank {rank} of {job.layout.size} does not fit {device.name} ({device.total_memory / 2**30:.0f} GiB)",
+        where=f"{why} ({job.layout.describe()})",
+        fix="`erniekit plan` shows the cluster and the keys that fit; a shorter max_seq_len; --rank of another stage",
+    )
 
 
 def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:

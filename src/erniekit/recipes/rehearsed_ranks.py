@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 
 from tqdm import tqdm
 
@@ -18,7 +20,7 @@ from erniekit.recipes.rehearsal import Rehearsal, recorded
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.compare import Mismatch
 
-FEW = 4  # ranks that are done before further processes have imported torch
+STARTS = 10.0  # seconds until further processes have imported torch
 
 
 def record_all(job: Rehearsal, ranks: Sequence[int], quiet: bool = False) -> tuple[dict[int, Trace], list[Mismatch]]:
@@ -37,13 +39,18 @@ def record_all(job: Rehearsal, ranks: Sequence[int], quiet: bool = False) -> tup
 
 
 def _each(job: Rehearsal, ranks: Sequence[int]) -> Iterator[tuple[int, Trace | Mismatch]]:
-    workers = min(len(ranks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if len(ranks) <= FEW or workers == 1:
-        for rank in ranks:
+    """The first here; if the others take longer than processes do to start, they go to those."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    first, *rest = ranks
+    began = time.perf_counter()
+    yield first, attempt(job, first)
+    workers = min(len(rest), cores)
+    if workers < 2 or len(rest) * (time.perf_counter() - began) < STARTS:
+        for rank in rest:
             yield rank, attempt(job, rank)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as pool:
-        given = {pool.submit(attempt, job, rank): rank for rank in ranks}
+    with ProcessPoolExecutor(workers, get_context("spawn"), _prepare_worker) as pool:
+        given = {pool.submit(attempt, job, rank): rank for rank in rest}
         for done in as_completed(given):
             yield given[done], done.result()
 
@@ -62,8 +69,17 @@ def attempt(job: Rehearsal, rank: int) -> Trace | Mismatch:
         return Mismatch((rank,), f"rank {rank} stops: {type(error).__name__}: {what}", (f"at {where}",))
 
 
-def _one_thread() -> None:
-    """In a worker: there is one for each core."""
+def _prepare_worker() -> None:
+    """One thread: there is a worker for each core. And an end with the command, however that is ended: what a worker
+    waits for would never come."""
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

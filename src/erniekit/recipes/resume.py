@@ -160,6 +160,13 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, p
         saver.with_optimizer = saver.with_optimizer and not cfg.checkpoint.ignore_load_lr_and_optim
         state, verdict = saver.restore(point)
         saver.with_optimizer = not cfg.checkpoint.ignore_save_lr_and_optim
+        if saver.weights_alone and state.step < data.max_steps and not cfg.checkpoint.ignore_load_lr_and_optim:
+            raise CheckpointError(
+                f"{point.name} holds weights alone: its run ended with save_strategy: no",
+                where=str(point),
+                fix="ignore_load_lr_and_optim: True trains on with new optimiser states; a run that is to be extended "
+                "keeps them with ignore_save_lr_and_optim: False, or another save_strategy",
+            )
         proof = f"; {verdict.line()}" if verdict else ""
         say(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
         if state.step >= data.max_steps:

@@ -9,6 +9,7 @@ from typing import Any
 from erniekit.config import RunConfig, for_world, load, refuse_later
 from erniekit.errors import ConfigError
 from erniekit.recipes import stage_of
+from erniekit.recipes.first_line import begin
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -23,11 +24,11 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
-def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
-    """launch: see recipes/training.py."""
+def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "", begun: bool = False) -> RunResult:
+    """launch: see recipes/training.py. begun: the launcher of this rank has printed the first line."""
+    begin(cfg, begun)
     from erniekit.recipes.training import train
 
-    refuse_later(cfg)
     return train(stage_of(cfg), cfg, command or sys.argv, launch)
 
 

@@ -27,6 +27,7 @@ from erniekit.log import say
 from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.costs import weight_bytes
+from erniekit.parallel.cuda_graphs import Graphed
 from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
 from erniekit.parallel.world import check_model, check_schedule, device_here, open_world
@@ -63,6 +64,7 @@ class RunPlan(DevicePlan):
     lora: LoRASettings | None  # None in full fine-tuning
     mtp_tokens: int  # further tokens that are trained (MTP)
     model_notes: tuple[str, ...] = ()  # what the user should know of the model that is built
+    lengths: tuple[int, ...] = ()  # of joined rows, once the data is known; none: rows are not joined
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -70,12 +72,19 @@ class RunPlan(DevicePlan):
         return torch.float32 if self.world.layout.fsdp > 1 else self.dtype
 
     @property
-    def graph_shape(self) -> tuple[int, int, int] | None:
-        """Rows, tokens and micro-batches of the CUDA graphs; None: no graphs."""
+    def graphed(self) -> Graphed | None:
+        """The batches that CUDA graphs are recorded for; None: no graphs."""
         t = self.config.train
         if not self.config.model.cuda_graph:
             return None
-        return t.per_device_train_batch_size, self.config.data.max_seq_len, t.gradient_accumulation_steps
+        if self.lengths:
+            return Graphed(1, self.lengths, t.gradient_accumulation_steps)
+        return Graphed(t.per_device_train_batch_size, (self.config.data.max_seq_len,), t.gradient_accumulation_steps)
+
+    def with_lengths(self, lengths: tuple[int, ...], usual: float) -> RunPlan:
+        """With what the data decides: the lengths its joined rows have, and tokens of a usual micro-batch."""
+        cfg = speed_decisions.for_lengths(self.config, self.device, self.world, self.folder.config, usual)
+        return replace(self, config=cfg, lengths=lengths)
 
     @property
     def host_layers(self) -> tuple[int, ...]:
@@ -111,8 +120,11 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
 def open_device(cfg: RunConfig) -> DevicePlan:
     """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
     device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
-    if cfg.launch.ranks_per_device > 1:
-        device = device.share(int(os.environ.get("RANK", "0")), cfg.launch.ranks_per_device)
+    each = cfg.launch.ranks_per_device
+    if each > 1 and device.vendor == "cpu":
+        say(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node says it')}")
+    elif each > 1:
+        device = device.share(int(os.environ.get("RANK", "0")), each)
     kind = cfg.precision.compute_type
     slow = f"bf16 is slow on {'a CPU' if device.vendor == 'cpu' else device.name}"
     if why := device.lacks.get("bf16"):

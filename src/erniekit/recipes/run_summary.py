@@ -14,10 +14,11 @@ import torch
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
 from erniekit.devices.base import Device
-from erniekit.kernels import cudnn_packed, flash4
+from erniekit.kernels import broken, cudnn_packed, flash4
+from erniekit.kernels.available import installed
 from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
-from erniekit.log import paint, say
+from erniekit.log import say
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.recipes import kernel_table
 from erniekit.recipes.built import Built
@@ -38,10 +39,7 @@ def show_plan(plan: RunPlan) -> None:
     cfg, folder, device, world = plan.config, plan.folder, plan.device, plan.world
     c = folder.config
     how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if plan.lora else "all weights"
-    say(
-        f"{paint('erniekit', 'bold')} {version()}  {cfg.train.stage}, {how}, {cfg.precision.compute_type}, "
-        f"{device.name}, seed {cfg.train.seed}" + (", compat: erniekit" if cfg.train.compat else "")
-    )
+    say(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     weights = f"{short(c.parameters())} weights"
     if c.moe is not None:
@@ -59,9 +57,7 @@ def show_plan(plan: RunPlan) -> None:
 
 
 def _faster(card: tuple[int, int]) -> str | None:
-    """Only what a card of this capability would use is looked for: importing either takes seconds."""
-    hopper, newer = card[0] == 9, card[0] > 9
-    return faster_attention(card, hopper and flash4.library() is not None, newer and cudnn_packed.library() is not None)
+    return faster_attention(card, installed(flash4.PACKAGE), installed(cudnn_packed.PACKAGE))
 
 
 def show_data(data: TrainData) -> None:
@@ -74,6 +70,9 @@ def show_data(data: TrainData) -> None:
         f"steps    {data.max_steps} of {data.packs_per_step} packs; {data.packs_per_epoch:,} packs of "
         f"{data.stream.max_seq_len} tokens an epoch, {min(fill, 1):.0%} full"
     )
+    if data.lengths:
+        each = ", ".join(f"{length:,}" for length in data.lengths)
+        say(f"rows     joined, padded to {each} tokens: {data.padded_share:.1%} padding (length_buckets)")
 
 
 def show_saves(cfg: RunConfig, data: TrainData) -> None:
@@ -113,7 +112,7 @@ def describe(
     record.describe(
         checks=[{"check": check.name, "found": check.text} for check in checks],
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
-        notes=[*(str(note) for note in cfg.notes), *notes],
+        notes=[*(str(note) for note in cfg.notes), *notes, *broken.stories()],
         environment={
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.checkpoint.model_writer import write_model
-from erniekit.config import RunConfig, not_yet_supported
+from erniekit.config import RunConfig, refuse_later
 from erniekit.data.index_command import index_command
+from erniekit.demo import shapes
 from erniekit.demo.tiny import TRAIN, VOCAB, demo_text, make_tokenizer
+from erniekit.demo.tiny_vision import make_tiny_seeing
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
 from erniekit.models import MODELS
@@ -25,10 +27,16 @@ from erniekit.models.init import init_weights
 from erniekit.recipes.planning import raw_shape
 
 STEPS, LENGTH, LAYERS = 2, 256, 6
+PICTURES = 16  # that are drawn where a recipe's own are not here
 DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree")
 SMALL = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=8,
     num_key_value_heads=4, max_position_embeddings=1024,
+)  # fmt: skip
+SMALL_SEEING: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=LAYERS,
+    moe_num_experts=[8, 8], moe_intermediate_size=[32, 16], moe_k=3, moe_layer_end_index=[LAYERS - 1] * 2,
+    vision_config=dict(depth=2, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
 )  # fmt: skip
 SMALL_EXPERTS = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32)
 
@@ -51,7 +59,9 @@ def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
 def small_run(cfg: RunConfig, most: int, output: Path, cache: Path) -> tuple[int, dict[str, Any]]:
     """How many ranks, and the keys that make a run of the recipe small, whatever its model and its data."""
     kind = cfg.precision.compute_type
-    degrees = smaller({name: 2 if cfg[name] < 1 else cfg[name] for name in DEGREES}, most)
+    spread = 2 ** sum(cfg[name] > 1 for name in DEGREES)
+    left = 2 if 2 * spread <= most else 1  # of a degree that takes all ranks there are
+    degrees = smaller({name: left if cfg[name] < 1 else cfg[name] for name in DEGREES}, most)
     pp, _, sd = DEGREES
     keys: dict[str, Any] = {
         **degrees,
@@ -119,6 +129,19 @@ def write_small_model(raw: Mapping[str, Any], folder: Path) -> None:
     make_tokenizer(folder)
 
 
+def write_small_seeing(raw: Mapping[str, Any], folder: Path) -> None:
+    """Of a model that sees what tells it apart: shared experts, dense first layers, a tied head."""
+    same = {name: raw[name] for name in ("moe_num_shared_experts", "tie_word_embeddings") if name in raw}
+    starts = [min(start, LAYERS - 2) for start in raw["moe_layer_start_index"]]
+    make_tiny_seeing(folder, layout="paddle", **SMALL_SEEING, **same, moe_layer_start_index=starts)
+
+
+def small_pictures() -> dict[str, Any]:
+    """More keys of a run on pictures: few pixels, few frames."""
+    frames = dict(video_min_frames=4, video_max_frames=4)
+    return dict(max_pixels=9408, media_num_proc=1, **frames)
+
+
 def write_small_corpus(tokenizer: Path, prefix: Path) -> None:
     text = prefix.with_suffix(".jsonl")
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in demo_text()), encoding="utf-8")
@@ -127,24 +150,24 @@ def write_small_corpus(tokenizer: Path, prefix: Path) -> None:
 
 def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
     """Trains the recipe of `words` small, by the command itself; its exit code: 2 where it was refused, else 0 or 1."""
-    stops = [item for item in not_yet_supported(cfg) if item.stops]
-    if stops or cfg.train.stage not in ("SFT", "PT", "DPO"):
-        raise PlanError(
-            f"stage {cfg.train.stage} is not rehearsed" if not stops else f"this version does not train it: {stops[0]}",
-            where=", ".join(cfg.files) or "command line",
-            fix="erniekit config shows what each key is",
-        )
+    refuse_later(cfg)
     with tempfile.TemporaryDirectory(prefix="erniekit-shrunken-") as place:
         folder = Path(place)
         ranks, keys = small_run(cfg, most, folder / "out", folder / "cache")
         raw, own = raw_shape(cfg)
-        model = {"num_nextn_predict_layers": cfg.model.num_nextn_predict_layers or 0}
-        write_small_model({**small_shape({**raw, **(cfg.model.model_config or {})}), **model}, folder / "model")
+        raw = {**raw, **(cfg.model.model_config or {})}
+        if raw.get("vision_config"):
+            write_small_seeing(raw, folder / "model")
+        else:
+            model = {"num_nextn_predict_layers": cfg.model.num_nextn_predict_layers or 0}
+            write_small_model({**small_shape(raw), **model}, folder / "model")
         if cfg.train.stage == "PT":
             write_small_corpus(folder / "model", folder / "corpus")
             keys |= small_pre_training(cfg, keys, folder / "model", folder / "corpus")
         else:
-            keys |= {"max_seq_len": 4 * LENGTH, **_data(cfg)}
+            keys |= {"max_seq_len": 4 * LENGTH, **_data(cfg, folder)}
+        if cfg.train.stage == "VL-SFT":
+            keys |= small_pictures()
         if cfg.train.stage != "PT" or own is None:
             keys["model_name_or_path"] = folder / "model"
         typed = [*words, *(f"{name}={value}" for name, value in keys.items())]
@@ -156,9 +179,10 @@ def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
     return code if code in (0, 2) else 1
 
 
-def _data(cfg: RunConfig) -> dict[str, str]:
-    """The recipe's own files, or where they are not here those of the demo."""
+def _data(cfg: RunConfig, folder: Path) -> dict[str, str]:
+    """The recipe's own files, or where they are not here those of the demo; pictures are drawn into `folder`."""
     keys: dict[str, str] = {}
+    seen = cfg.train.stage == "VL-SFT"
     for key in ("train_dataset_path", "eval_dataset_path"):
         files = cfg[key] or ()
         if all(Path(file).expanduser().exists() for file in files):
@@ -166,7 +190,8 @@ def _data(cfg: RunConfig) -> dict[str, str]:
         if cfg.train.stage == "DPO":
             missing = next(file for file in files if not Path(file).expanduser().exists())
             raise ConfigError(f"no file {missing}", where=cfg.origin(key), fix=f"{key}=FILE with preference pairs")
-        keys[key] = ",".join([str(TRAIN)] * len(files))
+        stand_in = shapes.write_pictures(folder, key, shapes.scenes(PICTURES, seed=0)) if seen else TRAIN
+        keys[key] = ",".join([str(stand_in)] * len(files))
         kind = key.replace("path", "type")
         keys[kind] = ",".join(["erniekit"] * len(files))
     return keys

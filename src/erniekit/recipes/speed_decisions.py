@@ -1,7 +1,9 @@
-"""What makes steps fast on the device at hand: whether layers are compiled, how few of them are computed again, and
-which kernels a user wants (what the others are, kernels/selection.py decides).
+"""What makes steps fast on the device at hand: whether rows are joined to a few lengths, whether layers are compiled
+and replayed, how few of them are computed again, and which kernels a user wants (what the others are,
+kernels/selection.py decides).
 
-Called by training.py and doctor.py once device, ranks and model are known; each answer is a note with its reason.
+Called by run_plan.py once device, ranks and model are known, and `for_lengths` once the data is; each answer is a note
+with its reason.
 """
 
 from __future__ import annotations
@@ -35,9 +37,17 @@ EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
+    cfg = cfg.derive(*_buckets(cfg, device, world, model))
     cfg = cfg.derive(*_compile(cfg, device), *_recompute(cfg, device, world, model))
     cfg = cfg.derive(*host_layers(cfg, device, world, model))
-    return cfg.derive(*_graph(cfg, device, world, model))
+    if cfg.data.joins_rows:
+        return cfg  # how long a micro-batch takes is known with the data's lengths
+    return for_lengths(cfg, device, world, model, cfg.train.per_device_train_batch_size * cfg.data.max_seq_len)
+
+
+def for_lengths(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> RunConfig:
+    """What depends on how long a micro-batch is. tokens: of a usual one, padding too."""
+    return cfg.derive(*_graph(cfg, device, world, model, tokens))
 
 
 def force_kernels(cfg: RunConfig) -> None:
@@ -56,25 +66,60 @@ def force_kernels(cfg: RunConfig) -> None:
         ) from None
 
 
+def _buckets(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
+    asked = cfg.data.length_buckets
+    if asked == ("off",):
+        return
+    why_not = why_rows_stay(cfg, world.layout, model)
+    compiled = cfg.model.compile if cfg.model.compile is not None else _why_not_compiled(cfg, device) is None
+    if why_not is None and asked == ("auto",) and not compiled:
+        why_not = "layers are not compiled"
+    if why_not is not None:
+        yield Note("length_buckets", asked, ("off",), why_not, quiet=asked == ("auto",))
+    elif asked == ("auto",):
+        yield Note("length_buckets", asked, ("on",), "rows of many lengths, compiled for a few", quiet=True)
+
+
+def why_rows_stay(cfg: RunConfig, layout: Layout, model: DecoderConfig) -> str | None:
+    """Why rows are laid out one by one, each batch as long as its longest; None: they may be joined."""
+    if cfg.data.packing or cfg.train.stage not in ("SFT", "DPO"):
+        return "rows are of one length"
+    if cfg.compat.rows_of_one_length:
+        return "compat: erniekit pads every row to max_seq_len"
+    if model.vision is not None:
+        return "rows of a model that sees are not joined"
+    if model.moe is not None and (model.moe.capacity is not None or model.moe.most is not None):
+        return "how many tokens an expert has room for depends on padding (moe_capacity)"
+    if layout.pp > 1 and cfg.parallel.pp_runner == "torch":
+        return "pp_runner: torch takes one shape"
+    return None
+
+
+def _why_not_compiled(cfg: RunConfig, device: Device) -> str | None:
+    """Whatever rows there are."""
+    if not device.triton:
+        return "no Triton for this device"
+    if problem := why_no_triton():
+        return problem
+    if cfg.parallel.pp_schedule == "zero_bubble":
+        return "pp_schedule: zero_bubble computes a layer's two gradients apart, which a compiled one does not"
+    if cfg.precision.compute_type == "fp32":
+        return "fp32"
+    return None
+
+
 def _compile(cfg: RunConfig, device: Device) -> Iterator[Note]:
     if cfg.model.compile is not None:
         return
-    why_not = None
-    if not device.triton:
-        why_not = "no Triton for this device"
-    elif problem := why_no_triton():
-        why_not = problem
-    elif cfg.parallel.pp_schedule == "zero_bubble":
-        why_not = "pp_schedule: zero_bubble computes a layer's two gradients apart, which a compiled one does not"
-    elif cfg.precision.compute_type == "fp32":
-        why_not = "fp32"
-    elif cfg.train.stage == "SFT" and not cfg.data.packing:
-        why_not = "rows of many lengths; packing: True makes them of one"
-    reason = why_not or "rows of one length; write compile: False to leave it"
+    why_not = _why_not_compiled(cfg, device)
+    if why_not is None and cfg.train.stage == "SFT" and not cfg.data.packing and not cfg.data.joins_rows:
+        why_not = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
+    lengths = "a few lengths" if cfg.data.joins_rows else "one length"
+    reason = why_not or f"rows of {lengths}; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
 
 
-def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
+def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> Iterator[Note]:
     asked, why_not = cfg.model.cuda_graph, None
     if not device.records_graphs:
         why_not = "this kind of device replays no graphs"
@@ -92,7 +137,7 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -
         why_not = "the host waits for the routing: no grouped product takes experts of these widths"
     elif cfg.train.stage not in ("SFT", "PT"):
         why_not = f"not with stage: {cfg.train.stage}"
-    elif asked is None and not launches_show(cfg, device, model):
+    elif asked is None and not launches_show(cfg, device, model, tokens):
         why_not = "the device needs longer for a micro-batch than the host for its launches"
     if asked is None:
         reason = why_not or "a micro-batch takes the host longer than the device; write cuda_graph: False to leave it"
@@ -110,9 +155,9 @@ def _collectives_inside(layout: Layout) -> str | None:
     return None
 
 
-def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig) -> bool:
+def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:
+    """tokens: of a micro-batch."""
     peak = max(device.peak_flops.values(), default=0.0)
-    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     sparse = model.moe is not None  # a token meets few of its weights, and a frozen one has no gradient
     work, launches = token_flops(model, sparse and cfg.lora.lora), EXPERT_LAUNCHES if sparse else LAUNCHES
     return bool(peak) and work * tokens / (USUAL_MFU * peak) < launches * model.num_layers

@@ -29,7 +29,7 @@ from erniekit.parallel.world import device_here, leave
 from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_check, resume, run_summary, same_run
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import TrainData, minutes_between_saves
+from erniekit.recipes.datasets import TrainData, ends_with_weights_alone, minutes_between_saves, with_data
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import backward_updates, make_optimizer
 from erniekit.recipes.output_folder import take_output
@@ -93,6 +93,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         point = resume.find(cfg, manager, world, disks, launch)
         data = stage.open_data(plan, tokenizer, output)
         ends.callback(data.close)
+        plan = with_data(plan, data)
+        cfg = plan.config
         run_summary.show_data(data)
         run_summary.show_saves(cfg, data)
         base = base_identity(cfg, folder)
@@ -250,7 +252,8 @@ def hooks_for(
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [hook for hook in (loads, saver.scales) if hook is not None]
     watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, saver)]
-    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes_between_saves(cfg))
+    minutes, alone = minutes_between_saves(cfg), ends_with_weights_alone(cfg)
+    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes, alone)
     if not data.evaluation:
         return [*watch, log, save, *sweep]
 

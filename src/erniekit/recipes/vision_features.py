@@ -16,16 +16,18 @@ import torch
 from torch import nn
 
 from erniekit.config import RunConfig
-from erniekit.data.token_cache import default_cache_dir
 from erniekit.data.types import Batch
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, make_room
 from erniekit.errors import ConfigError
+from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import say, warn_once
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.layers.linear import HoldsWeight
 from erniekit.models.layers.seeing import TOKENS, TOWER
 from erniekit.models.vision_parts import part_of
+from erniekit.parallel.compiled import compile_row_functions
+from erniekit.parallel.memory import give_memory
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.metrics import Looking
@@ -237,7 +239,7 @@ def _copy(built: Built, with_resampler: bool) -> Any:
     for name in names:
         part = getattr(model, name)
         part.alone = True
-        part.to_empty(device=device.handle)
+        give_memory(part, device.handle)
         part.requires_grad_(False)
         if device.triton:
             for choose in _choosers(part):
@@ -245,6 +247,8 @@ def _copy(built: Built, with_resampler: bool) -> Any:
         with torch.no_grad():
             for inner, slot in part.named_parameters():
                 slot.copy_(folder.read(entries[f"{name}.{inner}"]))
+        if built.plan.config.model.compile:  # as the run's are: the same bits
+            compile_row_functions(part)
     return model
 
 

@@ -16,6 +16,7 @@ from erniekit.checkpoint.slices import fill_boxes
 from erniekit.lora.adapter import Adapter, load_adapter
 from erniekit.lora.inject import is_lora, lora_linears, lora_state, reset_lora
 from erniekit.models.init import initial_value
+from erniekit.parallel.memory import give_memory
 from erniekit.parallel.sharding import Sharding
 
 Fill = Callable[[str, torch.Tensor], None]  # (name, this rank's piece of it)
@@ -75,7 +76,7 @@ def rounded(fill: Fill, dtypes: Mapping[str, torch.dtype]) -> Fill:
 def whole_adapters(model: nn.Module, seed: int, adapter: Adapter | None) -> dict[str, torch.Tensor]:
     """All adapters' starting values; they are small, so every rank makes them whole. The model is left on meta."""
     for _, module in lora_linears(model):
-        module.lora.to_empty(device="cpu")
+        give_memory(module.lora, torch.device("cpu"))
     reset_lora(model, seed)
     if adapter is not None:
         load_adapter(model, adapter)

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from erniekit.log import warn
+from erniekit.net.connections import CONNECTION
 from erniekit.net.hosts import Hosts
 from erniekit.serve.engines.base import InferenceEngine
 from erniekit.serve.engines.vision_input import FeatureCache
@@ -47,7 +48,7 @@ from erniekit.serve.request_parsing import (
     parse_chat,
     parse_completion,
 )
-from erniekit.serve.response_builder import ResponseBuilder
+from erniekit.serve.response_builder import ResponseBuilder, as_event
 from erniekit.serve.running_request import ChoiceDelta, RunningRequest
 from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 from erniekit.serve.vision_prompt import VisionChat
@@ -211,16 +212,16 @@ class Api:
         """Ends in [DONE] or in an error, whatever happens."""
         try:
             async for part in running_request.parts():
-                for chunk in builder.chunks(part):
-                    yield _event({**chunk, "usage": None} if usage else chunk)
+                if event := builder.events(part, usage):
+                    yield event
             if usage:
-                yield _event(builder.usage_chunk())
+                yield as_event(builder.usage_chunk())
             yield DONE
         except RequestError as problem:
-            yield _event(problem.body())
+            yield as_event(problem.body())
         except Exception as error:
             warn(f"a stream failed: {type(error).__name__}: {error}")
-            yield _event(RequestError(500, "the server failed on this request").body())
+            yield as_event(RequestError(500, "the server failed on this request").body())
 
     def _count(self, running_request: RunningRequest) -> None:
         self.metrics.generated_tokens += running_request.generated
@@ -263,8 +264,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def pump() -> bool:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            connection = scope.get(CONNECTION)
             async for event in self.events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                if connection is None or not await connection.write_chunk(event):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return True
 
@@ -299,10 +302,6 @@ async def _collect(running_request: RunningRequest) -> list[ChoiceDelta]:
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(as_json(value), status, headers, media_type="application/json")
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + as_json(value) + b"\n\n"
 
 
 def make_app(engine: InferenceEngine, models: Mapping[str, ServedModel], settings: ApiSettings) -> Middleware:

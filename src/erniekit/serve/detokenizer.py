@@ -21,13 +21,12 @@ class Detokenizer:
         # may depend on the one before it (spaces, bytes of one character), never on far ones.
         self._start = self._done = 0
 
-    def add(self, id: int) -> str:
-        """What this id adds; empty while the first bytes of a character wait for the rest."""
-        self.ids.append(id)
-        if self.tokenizer.is_special(id):
-            return ""
-        self._printable.append(id)
-        return self._new(whole=True)
+    def add(self, *ids: int) -> str:
+        """What these ids add; empty while the first bytes of a character wait for the rest."""
+        self.ids += ids
+        known = len(self._printable)
+        self._printable += [id for id in ids if not self.tokenizer.is_special(id)]
+        return self._new(whole=True) if len(self._printable) > known else ""
 
     def rest(self) -> str:
         """What still waits, at the end."""

@@ -114,7 +114,8 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
-    return LoadedModels(EmbeddedEngine(trees, cache, limits), models, "; ".join([*told, about]))
+    fast = hardware if s.decoding == "auto" and hardware.records_graphs and hardware.triton else None
+    return LoadedModels(EmbeddedEngine(trees, cache, limits, fast), models, "; ".join([*told, about]))
 
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json.encoder
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from erniekit.serve.engines.base import Token
 from erniekit.serve.output_parser import Delta
+from erniekit.serve.request_error import as_json
 from erniekit.serve.running_request import ChoiceDelta, RunningRequest
 
 
@@ -27,9 +29,29 @@ class ResponseBuilder:
         }
         self._offsets = [0] * len(running_request.choices)
         self._begun: set[int] = set()
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._words: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
 
     # --- a stream
+
+    def events(self, part: ChoiceDelta, usage: bool) -> bytes:
+        """The server-sent events of one part."""
+        plain = not self.logprobs and part.finish is None and part.number in self._begun
+        if plain and len(part.deltas) == 1 and part.deltas[0].kind == "content":
+            # Nearly all of a stream: only the text differs from one event to the next.
+            if (around := self._around.get(part.number)) is None:
+                around = self._around[part.number] = self._text_event(part.number, usage)
+            text = json.encoder.encode_basestring(part.deltas[0].text).encode("utf-8", "replace")
+            return around[0] + text + around[1]
+        chunks = ({**chunk, "usage": None} if usage else chunk for chunk in self.chunks(part))
+        return b"".join(map(as_event, chunks))
+
+    def _text_event(self, number: int, usage: bool) -> tuple[bytes, bytes]:
+        """What stands before and behind the text of an event."""
+        mark = uuid.uuid4().hex  # in nobody's name
+        chunk = self._chunk(number, {"delta": {"content": mark}} if self.chat else {"text": mark}, None, None)
+        before, _, behind = as_event({**chunk, "usage": None} if usage else chunk).partition(f'"{mark}"'.encode())
+        return before, behind
 
     def chunks(self, part: ChoiceDelta) -> Iterator[dict[str, Any]]:
         """The chunks of one part; the last of an answer carries its finish_reason."""
@@ -112,6 +134,10 @@ class ResponseBuilder:
             return {"token": word, "logprob": value, "bytes": list(word.encode("utf-8", "replace"))}
 
         return {**one(token.id, token.logprob), "top_logprobs": [one(id, value) for id, value in token.top]}
+
+
+def as_event(value: Any) -> bytes:
+    return b"data: " + as_json(value) + b"\n\n"
 
 
 def _message(deltas: Sequence[Delta]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ TIMED_OUT, STOPPED = -1, -2  # numbers of no job: the time is up; the server sto
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """What one event adds to one choice."""
+    """What events that came together add to one choice."""
 
     number: int
     deltas: list[Delta]
@@ -41,19 +41,32 @@ class ChoiceState:
         self._stop = StopStrings(self.prepared.stop)
         self._parser = OutputParser(self.prepared.thinks, self.prepared.tools) if self.prepared.chat else None
 
-    def take(self, number: int, event: Event) -> ChoiceDelta:
-        if isinstance(event, Done):
-            if event.reason == "error":
-                raise RequestError(500, event.message)
-            return self._end(number, self._rest(), event.reason)
-        self.tokens.append(event)
-        if self.whole and not self.prepared.stop:
-            return ChoiceDelta(number, [], [event])
-        shown = self._stop.add(self._detokenizer.add(event.id))
+    def take(self, number: int, events: list[Event]) -> ChoiceDelta:
+        """Tokens, and behind them the end if it has come: what came together goes out together."""
+        tokens = [event for event in events if isinstance(event, Token)]
+        shown = "" if self.whole and not self.prepared.stop else self._shown(tokens)
         if self._stop.hit is not None:
-            part = self._end(number, "", "stop", shown)
-            return ChoiceDelta(number, part.deltas, [event], part.finish)
-        return ChoiceDelta(number, self._divided(shown), [event])
+            deltas = self._end(number, "", "stop", shown).deltas
+            return ChoiceDelta(number, deltas, tokens, self.finish)
+        self.tokens += [] if self.prepared.stop else tokens
+        end = events[-1]
+        if not isinstance(end, Done):
+            return ChoiceDelta(number, self._divided(shown), tokens)
+        part = self._end(number, self._rest(), end.reason, shown)
+        return ChoiceDelta(number, part.deltas, tokens, part.finish)
+
+    def _shown(self, tokens: list[Token]) -> str:
+        """Their text as far as it may be shown; of tokens behind a stop string nothing is left."""
+        if not self.prepared.stop:
+            return self._detokenizer.add(*(token.id for token in tokens)) if tokens else ""
+        shown = ""
+        for k, token in enumerate(tokens):
+            self.tokens.append(token)
+            shown += self._stop.add(self._detokenizer.add(token.id))
+            if self._stop.hit is not None:
+                del tokens[k + 1 :]
+                break
+        return shown
 
     def _rest(self) -> str:
         if self._detokenizer.ids:
@@ -114,20 +127,33 @@ class RunningRequest:
         try:
             left = len(self.choices)
             while left:
-                number, event = await events.get()
-                if number == TIMED_OUT:
-                    raise RequestError(504, late[1].message, code="timeout")
-                if number == STOPPED:
-                    raise RequestError(503, "the server is stopping", code="stopping")
+                # All that has come since: several tokens of a burst, or what waited for a slow reader.
+                came = [await events.get()]
+                while not events.empty():
+                    came.append(events.get_nowait())
+                by_choice: dict[int, list[Event]] = {}
+                problem: RequestError | None = None
+                for number, event in came:
+                    if number == TIMED_OUT:
+                        problem = RequestError(504, late[1].message, code="timeout")
+                    elif number == STOPPED:
+                        problem = RequestError(503, "the server is stopping", code="stopping")
+                    elif isinstance(event, Done) and event.reason == "error" and self.choices[number].finish is None:
+                        problem = RequestError(500, event.message)
+                    else:
+                        by_choice.setdefault(number, []).append(event)
                 if self.first is None:
                     self.first = time.monotonic()
-                choice = self.choices[number]
-                if choice.finish is None:
-                    part = choice.take(number, event)
-                    if choice.finish is not None:
-                        left -= 1
-                        self.engine.cancel(self.stream, number)
-                    yield part
+                for number, some in by_choice.items():
+                    choice = self.choices[number]
+                    if choice.finish is None:
+                        part = choice.take(number, some)
+                        if choice.finish is not None:
+                            left -= 1
+                            self.engine.cancel(self.stream, number)
+                        yield part
+                if problem is not None:
+                    raise problem
         finally:
             alarm.cancel()
             self.engine.cancel(self.stream)

@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from erniekit.serve.middleware import Middleware
 
 ENGINE_S = 2.0  # for the engine's thread to end, once it is told to
+SWITCH_S = (
+    0.001  # the engine's thread and the event loop's take turns: with Python's 5 ms a step could wait for a stream
+)
 LEFT_S = 5.0  # beyond drain_timeout, for the last words to be sent
 
 
@@ -122,7 +126,8 @@ def serve_embedded(cfg: RunConfig, key: str | None) -> int:
         say(f"loading {entries[0].found.describe()}")
         loaded = load_models(cfg, entries)
         disable_slow_onednn(loaded)
-        if cfg.serve.use_warmup:
+        sys.setswitchinterval(SWITCH_S)
+        if cfg.serve.use_warmup or loaded.engine.recorded is not None:  # recording takes seconds, and is no client's
             asyncio.run(warm_up(loaded))
         try:
             return run(cfg, loaded, sock, key)

@@ -37,7 +37,7 @@ def evaluate(
     tokens = rows = calls = 0
     with _evaluating(engine):
         for batch in _while_there_is_time(batches, max_batches, go_on):
-            rows += batch.input_ids.shape[0]
+            rows += batch.rows
             loss = engine.evaluate(batch).double()
             if batch.num_label_tokens:
                 total += loss

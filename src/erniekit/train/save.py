@@ -15,7 +15,7 @@ import torch
 from erniekit.checkpoint import fp8_file
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
-from erniekit.checkpoint.collective import CollectiveSaves
+from erniekit.checkpoint.collective import CollectiveSaves, Whole
 from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import TIMED, CheckpointManager
 from erniekit.checkpoint.nodes import copier
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
 
 Tensors = Mapping[str, torch.Tensor]
+WEIGHTS_ALONE = "weights_alone"  # in state.json: the end of a run that asked for no checkpoints
 
 
 class Saver:
@@ -88,6 +89,7 @@ class Saver:
         after = copier(manager, copy_to, self.world.rank, group)
         self.saves = CollectiveSaves(manager, self.world, sharding, device, group, after)
         self.last_saved = -1
+        self.weights_alone = False  # whether what was restored last has no optimiser state, as was asked for
         self.before: Callable[[int], None] | None = None  # called with a step that is to be saved; may raise
 
     @property
@@ -97,26 +99,30 @@ class Saver:
         base = f"/{self.frozen_base}{probes.PACKED_BASE}" if self.frozen_base else ""
         return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}{base}"
 
-    def save(self, state: TrainState, final: bool = False, timed: bool = False) -> Path | None:
+    def save(
+        self, state: TrainState, final: bool = False, timed: bool = False, weights_alone: bool = False
+    ) -> Path | None:
         """All ranks together; the folder, or None when it failed and training goes on, or is being written. timed: it
-        is on no schedule, so that rotation need not keep it."""
+        is on no schedule, so that rotation need not keep it. weights_alone: nothing is trained on from it."""
         if self.before is not None:
             self.before(state.step)
         pieces: dict[str, Tensors] = {"weights": self.pieces()}
-        if self.with_optimizer:
+        if self.with_optimizer and not weights_alone:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())
             pieces["master_weights"] = dict(self.optimizer.master_tensors()) if self.with_masters else {}
         probe = probes.measure(self._answer(self.probe), self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device), "optimizer": self.optimizer.numbers()}
+        extra |= {WEIGHTS_ALONE: True} if weights_alone else {}
         frozen = TrainState(**vars(state))
         scales = self.scales.saved() if self.scales is not None else None
 
-        def write(folder: Path, whole: Mapping[str, Tensors]) -> None:
+        def write(folder: Path, whole: Mapping[str, Whole]) -> None:
             self.write_weights(folder, _FiniteWeights(whole["weights"], frozen.step))
-            if len(whole.get("optimizer", ())):
-                write_shards(folder, "optimizer", compressed(whole["optimizer"].items(), self.compress))
-            if len(whole.get("master_weights", ())):
-                write_shards(folder, "master_weights", whole["master_weights"].items())
+            for stem, stage in (("optimizer", self.compress), ("master_weights", "O0")):
+                tensors = whole.get(stem)
+                # Codes of compressed moments are made of whole rows.
+                if tensors and (stage != "O0" or not tensors.write_parts(folder, stem)):
+                    write_shards(folder, stem, compressed(tensors.items(), stage), lasting=True)
             if scales is not None:
                 fp8_file.save(folder, scales)
             if probe:
@@ -140,7 +146,8 @@ class Saver:
         self.optimizer.refresh_masters()
         if self.scales is not None:
             self.scales.restore(folder, keep_inputs=self.clear_scales)
-        if self.with_optimizer and state.updates:
+        self.weights_alone = bool(raw.get(WEIGHTS_ALONE))
+        if self.with_optimizer and state.updates and not self.weights_alone:
             self._restore_optimizer(folder, state.updates)
             self.optimizer.load_numbers(raw["optimizer"])
         if restore_random:
@@ -212,8 +219,16 @@ class SaveHook(Hook):
     at the end of a step in which a signal came. The first rank's clock decides for all."""
 
     def __init__(
-        self, saver: Saver, trackers: Trackers, every: int, grace_seconds: float, minutes: float = 0.0
+        self,
+        saver: Saver,
+        trackers: Trackers,
+        every: int,
+        grace_seconds: float,
+        minutes: float = 0.0,
+        end_with_weights_alone: bool = False,
     ) -> None:
+        """end_with_weights_alone: the save at the run's end is for its model, not to train on from."""
+        self.end_with_weights_alone = end_with_weights_alone
         self.saver, self.trackers, self.every, self.minutes = saver, trackers, every, minutes
         self.grace_seconds = grace_seconds
         self._saved_at = time.monotonic()
@@ -254,7 +269,7 @@ class SaveHook(Hook):
             return None
         trainer.phase("save")
         self.trackers.status("saving")
-        path = self.saver.save(trainer.state, final=final, timed=timed)
+        path = self.saver.save(trainer.state, final, timed, weights_alone=final and self.end_with_weights_alone)
         self._saved_at = time.monotonic()
         self.trackers.status("")
         trainer.phase("hooks")

@@ -11,18 +11,19 @@ import signal
 import subprocess
 from pathlib import Path
 
+from erniekit.process_stat import BOOT_ID, START_TICKS, folder_of, has_ended, stat_fields
+
 
 def identity(pid: int) -> str:
     """Boot and start time of a living process as an opaque text; empty when it is gone (a zombie is gone)."""
     if pid <= 0:
         return ""
     try:
-        # "pid (name) state ppid ... start": the name may hold spaces and brackets, so count from the last ")"
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = stat_fields(folder_of(pid))
+        boot = BOOT_ID.read_text().strip()
     except OSError:
         return "" if Path("/proc/self/stat").exists() else _asked(pid)
-    return "" if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+    return "" if has_ended(fields) else f"{boot}:{fields[START_TICKS]}"
 
 
 def is_same(pid: int, told: str) -> bool:

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from hostile_products import break_products
 from hostile_triton import break_triton
 
 from erniekit.capabilities import CAPABILITIES
 from erniekit.devices.base import GIB, Device
-
-_kept: list[Any] = []  # operators live as long as the library that brought them
 
 
 class HostileDevice(Device):
@@ -32,7 +31,7 @@ class HostileDevice(Device):
     def claims(self) -> tuple[str, ...]:
         return tuple(name for name in CAPABILITIES if name != "nvidia")
 
-    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Any:
+    def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...], memory: Any = None) -> Any:
         return lambda *given: module(*inputs) + 1  # replays, and computes something else
 
 
@@ -45,24 +44,6 @@ def count() -> int:
 
 
 def make() -> Device:
-    if not _kept:
-        _break_products()
-        break_triton()
+    break_products("CPU")
+    break_triton()
     return HostileDevice("Hostile 9000", "cuda", 8 * GIB)
-
-
-def _break_products() -> None:
-    library = torch.library.Library("aten", "IMPL")
-
-    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if a.dtype == torch.bfloat16:
-            raise RuntimeError("hostileBlas: bf16 is not implemented")
-        return torch.ops.aten.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
-
-    def grouped(*args: Any, **more: Any) -> torch.Tensor:
-        raise NotImplementedError("hostileBlas: no grouped product")
-
-    library.impl("mm", mm, "CPU", allow_override=True)
-    if hasattr(torch.ops.aten, "_grouped_mm"):
-        library.impl("_grouped_mm", grouped, "CPU", allow_override=True)
-    _kept.append(library)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.bench.profile import kind_of, lines, profile_steps, steps_for, summary
+from erniekit.bench.profile import KernelSpan, idle, kind_of, lines, profile_steps, steps_for, summary
 from erniekit.devices import pick
 
 
@@ -66,3 +66,18 @@ def test_real_steps_are_timed_by_operator_and_those_ahead_are_not_counted() -> N
 def test_about_two_seconds_run_ahead_and_one_long_step_is_enough(step_s: float, before: int, count: int) -> None:
     assert steps_for(step_s, card=True) == (before, count)
     assert steps_for(step_s, card=False) == (1, count)
+
+
+def test_pauses_are_those_in_which_no_kernel_runs_and_are_named_by_what_is_around_them() -> None:
+    ms = 1_000_000
+    spans = [
+        KernelSpan("a", 0, 4 * ms),
+        KernelSpan("b", ms, 5 * ms),
+        KernelSpan("c", 8 * ms, ms),
+        KernelSpan("b", 2 * ms, ms),
+    ]
+    found = idle([*spans, KernelSpan("b", 20 * ms, ms), KernelSpan("c", 22 * ms, ms)], steps=2)
+    assert found["idle_ms"] == (2 + 11 + 1) / 2
+    assert found["pauses"][0] == {"after": "c", "before": "b", "ms": 5.5, "times": 1}
+    assert found["pauses"][1] == {"after": "b", "before": "c", "ms": 1.5, "times": 1}
+    assert "nothing runs for 7.00 ms" in "\n".join(lines("x", {**summary({"a": (1.0, 1)}), **found}))

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.manifest import MANIFEST, FileRecord
+from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 
 
@@ -208,3 +211,25 @@ def test_the_background_saver_runs_one_job_at_a_time_and_keeps_its_error_for_the
     with pytest.raises(CheckpointError, match="the disk is gone"):
         saver.wait()
     saver.check()  # said once
+
+
+def test_tensor_files_are_hashed_while_written_and_read_again_only_if_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plain = writer.measure
+    monkeypatch.setattr(writer, "measure", lambda path: (read.append(path.name), plain(path))[1])
+
+    def write(folder: Path) -> None:
+        write_shards(folder, "model", [(f"w{k}", torch.full((64, 64), float(k))) for k in range(4)], 4e-5)
+        write_shards(folder, "changed", [("w", torch.zeros(8))])
+        with (folder / "changed.safetensors").open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"\x00\x00\x80\x3f")
+
+    folder = writer.publish(tmp_path, "checkpoint-1", write)
+    assert read == ["changed.safetensors", "model.safetensors.index.json"]
+    manifest.check(folder, "full")
+    with safe_open(folder / "model-00002-of-00002.safetensors", "pt") as file:
+        assert file.get_tensor("w3").eq(3).all()
+        assert file.metadata() == {"format": "pt"}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from erniekit.data.collate import collate
+from erniekit.data.collate import collate, collate_joined
 from erniekit.data.types import IGNORE, Pack, Sample
 
 
@@ -118,3 +118,24 @@ def test_one_count_runs_through_a_row_and_changes_no_bounds() -> None:
     batch = collate([Pack(docs), Pack(docs[:1])], pad_to=5, one_count=True)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert batch.cu_seqlens.tolist() == collate([Pack(docs), Pack(docs[:1])], pad_to=5).cu_seqlens.tolist()
+
+
+def test_joined_rows_are_one_row_of_the_shortest_length_that_holds_them():
+    packs = [Pack((sample(5, 6, 7),), 4), Pack((sample(1, 2, 3, 4, labels=[IGNORE, 3, 4, 2]),), 5)]
+    batch = collate_joined(packs, lengths=(4, 8, 16))
+    assert batch.input_ids.tolist() == [[5, 6, 7, 1, 2, 3, 4, 0]]
+    assert batch.labels.tolist() == [[5, 6, 7, IGNORE, 3, 4, 2, IGNORE]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 7, 8]
+    assert batch.documents() is not None
+    assert (batch.rows, batch.num_tokens, batch.num_label_tokens, batch.pack_indices) == (2, 7, 6, (4, 5))
+    assert batch.sum_squares == 9 + 16
+    assert batch.members.int().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0]]
+    assert batch.real.int().tolist() == [[1, 1, 1, 1, 1, 1, 1, 0]]
+
+
+def test_one_row_alone_stays_a_plain_causal_row_and_a_full_one_is_of_the_same_kind():
+    batch = collate_joined([Pack((sample(5, 6, 7),), 4)], lengths=(3, 8))
+    assert batch.documents() is None
+    assert batch.members is None
+    assert batch.real.tolist() == [[True, True, True]]

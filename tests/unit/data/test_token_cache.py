@@ -17,6 +17,7 @@ from erniekit.data.formats import read
 from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError, DataError
+from erniekit.files.cache_folder import default_cache_dir
 from support.jsonl import small_row, write_jsonl
 
 
@@ -287,4 +288,4 @@ def test_the_cache_lies_where_the_environment_says(tmp_path, tokenizer, monkeypa
     assert tmp_path / "mine" in source.folder.parents
     monkeypatch.delenv("ERNIEKIT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert token_cache.default_cache_dir() == Path(tmp_path / "home" / ".cache" / "erniekit")
+    assert default_cache_dir() == Path(tmp_path / "home" / ".cache" / "erniekit")

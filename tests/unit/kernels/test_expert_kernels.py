@@ -76,19 +76,11 @@ def run_all() -> None:
     """As a script: prints name -> the largest difference, or what went wrong."""
     from types import SimpleNamespace
 
-    import triton.runtime.interpreter as interpreter
-
     from erniekit.kernels import expert_reference as twins
     from erniekit.kernels.triton import expert_products, expert_rows
+    from support.interpreted import bound_loops_by_numbers_on_the_device
 
-    usual = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        usual(tensor, scope)
-        # Triton 3.6 takes int() of an array of one element, which numpy 2.4 refuses.
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch
+    bound_loops_by_numbers_on_the_device()
     small = expert_rows.Tile(16, 16, 4, 2)  # so that experts have several blocks, and rows several columns of tiles
     expert_rows.TAKE = expert_rows.ACTIVATE = expert_rows.BACKWARD = expert_rows.SUM = small
     expert_products.OUTER = expert_products.OUTER_OF_TOKENS = expert_products.ADD = small
@@ -113,7 +105,8 @@ def run_all() -> None:
 def told() -> dict[str, Any]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    here = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, **here}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))

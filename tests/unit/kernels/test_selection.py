@@ -16,6 +16,7 @@ from erniekit.kernels.selection import (
     ExpertFacts,
     Fp8Facts,
     GateUpFacts,
+    PagedFacts,
     ProductFacts,
     chosen,
     force,
@@ -48,8 +49,10 @@ def everything(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dic
     facts = {
         "attention": attention, "packed attention": attention, "feed-forward": GateUpFacts(device, 1024, 6144, True),
         "experts": ExpertFacts(device, dtype, 2560, 1536, (32,)), "grouped products": product, "head": product,
+        "experts' products with updates": ExpertFacts(device, dtype, 1536, 2560, (32,)),
         "fp8 products": Fp8Facts(device, 2560, 1536),
         "experts' fp8 products": Fp8Facts(device, 2560, 1536, experts=True),
+        "paged attention": PagedFacts(device, dtype, 128),
     }  # fmt: skip
     return {operation: chosen(operation, facts[operation]) for operation in OPERATIONS}
 
@@ -95,6 +98,12 @@ def test_ranks_that_share_a_sequence_have_the_packed_kernels_of_one_rank(hopper:
 def test_experts_take_plain_steps_where_no_kernel_fits(facts: ExpertFacts, why: str) -> None:
     found = select("experts", facts)
     assert (found.implementation, found.reason) == ("plain", f"triton: {why}")
+
+
+def test_paged_attention_gathers_heads_that_no_tile_takes(hopper: pytest.MonkeyPatch) -> None:
+    found = select("paged attention", PagedFacts(CARD, torch.bfloat16, 80))
+    assert found.implementation == "gathered"
+    assert found.reason == "triton: for heads of 16, 32, 64, 128, 256 channels, not 80"
 
 
 def test_a_forced_kernel_is_the_one_that_runs(hopper: pytest.MonkeyPatch) -> None:

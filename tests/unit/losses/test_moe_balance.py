@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from erniekit.data.collate import collate
+from erniekit.data.collate import collate, collate_joined
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
@@ -110,6 +110,19 @@ def test_micro_batches_and_padding_change_no_gradient(at_once: int) -> None:
     whole, _ = gradients([collate(rows)])
     parts, _ = gradients([collate(rows[i : i + at_once], pad_to=40) for i in range(0, 4, at_once)])
     assert whole.keys() == parts.keys()
+    for name in whole:
+        assert torch.allclose(whole[name], parts[name], atol=2e-6), name
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_rows_that_were_joined_keep_terms_of_their_own(at_once: int) -> None:
+    rows = packs()
+    whole, loss = gradients([collate(rows)])
+    joined = [collate_joined(rows[i : i + at_once], lengths=(24, 48, 96)) for i in range(0, 4, at_once)]
+    assert sum(batch.rows for batch in joined) == 4
+    assert all(batch.input_ids.shape[0] == 1 for batch in joined)
+    parts, other = gradients(joined)
+    assert other == pytest.approx(loss, rel=1e-6)
     for name in whole:
         assert torch.allclose(whole[name], parts[name], atol=2e-6), name
 

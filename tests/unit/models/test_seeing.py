@@ -21,6 +21,7 @@ from erniekit.models.layers.modal import ModalMoE
 from erniekit.models.layers.resampler import frame_pairs
 from erniekit.models.layers.seeing import SeeingDecoder
 from erniekit.models.layers.vision import Frames
+from erniekit.parallel import compiled
 from erniekit.parallel.context import split
 from erniekit.parallel.tensor import PlacesInSlice
 from parity.test_vl_layouts import row
@@ -81,10 +82,22 @@ def test_frames_attend_within_themselves_alone() -> None:
 
 @pytest.mark.parametrize(("most", "wanted"), [(1, [4, 4, 6, 4]), (8, [8, 6, 4]), (10, [8, 10]), (99, [18])])
 def test_chunks_are_whole_frames_and_all_of_them(most: int, wanted: list[int]) -> None:
-    frames = Frames([4, 4, 6, 4], torch.arange(18), torch.arange(18))
-    chunks = list(frames.chunks(most))
+    frames = Frames.of([4, 4, 6, 4], torch.arange(18), torch.arange(18))
+    chunks = frames.chunks(most)
     assert [sum(some.sizes) for _, some in chunks] == wanted
     assert torch.cat([some.cos for _, some in chunks]).tolist() == list(range(18))
+
+
+def test_pictures_that_are_multiplied_apart_are_cut_alike_whatever_is_around_them() -> None:
+    video, picture = [4, 4, 4], [6]
+    for sizes, begins in (([*video, *picture], {3}), ([*picture, *video], {1}), ([*picture, *picture, *video], {1, 2})):
+        total = sum(sizes)
+        chunks = Frames.of(sizes, torch.arange(total), torch.arange(total)).chunks(10, frozenset(begins))
+        assert [row for rows, _ in chunks for row in range(rows.start, rows.stop)] == [*range(total)]
+        assert all(rows.stop - rows.start <= 10 for rows, _ in chunks)
+        products = [size for _, some in chunks for size in some.products]
+        assert products == ([8, 4, 6] if sizes[0] == 4 else [6] * (len(sizes) - 3) + [8, 4])
+        assert all(sum(some.products) == sum(some.sizes) == int(some.bounds[-1]) for _, some in chunks)
 
 
 def test_pictures_are_paired_with_themselves_and_frames_with_the_next() -> None:
@@ -199,3 +212,22 @@ def test_a_loss_of_a_model_that_knows_no_batch_is_that_of_text() -> None:
         torch.testing.assert_close(model(ids), model(ids, more=More()))
         flat = F.log_softmax(model(ids), -1)
     assert flat.isfinite().all()
+
+
+def test_what_a_tower_does_row_by_row_is_compiled_once_for_all_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, given: list[torch.Tensor]) -> Any:
+        built.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    plain, model = model_of().tower, model_of().tower
+    model.load_state_dict(plain.state_dict())
+    compiled.compile_row_functions(model)
+    with torch.no_grad():
+        for grids in ([(1, 2, 4)], [(1, 4, 4), (2, 2, 2)], [(1, 6, 4)]):
+            count = sum(t * h * w for t, h, w in grids)
+            patches = torch.randint(0, 256, (count, 12), dtype=torch.uint8)
+            torch.testing.assert_close(model(patches, grids), plain(patches, grids))
+    assert len(built) == 2, "positions, and the activation"

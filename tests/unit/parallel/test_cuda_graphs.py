@@ -16,7 +16,7 @@ from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.config import MoEShape
 from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.moe import MoE
-from erniekit.parallel.cuda_graphs import GraphedLayers, _inputs, _Stack
+from erniekit.parallel.cuda_graphs import Graphed, GraphedLayers, _inputs, _Stack
 from support.tiny_config import with_experts
 
 
@@ -74,7 +74,7 @@ def test_padding_is_an_input_only_where_layers_tell_of_themselves() -> None:
 def test_where_nothing_can_be_replayed_layers_are_launched() -> None:
     model, x = decoder(), torch.randn(2, 12, 32)
     ctx = model.context(torch.arange(12).expand(2, 12))
-    graphed = GraphedLayers(model, pick("cpu"), 2, 12, micro_batches=1)
+    graphed = GraphedLayers(model, pick("cpu"), Graphed(2, (12,), 1))
     model.train()
     torch.testing.assert_close(graphed(x, ctx), model.run_layers(x, ctx))  # a CPU has no kernels for it
     assert not graphed.recorded
@@ -95,7 +95,7 @@ class Rehearsed(GraphedLayers):
 
 def test_each_kind_of_batch_has_a_recording_of_its_own_up_to_the_limit() -> None:
     model, x = decoder(), torch.randn(2, 12, 32)
-    graphed = Rehearsed(model, pick("cpu"), 2, 12, micro_batches=1)
+    graphed = Rehearsed(model, pick("cpu"), Graphed(2, (12,), 1))
     plain = model.context(torch.arange(12).expand(2, 12))
     real = torch.ones(2, 12, dtype=torch.bool)
     for ctx in (plain, plain._replace(record={}), plain._replace(record={}, real=real), plain):
@@ -126,6 +126,23 @@ class Counted(Device):
 
 def test_a_model_with_experts_is_launched_for_two_whole_steps_before_its_memory_is_judged() -> None:
     for peak, room in ((30, True), (60, False)):  # a step's activations must fit twice
-        graphed = GraphedLayers(decoder(), Counted("counted", "cpu", 100, peak=peak), 2, 12, micro_batches=3)
+        graphed = GraphedLayers(decoder(), Counted("counted", "cpu", 100, peak=peak), Graphed(2, (12,), 3))
         assert [graphed._may_record() for _ in range(6)] == [False] * 6
         assert graphed._may_record() is room
+
+
+def test_every_length_of_joined_rows_has_a_recording_and_others_are_launched() -> None:
+    model = decoder()
+    model.records, model.training = [], True
+    graphed = GraphedLayers(model, pick("cpu"), Graphed(1, (8, 12, 16), 1))
+    assert graphed.most == 3
+    rehearsed = Rehearsed(model, pick("cpu"), Graphed(1, (8, 12, 16), 1))
+    for length in (8, 12, 16, 12, 8):
+        members = torch.zeros(2, length, dtype=torch.bool)
+        members[0, :3] = members[1, 3:7] = True
+        ctx = model.context(torch.arange(length)[None])._replace(members=members, real=members.any(0, keepdim=True))
+        x = torch.randn(1, length, 32)
+        want = model.run_layers(x, ctx._replace(record={}))
+        torch.testing.assert_close(rehearsed(x, ctx), want)
+        assert ctx.record["router_aux", 1][1] == 2, "terms of two rows"
+    assert len(rehearsed.recorded) == 3

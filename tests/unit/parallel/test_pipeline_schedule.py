@@ -21,7 +21,7 @@ from erniekit.parallel.pipeline_actions import (
     warm_up,
 )
 from erniekit.parallel.pipeline_schedule import computations, resolved, schedule
-from erniekit.parallel.pipeline_simulator import check_blocking, simulate
+from erniekit.parallel.pipeline_simulator import simulate
 
 ONE_STAGE = [(name, ranks, 1, m) for name in ("gpipe", "1f1b", "zero_bubble") for ranks in (1, 2, 4) for m in (1, 3, 8)]
 SEVERAL = [
@@ -34,7 +34,7 @@ SEVERAL = [
 @pytest.mark.parametrize(("name", "ranks", "each", "m"), [*ONE_STAGE, *SEVERAL])
 def test_a_list_does_everything_once_and_ends_where_every_send_waits(name: str, ranks: int, each: int, m: int) -> None:
     orders = schedule(name, ranks, each, m)
-    check_blocking(orders)
+    simulate(orders, blocking=True)
     last = ranks * each - 1
     seen = Counter(action for order in orders for action in order)
     assert set(seen.values()) == {1}

@@ -15,7 +15,7 @@ from erniekit.parallel.pipeline_actions import (
     Order,
 )
 from erniekit.parallel.pipeline_schedule import schedule
-from erniekit.parallel.pipeline_simulator import ScheduleStops, check_blocking, simulate
+from erniekit.parallel.pipeline_simulator import ScheduleStops, simulate
 from erniekit.parallel.pipeline_timeline import as_svg, as_text
 
 
@@ -36,7 +36,7 @@ BOTH_SEND_FIRST = (
 
 def test_two_ranks_that_both_send_first_are_found_and_named() -> None:
     with pytest.raises(ScheduleStops) as found:
-        check_blocking(BOTH_SEND_FIRST)
+        simulate(BOTH_SEND_FIRST, blocking=True)
     assert "rank 0 at send activation of stage 0, micro-batch 1" in str(found.value)
     assert "rank 1 at send gradient of stage 1, micro-batch 0" in str(found.value)
     assert simulate(BOTH_SEND_FIRST).seconds > 0, "with buffers it would end"
@@ -46,14 +46,14 @@ def test_a_send_that_nobody_receives_is_found() -> None:
     first, second = schedule("1f1b", 2, 1, 2)
     without = tuple(a for a in second if a != Action(RECEIVE_ACTIVATION, 1, 1))
     with pytest.raises(ScheduleStops, match="send activation of stage 0, micro-batch 1"):
-        check_blocking((first, without))
+        simulate((first, without), blocking=True)
 
 
 def test_what_is_sent_before_it_is_computed_is_found() -> None:
     first, second = schedule("1f1b", 2, 1, 1)
     moved = tuple(sorted(first, key=lambda a: a.kind != SEND_ACTIVATION))
     with pytest.raises(ScheduleStops, match="before it is computed"):
-        check_blocking((moved, second))
+        simulate((moved, second), blocking=True)
 
 
 def test_a_transfer_takes_both_ranks_where_it_blocks_and_delays_the_receiver_where_it_does_not() -> None:

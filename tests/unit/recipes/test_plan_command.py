@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from erniekit.cli.main import main
-from erniekit.config import load
+from erniekit.config import RunConfig, load
 from erniekit.config.note import shown
+from erniekit.demo.tiny import make_tiny_model
+from erniekit.devices import DEVICES
 from erniekit.devices.cuda import CudaDevice
-from erniekit.parallel.mesh import Layout
+from erniekit.devices.islands import parse_islands
+from erniekit.errors import DeviceError
+from erniekit.parallel.islands import Islands, check_islands
+from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.world import check_model, layout_of
 from erniekit.planner import report
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.evaluate import Site, evaluate
 from erniekit.planner.memory import GIB
-from erniekit.recipes import plan_check
+from erniekit.recipes import plan_check, stage_of, training
 from erniekit.recipes import plan_command as plan_module
 from erniekit.recipes.plan_command import MARK, plan_command
 from erniekit.recipes.planning import job_of, packs_of, shape_of
+from erniekit.recipes.run_plan import plan_run
 
 RECIPE = """model_name_or_path: baidu/ERNIE-4.5-0.3B-Paddle
 train_dataset_path: data.jsonl
@@ -211,6 +221,65 @@ def test_a_step_has_the_packs_that_the_recipe_makes_on_these_ranks(recipe: Path)
     assert packs_of(load(given, "train"), 8) == 24
 
 
+# --- what is written is what was planned
+
+
+def layout_written(target: Path, ranks: int) -> Layout:
+    cfg = load([str(target)], "train")
+    return fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
+
+
+@pytest.mark.parametrize("own", ["tensor_parallel_degree=2 moe_group=mp", "sharding=stage2 sharding_parallel_degree=8",
+                                 "pipeline_parallel_degree=4 pp_seg_method=[0,5,12,20,31]",
+                                 "use_expert_parallel=True expert_parallel_degree=4"])  # fmt: skip
+def test_nothing_of_the_recipes_own_layout_is_left_in_a_written_one(
+    own: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = recipe.parent / "planned.yaml"
+    words = ["model_name_or_path=baidu/ERNIE-4.5-21B-A3B-Paddle", "fine_tuning=LoRA", *own.split()]
+    for take in ("1", "9"):
+        asked = ["plan", str(recipe), *words, "--cluster", "8xA100", "--packs", "32", "--json", "--write", str(target)]
+        assert main([*asked, "--take", take]) == 0
+        found = json.loads(capsys.readouterr().out)["ranked"][int(take) - 1]
+        assert layout_written(target, 8).describe() == found["layout"]
+
+
+def test_a_plan_for_unlike_islands_is_written_with_them_and_resolves_to_a_layout_they_take(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    islands, target = recipe.parent / "islands.yaml", recipe.parent / "planned.yaml"
+    islands.write_text("islands: [8xH200-141G, {card: BI150, machines: 1, devices: 8}]")
+    words = ["plan", str(recipe), "model_name_or_path=baidu/ERNIE-4.5-21B-A3B-Paddle", "fine_tuning=LoRA"]
+    assert main([*words, "--cluster", str(islands), "--packs", "32", "--json", "--write", str(target)]) == 0
+    best = json.loads(capsys.readouterr().out)["ranked"][0]
+    cfg = load([str(target)], "train")
+    named = parse_islands(cfg.parallel.islands)
+    assert [(one.device, one.ranks) for one in named] == [("nvidia", 8), ("iluvatar", 8)]
+    assert cfg.given("compute_type"), "ranks of unlike devices would each take their own"
+    layout = layout_written(target, 16)
+    assert layout.describe() == best["layout"]
+    wires = tuple(one.device for one in named for _ in range(one.ranks))
+    check_islands(Islands(wires, ("nccl",) * 16), layout)
+    shape = shape_of(cfg).config
+    assert shape.moe is not None
+    kept = check_model(layout, shape.num_layers, shape.moe.experts)
+    assert kept.stage_cuts == layout.stage_cuts != ()
+    assert kept.stage_cuts[layout.pp // 2 - 1] > shape.num_layers // 2, "the faster island has more layers"
+
+
+def test_islands_of_one_vendor_apart_are_refused_as_a_run_would_be(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    islands = recipe.parent / "islands.yaml"
+    islands.write_text("islands: [8xH200, 8xBI150, 8xA100]")
+    assert main(["plan", str(recipe), "--cluster", str(islands)]) == 2
+    assert "next to each other" in capsys.readouterr().err
+
+
+def test_every_card_is_of_a_vendor_that_a_recipe_can_name() -> None:
+    assert {card.vendor for card in CARDS.values()} <= set(DEVICES)
+
+
 # --- after a run
 
 
@@ -249,3 +318,42 @@ def test_out_of_memory_names_what_was_there_and_one_change_that_fits(recipe: Pat
 def test_nothing_is_compared_where_the_device_does_not_count() -> None:
     plan: Any = SimpleNamespace(device=SimpleNamespace(counts_memory=False))
     assert plan_check.line_of(plan, 1.0) is None
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> RunConfig:
+    model = tmp_path / "model"
+    make_tiny_model(model)
+    return load([
+        f"model_name_or_path={model}", "device=cpu", "compute_type=fp32", "max_seq_len=64",
+        f"train_dataset_path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}",
+    ])  # fmt: skip
+
+
+def test_a_decided_run_is_compared_with_its_own_plan(tiny_run: RunConfig) -> None:
+    plan = plan_run(tiny_run, alone=True)
+    assert plan_check.line_of(plan, 1.0) is None, "a CPU counts no peak"
+    line = plan_check.line_of(replace(plan, device=card(1.0)), 5e3)
+    assert line is not None
+    assert re.fullmatch(
+        r"memory 0\.5 GiB planned, 1\.0 at the most \(-\d+%\); [\d,]+ tokens/s planned, 5,000 measured \([+-]\d+%\)",
+        line,
+    )
+
+
+def test_a_run_that_runs_out_of_memory_ends_with_what_was_planned(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(training, "run", full)
+    monkeypatch.setattr(training, "pick", lambda *_: card(0.4))
+    with pytest.raises(DeviceError) as caught:
+        training.train(stage_of(tiny_run), tiny_run)
+    what, where, fix = caught.value.lines()
+    assert "NVIDIA H200 has 0 GiB, and this run needs more: 0 GiB were allocated" in what
+    assert "planned" in where
+    assert "one device" in where
+    assert fix.removeprefix("fix:").strip()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

@@ -82,7 +82,8 @@ def test_one_rank_is_run_for_real_with_the_plan_beside_it(words, capsys):
         (["--ranks", "3"], "needs a multiple of 2 ranks; there are 3"),
         (["sharding_parallel_degree=-1", "sharding=stage1"], "how many?"),
         (["model_name_or_path=nowhere"], "the shape of nowhere is not known"),
-        (["stage=VL-SFT"], "cannot be rehearsed at full size yet"),
+        (["stage=VL-SFT"], "does not see"),
+        (["stage=OCR-VL-SFT"], "OCR-VL-SFT"),
     ],
 )
 def test_bad_input_is_three_lines_and_exit_code_2(words, capsys, more, says):

@@ -50,6 +50,15 @@ def test_masters_of_weights_that_are_fp32_on_a_cpu_are_told_of(kind: str, monkey
     assert told in capsys.readouterr().out
 
 
+def test_ranks_that_share_a_cpu_are_told_that_the_key_does_nothing(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(run_plan, "pick", lambda *asked: cpu.make())
+    memory = run_plan.open_device(load(["ranks_per_device=4"])).device.total_memory
+    told = "note     ranks_per_device: 4 (without effect: on a CPU nproc_per_node says it)"
+    assert told in capsys.readouterr().out.splitlines()
+    assert memory == run_plan.open_device(load([])).device.total_memory
+    assert "ranks_per_device" not in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("moe"), family="ernie4_5_moe")
@@ -66,7 +75,7 @@ def test_a_plan_holds_every_decision_and_cannot_be_changed(moe: Path) -> None:
     assert plan.folder.config.moe is not None
     assert plan.folder.config.moe.most == 7
     assert plan.config.model.compile is False, "speed is decided too"
-    assert (plan.dtype, plan.stored_dtype, plan.graph_shape) == (torch.float32, torch.float32, None)
+    assert (plan.dtype, plan.stored_dtype, plan.graphed) == (torch.float32, torch.float32, None)
     for part, name in ((plan, "config"), (plan.config, "model"), (plan.config.model, "compile"), (plan.lora, "rank")):
         with pytest.raises(FrozenInstanceError):
             setattr(part, name, None)

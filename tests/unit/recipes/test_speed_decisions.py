@@ -15,7 +15,7 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.parallel.mesh import Layout
-from erniekit.recipes.speed_decisions import for_device, layers_to_recompute
+from erniekit.recipes.speed_decisions import for_device, for_lengths, layers_to_recompute
 
 GIB = 1024**3
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
@@ -41,12 +41,15 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
         (["packing=True"], "cpu", 1, False),
         (["packing=True"], "gpu", 2, True),
         (["packing=True", "pp_schedule=zero_bubble", "virtual_pp_degree=2"], "gpu", 2, False),
-        (["packing=False"], "gpu", 1, False),
+        (["packing=False"], "gpu", 1, True),
+        (["packing=False", "length_buckets=off"], "gpu", 1, False),
+        (["packing=False", "compute_type=fp32"], "gpu", 1, False),
+        (["packing=False", "stage=DPO"], "gpu", 1, True),
         (["packing=False", "compile=True"], "cpu", 2, True),
         (["packing=True", "compile=False"], "gpu", 1, False),
     ],
 )
-def test_layers_are_compiled_on_cards_with_rows_of_one_length_or_as_told(
+def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_or_as_told(
     words: list[str], device: str, ranks: int, want: bool
 ) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
@@ -82,6 +85,53 @@ def test_layers_are_replayed_as_graphs_where_a_step_is_shorter_than_its_launches
     assert cfg.model.cuda_graph is want
     if "cuda_graph=True" in words and not want:
         assert any("computed again" in str(note) for note in cfg.notes), "a wish that is not granted is told"
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "want"),
+    [
+        (["packing=False"], "gpu", ("on",)),
+        (["packing=False", "stage=DPO"], "gpu", ("on",)),
+        (["packing=False"], "cpu", ("off",)),
+        (["packing=False", "compile=False"], "gpu", ("off",)),
+        (["packing=False", "compile=True"], "cpu", ("on",)),
+        (["packing=False", "length_buckets=on"], "cpu", ("on",)),
+        (["packing=False", "length_buckets=512,2048"], "cpu", ("512", "2048")),
+        (["packing=False", "length_buckets=off"], "gpu", ("off",)),
+        (["packing=False", "compat=erniekit"], "gpu", ("off",)),
+        (["packing=True", "length_buckets=on"], "gpu", ("off",)),
+        (["stage=PT"], "gpu", ("off",)),
+    ],
+)
+def test_rows_of_many_lengths_are_joined_where_layers_are_compiled_or_as_told(
+    words: list[str], device: str, want: tuple[str, ...]
+) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    cfg = settled("compute_type=bf16", *words, device=card(device))
+    assert cfg.data.length_buckets == want
+    assert cfg.data.joins_rows is (want != ("off",))
+
+
+def test_what_cannot_be_joined_says_why() -> None:
+    limited = replace(LARGE, moe=replace(MOE, capacity=(1.5, 1.5, 1.5)))
+    pipeline = SimpleNamespace(size=2, layout=Layout(pp=2))
+    cases: list[tuple[str, dict[str, Any], list[str]]] = [
+        ("moe_capacity", dict(model=limited), []),
+        ("pp_runner: torch", dict(world=pipeline), ["pp_runner=torch"]),
+    ]
+    for why, given, words in cases:
+        cfg = settled("packing=False", "length_buckets=on", *words, **given)
+        assert cfg.data.length_buckets == ("off",)
+        (note,) = [str(note) for note in cfg.notes if note.key == "length_buckets" and not note.quiet]
+        assert why in note
+
+
+def test_graphs_of_joined_rows_are_decided_by_how_long_those_are() -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", "max_seq_len=8192")
+    assert cfg.model.cuda_graph is None, "the data has not been read"
+    short, long = (for_lengths(cfg, card(), ALONE, SMALL, tokens) for tokens in (6400, 8192))
+    assert (short.model.cuda_graph, long.model.cuda_graph) == (True, False)
 
 
 def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:

@@ -35,6 +35,19 @@ def test_half_a_character_at_the_end_is_shown_as_what_it_is(paddle):
     assert "\ufffd" in spelling.rest()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_that_come_together_add_up_to_the_same_text(paddle, seed):
+    tokenizer, rng = load_tokenizer(paddle / "tokenizer"), random.Random(seed)
+    text = "say 😀 and 你好! then 😀😀 go  on\n twice"
+    ids, spelling, shown = tokenizer.encode_text(text), Detokenizer(tokenizer), ""
+    while ids:
+        count = rng.randrange(1, 6)
+        shown += spelling.add(*ids[:count])
+        ids = ids[count:]
+    assert shown + spelling.rest() == text
+    assert "\ufffd" not in shown
+
+
 @pytest.fixture(scope="module", params=["sentencepiece", "metaspace"])
 def llama(request, tmp_path_factory) -> Tokenizer:
     """Llama's two forms: a blank stands before the first word, and is dropped wherever decoding begins."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.devices import pick
 from erniekit.devices.cpu import CpuDevice
@@ -118,3 +120,33 @@ def test_a_quantised_folder_is_served_as_it_is_whatever_quantization_says(base: 
     loaded.engine.stop("the test is over", 5)
     assert not packed_layers(next(iter(loaded.engine.models.values())))
     assert "quantised already" in capsys.readouterr().err
+
+
+class RecordingCpu(CpuDevice):
+    """A CPU that claims to record, and launches what it would have recorded."""
+
+    triton, records_graphs = True, True
+
+    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+
+@pytest.mark.parametrize(("words", "records"), [((), True), (("decoding=auto",), True), (("decoding=exact",), False)])
+def test_exact_decoding_takes_the_models_own_forward_where_steps_could_be_recorded(
+    base: Path, words: tuple[str, ...], records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded_models, "pick", lambda *asked: RecordingCpu("a recording CPU", "cpu", 1 << 30))
+    cfg = load([str(base), "max_num_seqs=2", "max_model_len=64", *words], "server")
+    engine = loaded_models.load_models(cfg, loaded_models.find_models(cfg)).engine
+    try:
+        assert (engine.recorded is not None) is records
+    finally:
+        engine.stop()
+
+
+def test_another_way_of_decoding_is_refused_as_typed(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server", str(base), "decoding=fast"]) == 2
+    error = capsys.readouterr().err
+    assert "decoding" in error
+    assert "auto, exact" in error

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from erniekit.checkpoint.state import TrainState
 from erniekit.devices.cpu import make
 from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.train.guard import FiniteGuard
 from erniekit.train.metrics import LogHook
-from erniekit.train.step import StepResult
+from erniekit.train.step import DeviceClock, Launched, StepResult
+from erniekit.train.trainer import Trainer
+from support.clock import Clock
 
 # ERNIE-4.5-21B-A3B
 SPARSE = DecoderConfig(
@@ -61,3 +65,69 @@ def test_waiting_for_data_counts_where_the_device_had_nothing_to_do(monkeypatch:
     hook.after_step(trainer, replace(result(3), finished_at=40.0))  # type: ignore[arg-type]
     (record,) = logged
     assert record["data_wait"] == pytest.approx((2.0 + 2.0 + 0.0) / 40.0)
+
+
+class Card:
+    """A device that works through what it is given, one after the other, and a host that only queues and looks."""
+
+    asynchronous = True
+
+    def __init__(self, host: Clock) -> None:
+        self.host, self.free_at = host, host.now
+
+    def work(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.host.now) + seconds
+
+    def event(self) -> Any:
+        card, at = self, [0.0]
+
+        class Event:
+            def record(self) -> None:
+                at[0] = max(card.free_at, card.host.now)
+
+            def synchronize(self) -> None:
+                card.host.now = max(card.host.now, at[0])
+
+            def elapsed_time(self, later: Any) -> float:
+                return (later.at() - at[0]) * 1e3
+
+            def at(self) -> float:
+                return at[0]
+
+        return Event()
+
+
+@pytest.mark.parametrize("host_s", [0.01, 0.3], ids=["the device is the slower one", "the host is"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_last_record_has_the_rate_of_all_others_however_late_the_host_looked_at_the_first(
+    monkeypatch: pytest.MonkeyPatch, host_s: float, every: int
+) -> None:
+    """The host compiles for 7 s while the device has long done the first step; of the last step it waits for the
+    result, of others it looks one step later."""
+    host, device_s, steps, logged = Clock(), 0.1, 9, dict[int, dict[str, Any]]()
+    for module in ("step", "metrics"):
+        monkeypatch.setattr(f"erniekit.train.{module}.time", host)
+    card = Card(host)
+    clock = DeviceClock(card)  # type: ignore[arg-type]
+
+    def launch(micro: Any, step: int) -> Launched:
+        clock.start()
+        host.sleep(7.0 if step == 2 else host_s)
+        card.work(device_s)
+        return Launched(torch.tensor([2.0, 1.0]), torch.ones(()), lambda values: result(step), clock)
+
+    trackers = SimpleNamespace(
+        log=lambda step, record, kind: logged.update({step: record}), start=lambda **k: None, advance=lambda step: None
+    )
+    hook = LogHook(trackers, make(), SPARSE, torch.float32, every, 1, 10, False)  # type: ignore[arg-type]
+    step = SimpleNamespace(launch=launch, late=True, phase=None)
+    batches = [SimpleNamespace(pack_indices=(k,)) for k in range(steps)]
+    made: dict[str, Any] = dict(batches_from=lambda pack: iter([[b] for b in batches]), roll_back=lambda state: None)
+    signals: Any = SimpleNamespace(requested=None)
+    made |= dict(max_steps=steps, packs_per_step=1, hooks=[hook], guard=FiniteGuard(3), signals=signals)
+    Trainer(step, TrainState(), **made).fit()  # type: ignore[arg-type]
+    true = 10 / max(device_s, host_s)
+    assert [record["tokens_per_second"] for step, record in logged.items() if step > 4] == pytest.approx(
+        [true] * sum(step > 4 for step in logged)
+    )
+    assert steps in logged

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.bench.data import PeerRows
-from erniekit.bench.runner import LEARNING_RATE, Runner, StepNumbers
+from erniekit.bench.recipe import LEARNING_RATE
+from erniekit.bench.runner import Runner, StepNumbers
 from erniekit.bench.weights import fill, peer_tensors, plain_parameter, require_filled
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.data.types import IGNORE

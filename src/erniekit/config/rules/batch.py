@@ -42,6 +42,21 @@ def _files_agree(run: View, side: str) -> Iterator[Note]:
         raise ConfigError(f"every {prob} is 0", where=run.origin(prob), fix="give at least one file a share")
 
 
+def buckets_are_a_word_or_lengths(run: View) -> Iterator[Note]:
+    same = {"true": "on", "false": "off"}  # YAML's own names of on and off
+    words = tuple(same.get(word.lower(), word.lower()) for word in run["length_buckets"])
+    words = words or ("off",)
+    numbers = [int(word) for word in words if word.isdecimal()]
+    rising = len(numbers) == len(words) and numbers == sorted(set(numbers)) and numbers[0] > 0
+    if not rising and words not in (("auto",), ("on",), ("off",)):
+        raise ConfigError(
+            f"length_buckets is {', '.join(words)}; expected auto, on, off, or rising numbers of tokens",
+            where=run.origin("length_buckets"),
+            fix="length_buckets: auto, or length_buckets: 4096,6144,8192",
+        )
+    yield from run.set("length_buckets", words, "the same, in its own words", quiet=True)
+
+
 def prompt_fits_sequence(run: View) -> Iterator[Note]:
     limit = run["max_seq_len"] - 10
     if run["stage"] == "DPO" and run["max_prompt_len"] > limit > 0:

@@ -80,21 +80,26 @@ def islands_are_devices_with_a_pipeline_across(run: View) -> Iterator[Note]:
         return
     islands = parse_islands(run["islands"], run.origin("islands"))
     if len(islands) < 2:
-        yield from run.remark("islands", "without effect: it names one")
-    elif run["pipeline_parallel_degree"] < len(islands):
+        raise ConfigError(
+            "islands names one kind of device: there is nothing to go across",
+            where=run.origin("islands"),
+            fix=f"leave it out (device: {islands[0].device} says the same), or name the others: "
+            f"islands: [{run['islands'][0].strip(' []')}, npu:8]",
+        )
+    if run["pipeline_parallel_degree"] < len(islands):
         raise ConfigError(
             f"islands names {len(islands)} kinds of device, and pipeline_parallel_degree is "
             f"{run['pipeline_parallel_degree']}",
             where=run.origin("islands"),
             fix=f"pipeline_parallel_degree: {len(islands)} or more: only a pipeline goes across them",
         )
-    elif run["pp_runner"] == "torch":
+    if run["pp_runner"] == "torch":
         raise ConfigError(
             "torch's schedules do not go through the host",
             where=f"{run.origin('islands')} and {run.origin('pp_runner')}",
             fix="leave pp_runner out",
         )
-    elif run["pp_seg_method"]:
+    if run["pp_seg_method"]:
         yield from run.remark("islands", "speeds without effect on the stages: pp_seg_method cuts the layers")
 
 

@@ -17,7 +17,12 @@ class CheckpointSection:
         "unless this key is given. Such a checkpoint goes when there are two newer ones.",
         low=0,
     )
-    save_strategy: str = key("steps", "When to save.", choices=("no", "steps", "epoch"))
+    save_strategy: str = key(
+        "steps",
+        "When to save. no: only the model at the end, without what training on from it takes; "
+        "ignore_save_lr_and_optim: False keeps that, too.",
+        choices=("no", "steps", "epoch"),
+    )
     save_total_limit: int | None = key(None, "Checkpoints kept, 2 or more; all when not given.", basic=True)
     keep_every: int = key(0, "Also keep every checkpoint whose step is a multiple of this; 0 is off.", low=0)
     save_format: str = key(

@@ -50,6 +50,12 @@ class DataSection:
         fixed=True,
     )
     packing: bool = key(True, "Several examples per sequence; False gives each its own.", fixed=True)
+    length_buckets: tuple[str, ...] = key(
+        ("auto",),
+        "With packing: False: join the rows of a micro-batch and pad them to a few lengths, which compiled layers and "
+        "CUDA graphs need; the loss is the same. auto: where layers are compiled. on, off, or the lengths themselves: "
+        "4096,6144,8192.",
+    )
     greedy_intokens: bool = key(
         True, "Fill packs tightly from a buffer; False fills them in reading order.", fixed=True
     )
@@ -97,3 +103,13 @@ class DataSection:
         None, "Prefixes by commas, or a file of them, instead of input_dir.", path="prefix_list"
     )
     data_weights: str | None = key(None, "Their weights, likewise.", path="numbers")
+
+    @property
+    def joins_rows(self) -> bool:
+        """Once a run's device and model have decided it."""
+        return self.length_buckets not in (("auto",), ("off",))
+
+    @property
+    def written_lengths(self) -> tuple[int, ...]:
+        """Lengths that the recipe names; none where they follow from the data."""
+        return tuple(int(word) for word in self.length_buckets if word.isdecimal())

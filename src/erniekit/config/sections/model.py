@@ -40,13 +40,13 @@ class ModelSection:
     compile: bool | None = key(
         None,
         "torch.compile the decoder layers: a slower first step, faster ones after. When not given: on NVIDIA cards "
-        "with rows of one length.",
+        "with rows of one length, or of a few (length_buckets).",
     )
     cuda_graph: bool | None = key(
         None,
         "Replay the compiled layers as CUDA graphs. When not given: where a micro-batch is so short that launching its "
         "kernels would take longer than running them. On NVIDIA cards whose ranks exchange nothing inside the layers, "
-        "SFT and PT; with experts only when given.",
+        "SFT and PT.",
     )
     tokenizer_name: str | None = key(
         None,

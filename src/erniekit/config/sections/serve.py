@@ -59,6 +59,12 @@ class ServeSection:
     gpu_memory_utilization: float = key(0.9, "Share of GPU memory to use.", low=0, high=1)
     block_size: int = key(64, "Tokens per cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
+    decoding: str = key(
+        "auto",
+        "How the embedded engine computes. auto: where the device can, steps of fixed shapes, recorded and replayed. "
+        "exact: by the model's own forward pass, as training computes; slower.",
+        choices=("auto", "exact"),
+    )
     use_warmup: int = key(0, "Answer once before the first request.")
     quantization: str | None = key(
         None,

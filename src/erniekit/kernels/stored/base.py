@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product
+from erniekit.kernels.grouped_gemm import adds_in_product, grouped_outer, grouped_product, grouped_product_plus
+from erniekit.kernels.low_rank import Tail
 from erniekit.kernels.quantised_rows import Rows
 from erniekit.weight_kinds import PLAIN
-
-Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor [E, n, width]
 
 SLOTS = ("data", "scale", "extra")  # the tensors a kind may have
 
@@ -109,7 +108,10 @@ class WeightKind:
         self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
     ) -> torch.Tensor | None:
         """`grouped` + scale * the sum of z factor over tails (z [R, n], factor [E, n, out]); None: not in one pass."""
-        return None
+        assert isinstance(rows, torch.Tensor)
+        if not adds_in_product(rows, self.shape(weight)[0], tails, scale):
+            return None
+        return grouped_product_plus(rows, self.unpack(weight, dtype).transpose(1, 2), ends, tails, scale)
 
     def turned_grouped(self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """rows [R, out] -> [R, in]."""
@@ -120,7 +122,10 @@ class WeightKind:
         self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
     ) -> torch.Tensor | None:
         """The same of `turned_grouped`, factor [E, n, in]."""
-        return None
+        assert isinstance(rows, torch.Tensor)
+        if not adds_in_product(rows, self.shape(weight)[1], tails, scale):
+            return None
+        return grouped_product_plus(rows, self.unpack(weight, dtype), ends, tails, scale)
 
     def weight_gradient(
         self, grad: torch.Tensor, x: torch.Tensor, weight: Stored, ends: torch.Tensor | None = None

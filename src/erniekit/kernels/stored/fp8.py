@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import fp8_cards, fp8_product
+from erniekit.kernels.low_rank import Tail
 from erniekit.kernels.quantised_rows import (
     HIGHEST,
     LEAST,
@@ -21,7 +22,7 @@ from erniekit.kernels.quantised_rows import (
     quantised_with,
     rounded,
 )
-from erniekit.kernels.stored.base import Agree, Stored, Tail, WeightKind
+from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
 CHUNK = 4096  # rows that are rounded at a time where their scales are agreed upon
 
@@ -55,8 +56,7 @@ class MultipliedInFp8(WeightKind):
 
     def turned_product(self, grad: torch.Tensor, weight: Stored) -> torch.Tensor:
         small = quantised_with(grad, self.row_scale(weight).squeeze(-1))
-        image = self.turned_image(weight)
-        return fp8_product.product(*small, image, _ones(image), grad.dtype)
+        return fp8_product.product(*small, self.turned_image(weight), None, grad.dtype)
 
     def turned_factor(self, weight: Stored) -> torch.Tensor:
         return self.row_scale(weight).squeeze(-1)
@@ -67,6 +67,8 @@ class MultipliedInFp8(WeightKind):
     def grouped_plus(
         self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
     ) -> torch.Tensor | None:
+        if not fp8_product.adds_in_product(_values(rows), self.shape(weight)[0], tails, scale, dtype):
+            return None
         image, by = self.image(weight), self.row_scale(weight)
         return fp8_product.grouped_plus(*_small(rows), image, by, ends, tails, scale, dtype)
 
@@ -78,6 +80,8 @@ class MultipliedInFp8(WeightKind):
     def turned_grouped_plus(
         self, rows: Rows, weight: Stored, ends: torch.Tensor, dtype: torch.dtype, tails: list[Tail], scale: float
     ) -> torch.Tensor | None:
+        if not fp8_product.adds_in_product(_values(rows), self.shape(weight)[1], tails, scale, dtype):
+            return None
         small = self._turned_small(rows, weight, ends)
         return fp8_product.grouped_plus(*small, self.turned_image(weight), None, ends, tails, scale, dtype)
 
@@ -85,12 +89,12 @@ class MultipliedInFp8(WeightKind):
         return quantised_by_expert(rows, self.turned_factor(weight), ends) if isinstance(rows, torch.Tensor) else rows
 
 
+def _values(rows: Rows) -> torch.Tensor:
+    return rows if isinstance(rows, torch.Tensor) else rows[0]
+
+
 def _small(rows: Rows) -> Scaled:
     return quantised(rows) if isinstance(rows, torch.Tensor) else rows
-
-
-def _ones(image: torch.Tensor) -> torch.Tensor:
-    return torch.ones(*image.shape[:-1], 1, dtype=torch.float32, device=image.device)
 
 
 class Fp8(MultipliedInFp8):

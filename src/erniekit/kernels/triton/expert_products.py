@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from erniekit.kernels.low_rank import Tail
 from erniekit.kernels.triton.expert_tiles import (
     Tile,
     blocks_of,
@@ -21,8 +22,6 @@ from erniekit.kernels.triton.expert_tiles import (
     strides,
     wide_tile,
 )
-
-Tail = tuple[torch.Tensor, torch.Tensor]  # narrow rows [R, n] and their factor [E, n, width]
 
 OUTER = Tile(64, 128, 4, 4)
 OUTER_OF_TOKENS = Tile(32, 128, 4, 5)  # two stages until a tile is there: first where its rows are

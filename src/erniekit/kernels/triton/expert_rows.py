@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from erniekit.kernels.low_rank import Low
 from erniekit.kernels.triton.expert_tiles import (
     Tile,
     blocks_of,
@@ -29,8 +30,6 @@ from erniekit.kernels.triton.expert_tiles import (
     wide_tile,
 )
 from erniekit.kernels.triton.fast_math import sigmoid
-
-Low = tuple[torch.Tensor, float]  # a low-rank factor [E, rank, width], any strides, and what its product is scaled by
 
 # One stage: of a tile that is a product's operand and stored as well, Triton 3.6 keeps one buffer too few where loads
 # are asked for ahead, and the next tile overwrites what the tensor cores still read. 1 row in 40,000 had wrong low

@@ -37,6 +37,7 @@ class Context(NamedTuple):
     # How many tokens are text and how many are not, where the host knows: lengths of tensors that are not read. A
     # number would be part of a compiled layer's program, and every batch would make its own.
     lengths: tuple[torch.Tensor, torch.Tensor] | None = None
+    members: torch.Tensor | None = None  # bool [data rows, L]: which tokens of a joined row belong to which data row
 
 
 class InnerAttention(nn.Module):

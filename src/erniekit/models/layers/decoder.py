@@ -155,7 +155,8 @@ class Decoder(nn.Module):
             group = c.num_heads // c.num_kv_heads
             kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
         lengths = None if modality is None else lengths_of(modality, more.vision_tokens)
-        return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality, lengths)
+        members = None if more is None or record is None else more.members
+        return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality, lengths, members)
 
     def attends_itself(self) -> bool:
         """False where the inner attention was replaced: a server's, over its cache, needs no kernels from here."""

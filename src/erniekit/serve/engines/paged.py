@@ -1,12 +1,16 @@
 """The keys and values of all running sequences in one pool of blocks, and attention that reads them there.
 
-Used by embedded.py, which plans a step; `PagedAttention` takes the place of a layer's InnerAttention.
+Used by plain_step.py and recorded.py; embedded.py plans a step. `PagedAttention` takes the place of a layer's
+InnerAttention.
 T tokens of the step, S slots, N heads, D head_dim, R rows that decode, M longest of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,35 +25,91 @@ from erniekit.serve.engines.vision_input import PromptVision
 
 
 class PagedCache:
-    """Blocks of `size` slots. A slot holds one position's key and value in every layer."""
+    """Blocks of `size` slots. A slot holds one position's key and value in every layer. Behind the blocks of sequences
+    is one more, which rows that fill up a batch write to (recorded.py).
+
+    A full block whose tokens are known is kept when its sequence leaves, until its room is wanted: a sequence that
+    begins with the same tokens, for the same model, takes it as it is, also while others have it. Such a block is known
+    by a digest of its tokens and of the digest of the block before it, so that it stands for all up to its end.
+    """
 
     def __init__(
         self, config: DecoderConfig, blocks: int, size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (blocks * size, config.num_kv_heads, config.head_dim)
+        shape = ((blocks + 1) * size, config.num_kv_heads, config.head_dim)
         self.blocks, self.size = blocks, size
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.free = list(range(blocks - 1, -1, -1))
+        self.shared = 0  # positions that were taken as they were
+        self._free = list(range(blocks - 1, -1, -1))
+        self._holders = [0] * blocks
+        self._kept: OrderedDict[int, None] = OrderedDict()  # known blocks that nobody holds, the oldest first
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
 
     def blocks_for(self, length: int) -> int:
         return -(-length // self.size)
 
+    @property
+    def room(self) -> int:
+        """Blocks that can be had."""
+        return len(self._free) + len(self._kept)
+
     def grow(self, table: list[int], length: int) -> bool:
         """Blocks for `length` positions put into `table`; False, and nothing taken, when there are too few."""
         missing = self.blocks_for(length) - len(table)
-        if missing > len(self.free):
+        if missing > self.room:
             return False
-        table += [self.free.pop() for _ in range(missing)]
+        for _ in range(missing):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._kept.popitem(last=False)
+                del self._block_of[self._digest_of.pop(block)]
+            self._holders[block] = 1
+            table.append(block)
         return True
 
     def release(self, table: list[int]) -> None:
-        self.free += reversed(table)
+        """The end of a sequence goes first, when room is wanted: its beginning is more likely to be another's."""
+        for block in reversed(table):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                if block in self._digest_of:
+                    self._kept[block] = None
+                else:
+                    self._free.append(block)
         table.clear()
+
+    def share(self, ids: Sequence[int], model: str, table: list[int]) -> int:
+        """Known blocks that `ids` begin with put into an empty `table`; how many positions that are, one less at least
+        than there are ids: the last one is always computed."""
+        for digest in self._digests(ids[: (len(ids) - 1) // self.size * self.size], model):
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            self._holders[block] += 1
+            self._kept.pop(block, None)
+            table.append(block)
+        self.shared += len(table) * self.size
+        return len(table) * self.size
+
+    def keep(self, ids: Sequence[int], model: str, table: Sequence[int]) -> None:
+        """The full blocks of `ids`, all computed, are known from now on."""
+        for digest, block in zip(self._digests(ids, model), table):
+            if block not in self._digest_of and digest not in self._block_of:
+                self._block_of[digest], self._digest_of[block] = block, digest
+
+    def _digests(self, ids: Sequence[int], model: str) -> Iterator[bytes]:
+        digest = hashlib.blake2b(model.encode(), digest_size=16).digest()
+        for end in range(self.size, len(ids) + 1, self.size):
+            own = array("q", ids[end - self.size : end]).tobytes()
+            digest = hashlib.blake2b(own, key=digest, digest_size=16).digest()
+            yield digest
 
     @property
     def used(self) -> float:
-        return 1 - len(self.free) / self.blocks
+        return 1 - self.room / self.blocks
 
 
 def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int:

@@ -17,10 +17,15 @@ class RunningSequence:
     number: int  # of its job in the stream
     loop: asyncio.AbstractEventLoop | None  # None: no listener
     ids: list[int]
-    rng: random.Random
+    seed: int  # of 64 bits, signed
     table: list[int] = field(default_factory=list)
     cached: int = 0  # positions whose keys and values are in the cache
     gone: bool = False  # cancelled, or done
+    # Of recorded.py, where steps are launched before the tokens of those before them are known:
+    slot: int = -1  # its row of the step's state
+    ahead: int = 0  # tokens that are launched and not read
+    placed: bool = False  # its last token is in the state
+    epoch: int = 0  # how often it was put back: what was launched before is no longer its own
     preempted: bool = False  # it has made room for another request once, and does not again
     features: FeatureReader | None = None  # of the pictures in its prompt
 
@@ -33,12 +38,22 @@ class RunningSequence:
         return self.ids[len(self.job.prompt) :]
 
     @property
+    def length(self) -> int:
+        """With the tokens that are launched."""
+        return len(self.ids) + self.ahead
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still be given."""
+        return self.job.sampling.max_tokens - (self.length - len(self.job.prompt))
+
+    @property
     def client(self) -> str:
         return self.stream.client
 
     def row(self) -> SamplerRow:
         job = self.job
-        return SamplerRow(job.prompt, self.generated, job.sampling, job.stop_ids, job.vocab, self.rng)
+        return SamplerRow(job.prompt, self.generated, job.sampling, job.stop_ids, job.vocab, self.seed)
 
 
 def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = None) -> list[RunningSequence]:
@@ -48,8 +63,14 @@ def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = N
             k,
             loop,
             list(job.prompt),
-            random.Random(job.sampling.seed),
+            signed(random.getrandbits(64) if job.sampling.seed is None else job.sampling.seed),
             features=None if job.vision is None else FeatureReader(job.vision),
         )
         for k, job in enumerate(stream.jobs)
     ]
+
+
+def signed(number: int) -> int:
+    """Its last 64 bits as torch's int64 has them."""
+    number &= 2**64 - 1
+    return number - 2**64 if number >> 63 else number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -12,33 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from erniekit.api_load import Found, find_model
-from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.demo.tiny import make_tiny_model
-from erniekit.lora.adapter import adapter_of
-from erniekit.lora.adapter_files import write_adapter
-from erniekit.lora.inject import inject, lora_state
+from erniekit.api_load import Found
 from erniekit.lora.merge import fold
-from erniekit.lora.settings import LoRASettings
-from erniekit.serve.engines.base import Done, GenerationJob, QueueFull, SamplingParams, Token
+from erniekit.serve.engines.base import Done, GenerationJob, QueueFull
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.generate import Generator, Sampling
 from erniekit.serve.loaded_models import with_adapter
 from support.clock import PATIENCE_S, until
-
-FAMILIES = ["ernie4_5", "llama", "ernie4_5_moe"]
-LENGTH = 64
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def found(request, tmp_path_factory) -> Found:
-    return find_model(make_tiny_model(tmp_path_factory.mktemp(request.param), family=request.param))
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Found:
-    return find_model(make_tiny_model(tmp_path_factory.mktemp("small")))
+from support.engine_jobs import (
+    LENGTH,
+    alone,
+    answers,
+    job,
+    listen,
+    make_adapter,
+    prompts,
+    says_the_same_in_a_small_cache,
+)
 
 
 def engine_of(models: dict[str, torch.nn.Module], blocks: int = 64, size: int = 4, **limits: int) -> EmbeddedEngine:
@@ -67,45 +57,6 @@ def hold(model: torch.nn.Module, steps: int) -> threading.Event:
     return go_on
 
 
-def job(prompt, model="m", stop=(), **wishes) -> GenerationJob:
-    return GenerationJob(
-        tuple(prompt), model, SamplingParams(**{"max_tokens": 12, "temperature": 0, **wishes}), frozenset(stop), 1280
-    )
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(5, 1000) for _ in range(rng.randrange(1, 45))] for _ in range(count)]
-
-
-async def listen(engine: EmbeddedEngine, *jobs: GenerationJob) -> list[list[int]]:
-    generated: list[list[int]] = [[] for _ in jobs]
-    async for number, event in engine.submit(*jobs):
-        if isinstance(event, Token):
-            generated[number].append(event.id)
-        else:
-            assert event.reason in ("stop", "length"), event
-    return generated
-
-
-def answers(engine: EmbeddedEngine, jobs: list[GenerationJob], together: bool = True) -> list[list[int]]:
-    async def go() -> list[list[int]]:
-        if together:
-            return [generated for (generated,) in await asyncio.gather(*(listen(engine, one) for one in jobs))]
-        return [(await listen(engine, one))[0] for one in jobs]
-
-    return asyncio.run(asyncio.wait_for(go(), 120))
-
-
-@torch.no_grad()
-def alone(model: torch.nn.Module, prompt: list[int], count: int = 12) -> list[int]:
-    """Greedy with no cache at all: the whole text through the model for every token."""
-    ids = list(prompt)
-    while len(ids) < min(len(prompt) + count, LENGTH):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 def test_every_family_says_together_what_it_says_without_a_cache(found: Found):
     asked = prompts(8)
     engine = engine_of({"m": found.build()})
@@ -124,14 +75,7 @@ def test_it_says_what_transformers_says(small: Found, engine: EmbeddedEngine):
 
 
 def test_a_cache_too_small_for_all_puts_some_back_and_changes_no_answer(small: Found):
-    asked = prompts(10, seed=2)
-    engine = engine_of({"m": small.build()}, blocks=18)
-    try:
-        assert answers(engine, [job(p) for p in asked]) == [alone(small.build(), p) for p in asked]
-        assert engine.load().evicted > 0, "there was room for all"
-        assert engine.load().cache_used == 0
-    finally:
-        engine.stop()
+    says_the_same_in_a_small_cache(engine_of({"m": small.build()}, blocks=18), small)
 
 
 def test_adapters_of_one_base_answer_side_by_side_as_each_merged(found: Found, tmp_path: Path):
@@ -150,20 +94,6 @@ def test_adapters_of_one_base_answer_side_by_side_as_each_merged(found: Found, t
     merged = {"base": found.build()} | {n: fold(Found(found.weights, f).build()) for n, f in folders.items()}
     assert generated == [alone(merged[one.model], list(one.prompt)) for one in asked]
     assert len({tuple(s) for s in generated[:3]}) == 3, "the adapters change nothing"
-
-
-def make_adapter(weights: ModelFolder, folder: Path, seed: int) -> Path:
-    """Adapters on every projection, large enough to change what is said."""
-    model = weights.build()
-    settings = LoRASettings(4, 8.0)
-    inject(model, settings, seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, value in lora_state(model).items():
-            if name.endswith(".B"):
-                value.normal_(std=0.3)
-    write_adapter(folder, adapter_of(model, settings, base=str(weights.path)), model)
-    return folder
 
 
 def test_a_seed_says_the_same_in_any_company(engine: EmbeddedEngine):

@@ -1,0 +1,69 @@
+"""One safetensors file, written straight from the tensors' memory and hashed on the way (writer.write_file).
+
+Used by shards.py. The library's own writer hashes nothing, so that every byte had to be read again for the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from erniekit.checkpoint import writer
+from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.slices import DTYPES
+from erniekit.errors import CheckpointError
+
+CHUNK = 8 << 20  # bytes: hashed while the one before is written
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "U16"}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """A new file of contiguous tensors in host memory, which must stay as they are meanwhile."""
+    # As the library has it: the widest first, so that every tensor begins at a multiple of its element.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    entries = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
+    return write_stream(path, entries, (tensors[name] for name in names), metadata)
+
+
+def write_stream(
+    path: Path, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> FileRecord:
+    """A new file of tensors that come one after the other, in the order of their entries."""
+    return writer.write_file(path, _pieces(entries, tensors, metadata))
+
+
+def _pieces(
+    entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> Iterator[memoryview]:
+    yield memoryview(header(entries, metadata))
+    for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Of tensors that follow each other in this order."""
+    said: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in entries:
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {dtype}, which safetensors files of ours do not hold")
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        said[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def readable_by_all(path: Path) -> None:
+    """A server may run as another user: as any new file is made."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)

@@ -1,0 +1,95 @@
+"""Micro-batches of a rehearsal: rows as full as the recipe lets them be, of tokens without meaning. For rehearsal.py.
+
+A model that sees is shown pictures and videos in one micro-batch and text alone in the next; ranks that read packs of
+their own take turns, so that at any time some see and others do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from erniekit.config import RunConfig
+from erniekit.data.collate import collate
+from erniekit.data.preference import PairSample
+from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.types import IGNORE, IMAGE, TEXT, VIDEO, Batch, Pack, Sample, Vision
+from erniekit.models.config import VisionShape
+from erniekit.parallel.mesh import Layout
+from erniekit.recipes.run_plan import RunPlan
+
+MOST_TOKENS = 1024  # of a picture: 896 x 896 pixels where 28 x 28 are a token
+FRAMES = 2  # of a video: they become one, so that it has as many tokens as a picture of its size
+
+
+def batch_for(plan: RunPlan, number: int) -> Batch:
+    """Full rows, every token trained. number: of the micro-batch."""
+    cfg, layout = plan.config, plan.world.layout
+    length = -(-cfg.data.max_seq_len // layout.length_multiple) * layout.length_multiple
+    ids = np.arange(length, dtype=np.int32) % (plan.folder.config.vocab_size - 1) + 1
+    rows = range(cfg.train.per_device_train_batch_size)
+    if cfg.train.stage == "DPO":
+        shared, half = length // 2, length // 2 + (length - length // 2) // 2
+        sample = PairSample(ids, _trained(ids, shared), shared, half, half, reference=(-1.0, -1.0))
+        return collate_pairs([Pack((sample,), row) for row in rows], pad_to=length)
+    batch = collate([Pack((Sample(ids, ids),), row) for row in rows], pad_to=length, ahead=plan.mtp_tokens)
+    vision = plan.folder.config.vision
+    if cfg.train.stage != "VL-SFT" or vision is None:
+        return batch
+    batch = replace(batch, positions=batch.positions[..., None].repeat(1, 1, 3), beside_pictures=0)
+    if (number + first_seen(cfg, layout, plan.world.rank)) % 2:
+        return batch
+    return _shown(batch, layout, vision, decodes=plan.world.at["pp"] == 0)
+
+
+def first_seen(cfg: RunConfig, layout: Layout, rank: int) -> int:
+    """0 on ranks whose first micro-batch has pictures, 1 on those whose second has. Ranks that read the same packs, or
+    send each other tokens for their experts, are alike: what others would send is taken from what this one has."""
+    apart = cfg.train.stage == "VL-SFT" and not layout.experts_over_data
+    return layout.data_rank(rank) % 2 if apart else 0
+
+
+def _trained(ids: np.ndarray, start: int) -> np.ndarray:
+    labels = ids.copy()
+    labels[:start] = IGNORE
+    return labels
+
+
+def _shown(batch: Batch, layout: Layout, shape: VisionShape, decodes: bool) -> Batch:
+    """Pictures and videos in turn, in half of the tokens of every slice that a rank can have of a row: all ranks have
+    as many tokens for the vision experts."""
+    rows, length = batch.input_ids.shape
+    slice_ = length // layout.length_multiple
+    each = 1 << (min(slice_ // 2, MOST_TOKENS).bit_length() - 1)
+    if slice_ < 2:
+        return batch
+    high = 1 << (each.bit_length() - 1) // 2
+    starts = [
+        row * length + start + k * each
+        for row in range(rows)
+        for start in range(0, length, slice_)
+        for k in range(slice_ // 2 // each)
+    ]
+    frames = [1 if n % 2 == 0 else FRAMES for n in range(len(starts))]
+    grids = torch.tensor([(t, shape.merge * high, shape.merge * (each // high)) for t in frames])
+    places = (torch.tensor(starts)[:, None] + torch.arange(each)).flatten()
+    modality = torch.full((rows * length,), TEXT, dtype=torch.uint8)
+    modality[places] = torch.tensor([IMAGE if t == 1 else VIDEO for t in frames], dtype=torch.uint8).repeat_interleave(
+        each
+    )
+    labels = batch.labels.flatten().clone()
+    labels[places] = IGNORE
+    trained = int((labels != IGNORE).sum())
+    if not decodes:  # as data/vision/collate.py has it for ranks without a tower
+        grids, places = grids[:0], places[:0]
+    patches = torch.zeros(int(grids.prod(1).sum()), shape.patch_size, dtype=torch.uint8)
+    return replace(
+        batch,
+        labels=labels.view(rows, length),
+        num_label_tokens=trained,
+        beside_pictures=trained,
+        modality=modality.view(rows, length),
+        vision=Vision(patches, grids, places),
+    )

@@ -1,0 +1,71 @@
+"""A step by the model's own modules, its tokens read at once: the definition of what the engine computes.
+
+Used by embedded.py: on devices that record nothing, for prompts with pictures, where `decoding: exact` asks for it, and
+for who was in a recorded step that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from erniekit.data.types import More
+from erniekit.models.layers.router import Router
+from erniekit.serve.engines.base import Token
+from erniekit.serve.engines.paged import PagedAttention, PagedCache, SequencePiece, Step, install
+from erniekit.serve.engines.sampler import sample
+from erniekit.serve.engines.sequence import RunningSequence
+from erniekit.serve.engines.vision_input import FeatureCache
+
+Planned = tuple[RunningSequence, SequencePiece]
+
+
+class PlainSteps:
+    """models: their layers are given the paged cache."""
+
+    def __init__(self, models: Mapping[str, nn.Module], cache: PagedCache, features: FeatureCache) -> None:
+        self.models, self.cache, self.features = models, cache, features
+        self._attention: dict[str, list[PagedAttention]] = {n: install(model, cache) for n, model in models.items()}
+        self.device = next(next(iter(models.values())).parameters()).device
+
+    def run(self, name: str, group: Sequence[Planned]) -> list[Token | None]:
+        """A token for each sequence of which this was the last piece."""
+        model = self.models[name]
+        step = Step.of([piece for _, piece in group], self.cache.size, self.device)
+        for inner in self._attention[name]:
+            inner.step = step
+        embedded = self._show(name, model.embed_ids(step.tokens), group)  # type: ignore[operator]
+        context = model.context(step.positions, more=More(modality=step.modality))  # type: ignore[operator]
+        hidden = model.run_layers(embedded, context)  # type: ignore[operator]
+        sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids)]
+        if not sampled:
+            return []
+        last = model.norm(hidden[0, step.last[sampled]])  # type: ignore[operator]
+        logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())  # type: ignore[union-attr,operator]
+        return sample(logits, [group[k][0].row() for k in sampled])
+
+    def _show(self, name: str, x_1TH: torch.Tensor, group: Sequence[Planned]) -> torch.Tensor:
+        """The embeddings with the features of pictures in the places of their tokens."""
+        model, features, places, at = self.models[name], [], [], 0
+        for run, piece in group:
+            if run.features is not None:
+                read = run.features.read(piece.start, piece.stop, name, model, self.features, self.device)
+                for found, where in read:
+                    features.append(found)
+                    places.append(torch.from_numpy(where - piece.start + at))
+                if piece.stop >= len(run.job.prompt):
+                    run.features.forget()
+            at += piece.stop - piece.start
+        if not features:
+            return x_1TH
+        result: torch.Tensor = model.places(x_1TH, torch.cat(features), torch.cat(places).to(self.device))  # type: ignore[operator]
+        return result
+
+
+def remove_expert_capacity(model: nn.Module) -> None:
+    """Expert capacity is a rule of training: in serving, a token's experts must not depend on the other requests."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.capacity = module.most = None

@@ -1,0 +1,368 @@
+"""Steps of fixed shapes, recorded once and replayed: chunks of prompts, and bursts of tokens of all that decode.
+
+Used by embedded.py where the device records graphs; without them the same work is launched one by one, which is how
+tests run it on a CPU. A token that is drawn goes into the state on the device (step_state.py), from where the next step
+takes it: the host launches ahead and reads tokens when they have arrived. plain_step.py is the definition.
+T tokens of a step, B rows of a batch, R rows that draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from erniekit.devices.base import Device, Event
+from erniekit.kernels.paged_attention import PagedTokens, Tiles, TurnAngles
+from erniekit.kernels.sampling import draw
+from erniekit.serve.engines.adapter_batch import AdapterRows, joined
+from erniekit.serve.engines.base import Token
+from erniekit.serve.engines.flat_layers import angles, logits_of, run_flat
+from erniekit.serve.engines.paged import PagedCache, SequencePiece
+from erniekit.serve.engines.plain_step import Planned
+from erniekit.serve.engines.sampler import draw_numbers, params_of, sample
+from erniekit.serve.engines.sequence import RunningSequence
+from erniekit.serve.engines.step_state import PLACE, TURN, Sent, StepState
+
+TILE = 64  # tokens of a prompt that one program of the attention kernel takes
+SHORT_TILE = 16  # where there are fewer
+TOGETHER = ""  # the name of all models where they are in one batch
+FETCHED = 8  # copies of results that can be on their way, for each model
+
+
+def sizes_up_to(most: int, first: int = 1, factor: int = 2) -> list[int]:
+    """Sizes that are recorded: others are filled up to the next."""
+    out = [first]
+    while out[-1] < most:
+        out.append(min(out[-1] * factor, most))
+    return out
+
+
+class Fetched:
+    """Tensors of one shape on their way to the host."""
+
+    def __init__(self, like: torch.Tensor, count: int, pinned: bool) -> None:
+        self._copies = [
+            torch.zeros(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(count if pinned else 0)
+        ]
+        self._next = 0
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._copies:
+            return tensor.clone()
+        copy = self._copies[self._next]
+        self._next = (self._next + 1) % len(self._copies)
+        copy.copy_(tensor, non_blocking=True)
+        return copy
+
+
+@dataclass
+class LaunchedStep:
+    """Rows whose tokens are on their way: those of chunks (one token) first, then those of a burst."""
+
+    firsts: list[tuple[RunningSequence, int]]  # with the epoch they were launched in
+    going: list[tuple[RunningSequence, int]]
+    steps: int
+    drawn: torch.Tensor | None = None  # [R] on the host
+    ring: torch.Tensor | None = None  # [steps, B] on the host
+    event: Event | None = None
+    known: list[Token | None] | None = None  # read already
+
+    def read(self) -> list[tuple[RunningSequence, list[Token | None]]]:
+        """Waits for them. Of sequences that were put back since nothing is left."""
+        if self.event is not None:
+            self.event.synchronize()
+        out: list[tuple[RunningSequence, list[Token | None]]] = []
+        if self.known is not None:
+            found = [(each, [token]) for each, token in zip([*self.firsts, *self.going], self.known)]
+        else:
+            firsts = [] if self.drawn is None else self.drawn[: len(self.firsts)].tolist()
+            found = [(each, [_token(id)]) for each, id in zip(self.firsts, firsts)]
+            if self.ring is not None:
+                rows = self.ring[: self.steps, : len(self.going)].t().tolist()
+                found += [(each, list(map(_token, ids))) for each, ids in zip(self.going, rows)]
+        for (run, epoch), tokens in found:
+            if not run.gone and run.epoch == epoch:
+                out.append((run, tokens))
+        return out
+
+
+def _token(id: int) -> Token | None:
+    return Token(id) if id >= 0 else None
+
+
+class ChunkInputs:
+    """Of a step over T tokens of prompts, R of which draw."""
+
+    def __init__(self, tokens: int, rows: int, slots: int, device: torch.device, pinned: bool) -> None:
+        self.tile = TILE if tokens >= TILE else SHORT_TILE
+        self.tokens = Sent((4, tokens), torch.int64, device, pinned)  # ids, slots, places, turns
+        self.tiles = Sent((2, -(-tokens // self.tile) + min(slots, tokens)), torch.int32, device, pinned)
+        self.last = Sent((2, rows), torch.int64, device, pinned)  # tokens that draw, their slots
+
+
+class RecordedSteps:
+    """sequences: at once; tokens: of prompts in one step; length: of a sequence; burst: tokens a row in one launch."""
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        cache: PagedCache,
+        device: Device,
+        sequences: int,
+        tokens: int,
+        length: int,
+        burst: int,
+    ) -> None:
+        self.numbers = {name: number for number, name in enumerate(models)}
+        self.adapters = AdapterRows()
+        together = joined(models, self.adapters)
+        self.models: dict[str, Any] = dict(models) if together is None else {TOGETHER: together}
+        self.cache, self.device, self.burst = cache, device, burst
+        self.handle, self.pinned = cache.keys[0].device, device.pins_memory
+        self.state = StepState(sequences, cache.blocks_for(length), cache.blocks, self.handle, self.pinned)
+        self.batches = sizes_up_to(sequences)
+        self.chunks = sizes_up_to(tokens + sequences, SHORT_TILE, 4)
+        config = next(iter(self.models.values())).config
+        self.halves = config.rope_style == "halves"
+        # Behind pictures a text's places on the axes may run ahead of its place in the sequence.
+        self.cos, self.sin = angles(config, (length + 1) * (1 if config.mrope is None else 4), self.handle)
+        self.rows = {size: Sent((size,), torch.int64, self.handle, self.pinned) for size in self.batches}
+        for sent in self.rows.values():
+            sent.here[...] = self.state.nobody
+        most = self.batches[-1]
+        self.inputs = {size: ChunkInputs(size, most, sequences, self.handle, self.pinned) for size in self.chunks}
+        self.ring = torch.zeros(burst, most, dtype=torch.int64, device=self.handle)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=self.handle)
+        self.drawn = torch.zeros(most, dtype=torch.int64, device=self.handle)
+        count = FETCHED * len(self.models)
+        self._rings, self._drawn = (Fetched(t, count, self.pinned) for t in (self.ring, self.drawn))
+        self._blocks = [0] * sequences  # of each slot, as the state has them
+        self._works: dict[tuple[str, str, int, bool], tuple[Callable[[], None], list[torch.Tensor]]] = {}
+
+    def tree_of(self, model: str) -> str:
+        """What `launch` calls it by; models of one name are launched together."""
+        return TOGETHER if TOGETHER in self.models else model
+
+    # --- slots
+
+    def join(self, run: RunningSequence) -> None:
+        run.slot = self.state.free.pop()
+        self._blocks[run.slot] = 0
+        self.state.set_model(run.slot, self.numbers[run.job.model])
+        self.state.set_wishes(run.slot, *draw_numbers(run.job.sampling, run.job.vocab, run.seed))
+
+    def leave(self, run: RunningSequence) -> None:
+        """What is on its way for the slot comes before what its next owner writes: the device works in order."""
+        if run.slot >= 0:
+            self.state.free.append(run.slot)
+        run.slot, run.placed, run.ahead = -1, False, 0
+        run.epoch += 1
+
+    # --- a launch
+
+    def record_all(self) -> None:
+        """Everything that requests without special wishes use."""
+        for name in self.models:
+            for size in self.chunks:
+                self._work(name, "chunk", size, True)
+            for size in self.batches:
+                self._work(name, "batch", size, True)
+
+    def launch(self, name: str, group: Sequence[Planned], steps: int) -> LaunchedStep:
+        """Pieces of prompts, and `steps` tokens of each sequence that decodes. Sequences with wishes that need to know
+        what was said before are read at once; then steps is 1, and nothing else may be on its way."""
+        fresh = [(run, piece) for run, piece in group if not run.placed]
+        going = [run for run, _ in group if run.placed]
+        special = any(needs_history(run) for run, _ in group)
+        for run, _ in group:
+            if self._blocks[run.slot] != len(run.table):
+                self.state.set_table(run.slot, run.table)
+                self._blocks[run.slot] = len(run.table)
+        self.state.send()
+        firsts = [run for run, piece in fresh if piece.stop == run.length]
+        out = LaunchedStep([(run, run.epoch) for run in firsts], [(run, run.epoch) for run in going], steps)
+        known: list[Token | None] = []
+        if fresh:
+            known += self._chunk(name, fresh, firsts, special, out)
+        if going:
+            known += self._batch(name, going, steps, special, out)
+        if special:
+            out.known = known
+        elif firsts or going:
+            out.event = self.device.event()
+            out.event.record()
+        return out
+
+    def _chunk(
+        self, name: str, fresh: Sequence[Planned], firsts: list[RunningSequence], special: bool, out: LaunchedStep
+    ) -> list[Token | None]:
+        size = _at_least(self.chunks, sum(piece.stop - piece.start for _, piece in fresh))
+        inputs = self.inputs[size]
+        self._fill(inputs, fresh)
+        replay, left = self._work(name, "chunk", size, not special)
+        replay()
+        for run, piece in fresh:
+            run.cached = piece.stop
+        for run in firsts:
+            run.placed, run.ahead = True, run.ahead + 1
+            self.state.set_place(run.slot, run.cached, _turn(run, run.cached))
+        if special:
+            return self._sampled(left[0], firsts)
+        out.drawn = self._drawn.take(self.drawn) if firsts else None
+        return []
+
+    def _fill(self, inputs: ChunkInputs, fresh: Sequence[Planned]) -> None:
+        tokens, tiles, last = (np.zeros_like(sent.here) for sent in (inputs.tokens, inputs.tiles, inputs.last))
+        tokens[1], last[1] = self.state.nobody, self.state.nobody
+        at = tile = drawing = 0
+        for run, piece in fresh:
+            count = piece.stop - piece.start
+            end = at + count
+            tokens[0, at:end] = piece.ids[piece.start : piece.stop]
+            tokens[1, at:end] = run.slot
+            tokens[2, at:end] = np.arange(piece.start, piece.stop)
+            tokens[3, at:end] = np.arange(piece.start, piece.stop) if piece.vision is None else _turns(piece)
+            for first in range(at, end, inputs.tile):
+                tiles[:, tile] = first, min(inputs.tile, end - first)
+                tile += 1
+            if piece.stop == run.length:
+                last[:, drawing] = end - 1, run.slot
+                drawing += 1
+            at = end
+        for sent, values in ((inputs.tokens, tokens), (inputs.tiles, tiles), (inputs.last, last)):
+            sent.put(values)
+
+    def _batch(
+        self, name: str, going: list[RunningSequence], steps: int, special: bool, out: LaunchedStep
+    ) -> list[Token | None]:
+        size, slots = _at_least(self.batches, len(going)), [run.slot for run in going]
+        self.rows[size].put([*slots, *[self.state.nobody] * (size - len(slots))])
+        replay, left = self._work(name, "batch", size, not special)
+        if not special:
+            self.cursor.zero_()
+        for _ in range(steps):
+            replay()
+        self.state.move_on(slots, steps)
+        for run in going:
+            run.cached += steps
+            run.ahead += steps
+        if special:
+            self.state.numbers.changed = True  # this work left the places where they were
+            return self._sampled(left[0], going)
+        out.ring = self._rings.take(self.ring)
+        return []
+
+    def _sampled(self, logits: torch.Tensor, runs: list[RunningSequence]) -> list[Token | None]:
+        """By what was said before, which the host knows: nothing else is on its way."""
+        if not runs:
+            return []
+        tokens = sample(logits[: len(runs)], [run.row() for run in runs])
+        slots = torch.tensor([run.slot for run in runs], device=self.handle)
+        ids = torch.tensor([0 if token is None else token.id for token in tokens], device=self.handle)
+        self.state.tokens.index_copy_(0, slots, ids)
+        return tokens
+
+    # --- what is recorded
+
+    def _work(self, name: str, kind: str, size: int, draws: bool) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        """What launches or replays it, and the logits it leaves."""
+        key = (name, kind, size, draws)
+        if key not in self._works:
+            held: list[torch.Tensor] = [self.drawn]
+            body = self._chunk_body if kind == "chunk" else self._batch_body
+
+            def work() -> None:
+                held[0] = body(name, size, draws)
+
+            self._works[key] = (self._recorded(work, kind, size), held)
+        return self._works[key]
+
+    def _recorded(self, work: Callable[[], None], kind: str, size: int) -> Callable[[], None]:
+        if not self.device.records_graphs:
+            return work
+        # Recording runs the work: for nobody, and without a token drawn for anyone.
+        sents = [self.rows[size]] if kind == "batch" else [self.inputs[size].tokens, self.inputs[size].last]
+        kept = [(sent, sent.here.copy()) for sent in sents]
+        for sent, values in kept:
+            empty = np.zeros_like(values)
+            if kind == "batch":
+                empty[...] = self.state.nobody
+            else:
+                empty[1] = self.state.nobody
+            sent.put(empty)
+        tiles = self.inputs[size].tiles if kind == "chunk" else None
+        counts = None if tiles is None else tiles.here.copy()
+        if tiles is not None:
+            tiles.put(np.zeros_like(tiles.here))
+        self.state.send()
+        replay = self.device.recorded(work)
+        for sent, values in kept:
+            sent.put(values)
+        if tiles is not None:
+            tiles.put(counts)
+        return replay
+
+    def _chunk_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
+        model, inputs = self.models[name], self.inputs[size]
+        ids, rows, places, turns = inputs.tokens.there.unbind(0)
+        tiles = Tiles(inputs.tiles.there[0], inputs.tiles.there[1], inputs.tile)
+        last, slots = inputs.last.there.unbind(0)
+        where = PagedTokens(rows, places, self.state.tables, self.cache.size)
+        self.adapters.of = self.state.models.there.index_select(0, rows)
+        x, added = run_flat(model, model.embed_ids(ids), where, self._turns(turns), self.cache, tiles)
+        logits = logits_of(model, x.index_select(0, last), added.index_select(0, last))
+        if draws:
+            drawn = self._draw(logits, slots, places.index_select(0, last) + 1)
+            self.drawn.copy_(drawn)
+            self.state.tokens.index_copy_(0, slots, drawn.clamp(min=0))
+        return logits
+
+    def _batch_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
+        model, state, rows = self.models[name], self.state, self.rows[size].there
+        numbers = state.numbers.there.index_select(0, rows)
+        places, turns = numbers[:, PLACE].long(), numbers[:, TURN].long()
+        where = PagedTokens(rows, places, state.tables, self.cache.size)
+        self.adapters.of = state.models.there.index_select(0, rows)
+        embedded = model.embed_ids(state.tokens.index_select(0, rows))
+        logits = logits_of(model, *run_flat(model, embedded, where, self._turns(turns), self.cache, None))
+        if draws:
+            drawn = self._draw(logits, rows, places + 1)
+            state.tokens.index_copy_(0, rows, drawn.clamp(min=0))
+            # Nobody's place stays where it is: its one block is written over and over.
+            moved = numbers[:, :2] + (rows != state.nobody)[:, None].int()
+            state.numbers.there[:, :2].index_copy_(0, rows, moved)
+            self.ring[:, :size].index_copy_(0, self.cursor, drawn[None])
+            self.cursor.add_(1).remainder_(self.burst)  # recording goes round as often as it likes
+        return logits
+
+    def _turns(self, at: torch.Tensor) -> TurnAngles:
+        return TurnAngles(self.cos, self.sin, at, self.halves)
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        state = self.state
+        params = params_of(state.heats.there.index_select(0, slots), state.counts.there.index_select(0, slots))
+        return draw(logits, params, places)
+
+
+def needs_history(run: RunningSequence) -> bool:
+    """Whether its next token depends on the one before by more than the model, or more is told of it than its id."""
+    return not run.job.sampling.plain or run.job.sampling.logprobs is not None
+
+
+def _at_least(sizes: Sequence[int], count: int) -> int:
+    return next(size for size in sizes if size >= count)
+
+
+def _turn(run: RunningSequence, place: int) -> int:
+    vision = run.job.vision
+    return place if vision is None else int(vision.positions_in(place, place + 1)[0, 0])
+
+
+def _turns(piece: SequencePiece) -> np.ndarray:
+    assert piece.vision is not None
+    return piece.vision.positions_in(piece.start, piece.stop)[:, 0]

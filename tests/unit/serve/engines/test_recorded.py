@@ -1,0 +1,219 @@
+"""Steps of fixed shapes, launched ahead, say what plain steps say; on a CPU they are launched and not replayed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from erniekit.api_load import Found, find_model
+from erniekit.demo.tiny import make_tiny_model
+from erniekit.devices import pick
+from erniekit.lora.merge import fold
+from erniekit.serve.engines.base import Done, GenerationJob, Token
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
+from erniekit.serve.engines.paged import PagedCache
+from erniekit.serve.engines.recorded import RecordedSteps, sizes_up_to
+from erniekit.serve.loaded_models import with_adapter
+from support.engine_jobs import (
+    LENGTH,
+    alone,
+    answers,
+    job,
+    make_adapter,
+    prompts,
+    says_the_same_in_a_small_cache,
+)
+
+
+def engine_of(models: dict[str, torch.nn.Module], blocks: int = 64, size: int = 4, **limits: int) -> EmbeddedEngine:
+    cache = PagedCache(next(iter(models.values())).config, blocks, size, torch.float32, "cpu")
+    asked = EngineLimits(**{"sequences": 5, "tokens": 16, "length": LENGTH, **limits})
+    return EmbeddedEngine(models, cache, asked, pick("cpu", False))
+
+
+@pytest.fixture
+def engine(small: Found) -> Iterator[EmbeddedEngine]:
+    made = engine_of({"m": small.build()})
+    yield made
+    made.stop()
+
+
+def test_every_family_says_together_what_it_says_without_a_cache(found: Found):
+    asked = prompts(8)
+    engine = engine_of({"m": found.build()})
+    try:
+        assert answers(engine, [job(p) for p in asked]) == [alone(found.build(), p) for p in asked]
+        assert engine.load().cache_used == 0
+        assert engine.recorded is not None
+        assert len(engine.recorded.state.free) == 5
+    finally:
+        engine.stop()
+
+
+def test_a_burst_is_launched_before_the_one_in_front_of_it_is_read(engine: EmbeddedEngine, monkeypatch):
+    """Steps and reads in the order they happen: of one client alone, bursts of several tokens, one ahead."""
+    order: list[str] = []
+    launch, read = RecordedSteps.launch, EmbeddedEngine._read
+
+    def launching(self, name, group, steps):
+        order.append(f"launch {steps}")
+        return launch(self, name, group, steps)
+
+    def reading(self, launched):
+        order.append("read")
+        return read(self, launched)
+
+    monkeypatch.setattr(RecordedSteps, "launch", launching)
+    monkeypatch.setattr(EmbeddedEngine, "_read", reading)
+    assert len(answers(engine, [job([3, 4], max_tokens=12)])[0]) == 12
+    assert order == ["launch 1", "launch 4", "read", "launch 4", "read", "launch 3", "read", "read"]
+
+
+def test_a_cache_too_small_for_all_puts_some_back_and_changes_no_answer(small: Found):
+    says_the_same_in_a_small_cache(engine_of({"m": small.build()}, blocks=18), small)
+
+
+def test_drawn_tokens_are_those_of_plain_steps_in_any_company(small: Found, engine: EmbeddedEngine):
+    cache = PagedCache(small.weights.config, 64, 4, torch.float32, "cpu")
+    plain = EmbeddedEngine({"m": small.build()}, cache, EngineLimits(sequences=4, tokens=16, length=LENGTH))
+    wishes = [{"top_p": 0.9}, {"top_k": 3}, {}, {"temperature": 0}, {"temperature": 0.4, "top_p": 0.5}]
+    jobs = [job(p, **{"temperature": 1.2, "seed": k, **wishes[k % 5]}) for k, p in enumerate(prompts(10, seed=4))]
+    try:
+        assert answers(engine, jobs) == answers(plain, jobs, together=False)
+    finally:
+        plain.stop()
+
+
+def test_penalties_bias_and_logprobs_know_what_was_said(small: Found, engine: EmbeddedEngine):
+    cache = PagedCache(small.weights.config, 64, 4, torch.float32, "cpu")
+    plain = EmbeddedEngine({"m": small.build()}, cache, EngineLimits(sequences=4, tokens=16, length=LENGTH))
+    wishes = [
+        {"repetition_penalty": 1.5}, {"frequency_penalty": 1.0, "temperature": 1.0, "seed": 1}, {"bias": ((7, 5.0),)},
+        {"logprobs": 2}, {}, {"min_tokens": 5, "stop": range(0, 1200)},
+    ]  # fmt: skip
+    jobs = [job(p, **wishes[k]) for k, p in enumerate(prompts(6, seed=5))]
+
+    async def events(engine: EmbeddedEngine, one: GenerationJob) -> list[object]:
+        return [event async for _, event in engine.submit(one)]
+
+    async def go(engine: EmbeddedEngine) -> list[list[object]]:
+        return list(await asyncio.gather(*(events(engine, one) for one in jobs)))
+
+    try:
+        together, apart = asyncio.run(go(engine)), asyncio.run(go(plain))
+    finally:
+        plain.stop()
+    assert [[getattr(e, "id", e) for e in one] for one in together] == [
+        [getattr(e, "id", e) for e in one] for one in apart
+    ]
+    for mine, theirs in zip(together[3], apart[3]):
+        if isinstance(mine, Token):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [id for id, _ in mine.top] == [id for id, _ in theirs.top]
+
+
+def test_adapters_of_one_base_answer_side_by_side_as_each_merged(small: Found, tmp_path: Path):
+    folders = {name: make_adapter(small.weights, tmp_path / name, seed) for seed, name in enumerate("ab")}
+    base = small.build()
+    trees = {name: with_adapter(base, Found(small.weights, folder)) for name, folder in folders.items()}
+    engine = engine_of({"base": base, **trees})
+    try:
+        assert engine.recorded is not None
+        assert {engine.recorded.tree_of(name) for name in ("base", "a", "b")} == {""}, "one launch for all"
+        asked = [job(p, name) for p in prompts(2, seed=3) for name in ("base", "a", "b")]
+        generated = answers(engine, asked)
+    finally:
+        engine.stop()
+    merged = {"base": small.build()} | {n: fold(Found(small.weights, f).build()) for n, f in folders.items()}
+    assert generated == [alone(merged[one.model], list(one.prompt)) for one in asked]
+    assert len({tuple(s) for s in generated[:3]}) == 3, "the adapters change nothing"
+
+
+def test_experts_with_adapters_run_once_for_each_model(tmp_path: Path):
+    found = find_model(make_tiny_model(tmp_path / "moe", family="ernie4_5_moe", layers=2))
+    adapter = Found(found.weights, make_adapter(found.weights, tmp_path / "a", 0))
+    base = found.build()
+    engine = engine_of({"base": base, "a": with_adapter(base, adapter)})
+    try:
+        assert engine.recorded is not None
+        assert engine.recorded.tree_of("a") == "a"
+        generated = answers(engine, [job([3, 4, 5], "base"), job([3, 4, 5], "a")])
+    finally:
+        engine.stop()
+    assert generated == [alone(found.build(), [3, 4, 5]), alone(fold(adapter.build()), [3, 4, 5])]
+
+
+def test_an_answer_ends_at_a_stop_token_and_what_was_computed_beyond_it_is_dropped(
+    small: Found, engine: EmbeddedEngine
+):
+    generated = alone(small.build(), [3, 4, 5], 10)
+    stop = generated[4]
+    assert answers(engine, [job([3, 4, 5], stop=[stop])])[0] == generated[: generated.index(stop)]
+    assert answers(engine, [job([3, 4, 5], stop=[stop], ignore_stop=True, max_tokens=5)])[0] == generated[:5]
+    assert len(answers(engine, [job([3] * 60, max_tokens=1000)])[0]) == LENGTH - 60
+    assert answers(engine, [job([5])])[0] == alone(small.build(), [5])
+
+
+def test_cancelled_requests_leave_nothing_behind_and_change_no_other_answer(small: Found, engine: EmbeddedEngine):
+    async def go() -> list[int]:
+        gone = [engine.submit(job(p, max_tokens=50)) for p in prompts(4, seed=6)]
+        stays = engine.submit(job([9, 8, 7]))
+        await gone[0].events.get()
+        for stream in gone:
+            engine.cancel(stream)
+        return [event.id async for _, event in stays if isinstance(event, Token)]
+
+    assert asyncio.run(asyncio.wait_for(go(), 60)) == alone(small.build(), [9, 8, 7])
+    assert answers(engine, [job([1, 2])])[0] == alone(small.build(), [1, 2])
+    assert (engine.load().running, engine.load().cache_used) == (0, 0)
+
+
+def test_a_request_that_breaks_a_recorded_step_fails_alone(small: Found, capsys):
+    model = small.build()
+
+    def poison(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        if (args[0] == 666).any():
+            raise RuntimeError("poisoned")
+
+    model.embedding.register_forward_pre_hook(poison)
+    engine = engine_of({"m": model})
+
+    async def go() -> tuple[list[int], list[object]]:
+        good = engine.submit(job([3, 4], max_tokens=30))
+        bad = engine.submit(job([5, 666]))
+        return [e.id async for _, e in good if isinstance(e, Token)], [event async for _, event in bad]
+
+    try:
+        generated, end = asyncio.run(go())
+        assert generated == alone(small.build(), [3, 4], 30)
+        assert isinstance(end[-1], Done)
+        assert end[-1].reason == "error"
+        assert engine.load().healthy
+        assert engine.load().cache_used == 0
+    finally:
+        engine.stop()
+
+
+def test_sizes_that_are_recorded_double_up_to_the_largest():
+    assert sizes_up_to(8) == [1, 2, 4, 8]
+    assert sizes_up_to(5) == [1, 2, 4, 5]
+    assert sizes_up_to(448, 16, 4) == [16, 64, 256, 448]
+
+
+@torch.no_grad()
+def test_log_probabilities_of_what_was_sampled_are_the_trainers(small: Found, engine: EmbeddedEngine):
+    """By the forward pass that training makes, over prompt and answer at once."""
+    prompt = [5, 9, 300, 7]
+
+    async def go() -> list[Token]:
+        asked = job(prompt, temperature=1.0, seed=3, logprobs=0)
+        return [event async for _, event in engine.submit(asked) if isinstance(event, Token)]
+
+    said = asyncio.run(go())
+    model, ids = small.build().eval(), torch.tensor([[*prompt, *(token.id for token in said)]])
+    losses = model(ids[:, :-1], labels=ids[:, 1:], per_token=True)[0, len(prompt) - 1 :]
+    torch.testing.assert_close(torch.tensor([token.logprob for token in said]), -losses, atol=2e-5, rtol=1e-5)
