@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+LOOP_S = 0.05  # of the loop below, on the cores for which the tests' limits were written
 PATIENCE_S = 60.0  # nothing that works takes as long, on a machine that stands still for seconds too
 
 
@@ -28,3 +29,16 @@ def until(done: Callable[[], object], what: str = "", seconds: float = PATIENCE_
     while not done():
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
         time.sleep(0.01)
+
+
+def within(took: float, seconds: float) -> bool:
+    """Whether work took at most so much processor time, in terms of the cores for which the limit was written: those of
+    one machine differ by a factor of three between days."""
+
+    def loop() -> float:
+        began, total = time.process_time(), 0
+        for i in range(1_000_000):
+            total += i
+        return time.process_time() - began
+
+    return took < seconds or took < seconds * max(loop() / LOOP_S for _ in range(3))

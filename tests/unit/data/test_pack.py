@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream, fill_greedy, fill_in_order
 from erniekit.errors import DataError
+from support.clock import within
 
 MODES = [{"greedy": True}, {"greedy": False}, {"packing": False}]
 streams = st.fixed_dictionaries(
@@ -116,4 +117,4 @@ def test_skipping_a_million_samples_takes_under_two_seconds():
     began = time.process_time()
     last = stream.count_packs(1) - 1
     assert len(stream[last]) > 0
-    assert time.process_time() - began < 2  # CPU seconds; 0.6 measured
+    assert within(time.process_time() - began, 2)  # CPU seconds; 0.6 measured

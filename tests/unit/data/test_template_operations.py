@@ -8,6 +8,7 @@ import jinja2
 import pytest
 
 from erniekit.data.compiled_template import compiled
+from support.clock import within
 
 SQUARED = "{% set ns = namespace(s=99999999999) %}{% for i in range(40) %}{% set ns.s = ns.s * ns.s %}{% endfor %}x"
 DOUBLED = "{{% set ns = namespace(s='ab') %}}{{% for i in range(40) %}}{{% set ns.s = {} %}}{{% endfor %}}x"
@@ -39,7 +40,7 @@ def test_what_would_become_too_large_is_refused_at_once(source: str):
     began = time.process_time()
     with pytest.raises(jinja2.TemplateError):
         compiled(source).plain.render(messages=[])
-    assert time.process_time() - began < 2
+    assert within(time.process_time() - began, 2)
 
 
 def test_what_templates_do_every_day_is_as_ever():
