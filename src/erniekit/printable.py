@@ -32,6 +32,11 @@ def plain_lines(text: str) -> str:
     return "".join(piece if i % 2 else _ORDERS.sub(_escaped, piece) for i, piece in enumerate(pieces))
 
 
+def counted(number: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def words_of(error: BaseException) -> str:
     """What a library's error says to a person: neither classes, addresses nor objects of its code, so that the same
     fault reads the same each time. Empty where it speaks of nothing else."""

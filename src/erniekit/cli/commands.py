@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "erniekit.recipes.doctor:doctor_command",
         "train",
-        "check this machine's devices, or a recipe before spending: labels, leaks, gradients, disk",
+        "check this machine's devices, or a recipe before training: labels, leaks, gradients, disk",
         ("erniekit doctor [RECIPE.yaml] [key=value ...]   without a recipe: this machine's devices, tried",),
     ),
     "plan": Command(

@@ -125,8 +125,16 @@ def _mapping(k: Key, value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def _proposal(k: Key) -> str:
+    """What to write instead: an example for numbers, whose help text would not answer the question."""
+    if k.item not in ("int", "float") or k.choices:
+        return k.help
+    usual = k.default if isinstance(k.default, (int, float)) and k.default > 0 else max(1, k.low or 0)
+    return f"write {expected(k)}, e.g. {k.example or format(usual, 'g')}"
+
+
 def _refuse(k: Key, value: Any, where: str) -> ConfigError:
     near = nearest(value, list(k.choices)) if isinstance(value, str) and k.choices else []
     came = "***" if k.secret else "nothing" if value is None else repr(value)
-    fix = k.elsewhere.get(str(value)) or (f"did you mean {near[0]}?" if near else k.help)
+    fix = k.elsewhere.get(str(value)) or (f"did you mean {near[0]}?" if near else _proposal(k))
     return ConfigError(f"{k.name} is {came}; expected {expected(k)}", where=where, fix=fix)

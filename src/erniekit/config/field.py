@@ -13,8 +13,8 @@ from erniekit.registry import Registry
 
 # How a value names files. `one`: a file or folder that is read; `out`: a folder that is written; `model`: a folder or a
 # hub id; `several`: a list of paths; `named`: a list of name=path; `prefixes`: a prefix of token files, a folder of
-# them, or weight prefix weight prefix; `prefix_list`: prefixes by commas, or a file of them; `numbers`: numbers by
-# commas, or a file of them.
+# them, or weight prefix weight prefix; `prefix_list`: prefixes, comma-separated or in a file; `numbers`: numbers,
+# comma-separated or in a file.
 PathKind = Literal["", "one", "out", "model", "several", "named", "prefixes", "prefix_list", "numbers"]
 
 
@@ -41,6 +41,7 @@ class Key:
     path: PathKind = ""  # how its value names files; the web page keeps all of them inside its folders
     idle: Mapping[str, str] = field(default_factory=dict)  # words of it that change nothing here -> why
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # values it does not take -> what to write instead
+    example: str = ""  # a value that an error proposes; the default if it is a good one
 
     @property
     def is_list(self) -> bool:
@@ -69,11 +70,13 @@ def key(
     path: PathKind = "",
     idle: Mapping[str, str] | None = None,
     elsewhere: Mapping[str, str] | None = None,
+    example: str = "",
 ) -> Any:
     idle = idle or {}
     facts = dict(
         help=help, also=also, choices=(*choices, *idle), further=further, low=low, high=high, commas=commas,
         basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle, elsewhere=elsewhere or {},
+        example=example,
     )  # fmt: skip
     return field(default=default, metadata=facts)
 

@@ -262,7 +262,7 @@ def _unknown_keys(unknown: list[tuple[str, str]]) -> ConfigError:
             hints.append("base is a line of a recipe: name both files instead, the later one wins")
             continue
         near = suggest(name)
-        hint = f"did you mean {' or '.join(near)}?" if near else "nothing like it is known"
+        hint = f"did you mean {' or '.join(near)}?" if near else "no similar key"
         hints.append(f"{name}: {hint}" if len(unknown) > 1 else hint)
     names = ", ".join(repr(name) for name, _ in unknown)
     return ConfigError(

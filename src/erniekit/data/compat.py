@@ -46,7 +46,7 @@ class CompatOrder:
         self._draws = [int(probs[s] / total * num_samples_each_epoch) for s in self._live]
         for s, draws in zip(self._live, self._draws):
             if draws and not (self.examples[s][:, 1] >= 0).any():
-                raise DataError(f"source {s + 1} has no usable sample", fix="set its probability to 0 or mend the file")
+                raise DataError(f"source {s + 1} has no usable sample", fix="set its probability to 0 or fix the file")
         if not sum(self._draws):
             raise ConfigError(
                 f"num_samples_each_epoch={num_samples_each_epoch} leaves no sample to draw",

@@ -41,7 +41,7 @@ def part_of(split: str, count: int, part: str) -> range:
         raise ConfigError(
             f"{split!r} does not divide documents into parts",
             where="split",
-            fix='up to three shares by commas, of train, eval and test: "998,1,1"',
+            fix='up to three comma-separated shares, of train, eval and test: "998,1,1"',
         )
     shares += [0.0] * (len(PARTS) - len(shares))
     bounds = [round(count * sum(shares[:k]) / sum(shares)) for k in range(len(PARTS) + 1)]

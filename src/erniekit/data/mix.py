@@ -80,7 +80,7 @@ class SampleOrder:
         self._share = [share[s] for s in self._live]
         for s, size in zip(self._live, self._sizes):
             if size < 1:
-                raise DataError(f"source {s + 1} has no usable sample", fix="set its probability to 0 or mend the file")
+                raise DataError(f"source {s + 1} has no usable sample", fix="set its probability to 0 or fix the file")
         self._weighted = strategy == "random" and len(self._live) > 1
         if self._weighted and min(self._share) < SMALLEST_SHARE:
             raise ConfigError(

@@ -211,7 +211,7 @@ def open_corpora(
     """The data sets that the keys name, and their weights; None where none are given: each row once an epoch.
 
     `input_dir` is a prefix, a folder (every data set in it, all of weight 1), or "weight prefix weight prefix ...".
-    `data_filelist` and `data_weights` are lists by commas or blanks, or files that hold one a line.
+    `data_filelist` and `data_weights` are lists separated by commas or blanks, or files that hold one a line.
     """
     if data_filelist:
         named, numbers = _listed(data_filelist), _listed(data_weights) if data_weights else None

@@ -96,7 +96,7 @@ class DataReport:
                 f"{self.bad_rows:,} of {self.rows:,} rows of {self.file} cannot be used "
                 f"({self.bad_fraction:.2%}, more than max_bad_fraction={max_bad_fraction:g})",
                 where="\n       ".join([*shown, f"and {more:,} more"] if more > 0 else shown),
-                fix=f"mend them (all are listed in {bad_rows_path}), or raise max_bad_fraction",
+                fix=f"fix them (all are listed in {bad_rows_path}), or raise max_bad_fraction",
             )
         if not self.samples:
             reasons = [f"{n:,} {kind}" for kind, n in [*self.bad.items(), *self.dropped.items()]]

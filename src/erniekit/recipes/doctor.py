@@ -1,4 +1,4 @@
-"""The checks before spending: labels, end tokens, leaks, gradients, template, disk, device. Each failure says its fix.
+"""The checks before training: labels, end tokens, leaks, gradients, template, disk, device. Each failure says its fix.
 
 `erniekit doctor RECIPE` runs them alone; every training run starts with them (`doctor: off` skips them).
 """

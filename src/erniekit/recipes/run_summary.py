@@ -20,6 +20,7 @@ from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
 from erniekit.log import say
 from erniekit.lora.coverage import coverage, coverage_table
+from erniekit.printable import counted
 from erniekit.recipes import kernel_table
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
@@ -67,8 +68,9 @@ def show_data(data: TrainData) -> None:
             say(f"{label if k == 0 else '':<9}{line}")
     fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
     say(
-        f"steps    {data.max_steps} of {data.packs_per_step} packs; {data.packs_per_epoch:,} packs of "
-        f"{data.stream.max_seq_len} tokens an epoch, {min(fill, 1):.0%} full"
+        f"steps    {counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each; "
+        f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
+        f"{100 * min(fill, 1):.0f} % filled"
     )
     if data.lengths:
         each = ", ".join(f"{length:,}" for length in data.lengths)

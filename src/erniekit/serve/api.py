@@ -340,7 +340,7 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405, in our shape."""
     assert isinstance(error, HTTPException)
-    words = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    words = {404: "not found: no such endpoint", 405: "this endpoint does not support that method"}
     return error_response(
         RequestError(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers)
     )

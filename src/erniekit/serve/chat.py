@@ -22,7 +22,7 @@ from erniekit.serve.interrupts import heard_at_the_prompt
 from erniekit.serve.output_parser import Delta
 from erniekit.serve.server import read_key
 
-WORDS = "exit leaves, clear starts anew, /image PATH or /video PATH shows one, Ctrl-C stops an answer"
+WORDS = "'exit' quits, 'clear' resets, /image PATH or /video PATH shows one, Ctrl-C stops an answer"
 # What a terminal would obey rather than show: all control characters but tab and newline.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 

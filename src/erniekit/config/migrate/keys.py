@@ -107,7 +107,7 @@ def _put(sources: Sources, entry: WrittenKey) -> Iterator[Remark]:
         yield Remark("dropped" if off else "no counterpart", entry.place, what, why)
     else:
         near = suggest(name)
-        why = f"no such key; nearest: {' or '.join(near)}" if near else "no such key, and nothing like it"
+        why = f"no such key; nearest: {' or '.join(near)}" if near else "no such key, no similar key"
         yield Remark("no counterpart", entry.place, what, why)
 
 

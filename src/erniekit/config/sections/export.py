@@ -12,12 +12,12 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4")
 
 @dataclass(frozen=True)
 class ExportSection:
-    max_shard_size: int = key(5, "Largest weight file, in GB.", low=1, basic=True)
-    copy_tokenizer: bool = key(True, "Put the tokenizer beside the weights.", basic=True)
+    max_shard_size: int = key(5, "Maximum size of a weight file, in GB.", low=1, basic=True)
+    copy_tokenizer: bool = key(True, "Copy the tokenizer beside the weights.", basic=True)
     merge_grid: str = key(
         BF16,
-        "Put the adapter on the numbers that such a frozen_base keeps, and round the sum to them; says how much of the "
-        "update is lost.",
+        "Merge the adapter into weights quantised as this frozen_base and round the sum to the same grid; reports how "
+        "much of the update is lost.",
         choices=BASES,
         further=WEIGHT_KINDS,
     )

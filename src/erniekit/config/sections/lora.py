@@ -15,15 +15,13 @@ class LoraSection:
         "LoRA", "Train adapters (LoRA) or every weight (Full).", choices=("LoRA", "Full"), basic=True, fixed=True
     )
     lora: bool = key(False, "fine_tuning: LoRA, in the script form; set from fine_tuning.")
-    lora_rank: int = key(8, "Rank of the adapters; 32 in the recipes.", low=1, basic=True, fixed=True)
-    lora_alpha: int = key(
-        DERIVED_ALPHA, "Their scale; -1 is 2 x lora_rank, or 4 with rslora.", low=-1, basic=True, fixed=True
-    )
+    lora_rank: int = key(8, "LoRA rank; 32 in the recipes.", low=1, basic=True, fixed=True)
+    lora_alpha: int = key(DERIVED_ALPHA, "LoRA alpha; -1 = 2 x rank, or 4 with rslora.", low=-1, basic=True, fixed=True)
     lora_target_modules: tuple[str, ...] = key(
-        (), "Which linear layers, by name; all of attention and MLP when not given.", fixed=True
+        (), "Names of the linear layers to adapt; default: all of attention and MLP.", fixed=True
     )
     rslora: bool = key(False, "Scale by alpha/sqrt(rank) instead of alpha/rank.", fixed=True)
-    lora_plus_scale: float = key(1.0, "Learning rate of B as a multiple of A's.", low=0, fixed=True)
+    lora_plus_scale: float = key(1.0, "LoRA+: learning rate of B as a multiple of A's.", low=0, fixed=True)
     rslora_plus: bool = key(False, "rslora with lora_plus_scale 4 and lora_alpha 4.", fixed=True)
     frozen_base: str = key(
         BF16,
@@ -48,7 +46,7 @@ class LoraSection:
         commas=True,
         path="several",
     )
-    override_base: bool = key(False, "Use an adapter on another base than it was trained on.")
+    override_base: bool = key(False, "Use an adapter on a base model it was not trained on.")
 
     @property
     def packed_base(self) -> bool:

@@ -16,41 +16,38 @@ class ModelSection:
     model_name_or_path: str | None = key(None, "Folder in HF or Paddle layout, or a hub id.", basic=True, path="model")
     download_hub: str | None = key(
         None,
-        "Hub named in the download command when the model is not on this disk.",
+        "Hub named in the download command if the model is not on this disk.",
         choices=("huggingface", "aistudio", "modelscope"),
     )
-    continue_training: bool = key(
-        True, "Start from the model's weights; False starts from random weights of its config.", fixed=True
-    )
+    continue_training: bool = key(True, "Start from the model's weights; False = from random weights.", fixed=True)
     from_scratch: bool = key(False, "continue_training: False, in ERNIE's pre-training form.")
     initializer_range: float | None = key(
-        None, "Spread of random weights; that of config.json when not given.", low=0, fixed=True
+        None, "Standard deviation of random weights; default: that of config.json.", low=0, fixed=True
     )
     attention: str = key(
         "auto",
-        "Attention kernel; all give the same result and never look across documents.",
+        "Attention implementation; all give the same result and never attend across documents.",
         choices=("auto", "sdpa", "varlen", "reference"),
     )
     kernels: tuple[str, ...] = key(
         (),
-        "operation=implementation, for tests and measurements: use this kernel and no other, e.g. experts=plain. "
-        "`erniekit doctor` prints the operations with what was chosen, and why.",
+        "operation=implementation, for tests and measurements: force a kernel, e.g. experts=plain. `erniekit doctor` "
+        "lists the operations, the chosen kernels and the reasons.",
         commas=True,
     )
     compile: bool | None = key(
         None,
-        "torch.compile the decoder layers: a slower first step, faster ones after. When not given: on NVIDIA cards "
-        "with rows of one length, or of a few (length_buckets).",
+        "torch.compile the decoder layers: slower first step, faster later ones. Default: on for NVIDIA cards with "
+        "rows of one length, or of a few (length_buckets).",
     )
     cuda_graph: bool | None = key(
         None,
-        "Replay the compiled layers as CUDA graphs. When not given: where a micro-batch is so short that launching its "
-        "kernels would take longer than running them. On NVIDIA cards whose ranks exchange nothing inside the layers, "
-        "SFT and PT.",
+        "Replay the compiled layers as CUDA graphs. Default: on for micro-batches so short that launching kernels "
+        "takes longer than running them. Only for SFT and PT on NVIDIA cards without communication inside the layers.",
     )
     tokenizer_name: str | None = key(
         None,
-        "Tokenizer folder; the model's own when not given.",
+        "Tokenizer folder; default: the model's own.",
         also=("tokenizer", "tokenizer_name_or_path"),
         path="one",
     )
@@ -62,17 +59,19 @@ class ModelSection:
     )
     hidden_dropout_prob: float = key(0.0, "Dropout on hidden states.", low=0, high=1, fixed=True, later=_DROPOUT)
     attention_probs_dropout_prob: float = key(0.0, "Dropout on attention.", low=0, high=1, fixed=True, later=_DROPOUT)
-    dropout_warmup_steps: int = key(0, "Steps over which dropout grows from 0.", low=0, fixed=True, later=_DROPOUT)
+    dropout_warmup_steps: int = key(0, "Steps over which dropout rises from 0.", low=0, fixed=True, later=_DROPOUT)
     num_nextn_predict_layers: int = key(
         0,
-        "Train the model's layers that predict further tokens: how many it has; 0 keeps them as they are.",
+        "Number of multi-token prediction (MTP) layers to train; 0 = leave them unchanged.",
         low=0,
         fixed=True,
     )
-    multi_token_pred_lambda: float = key(0.3, "Weight of their loss; never in the reported loss.", low=0, fixed=True)
-    use_recompute_mtp: bool = key(False, "Compute them again in the backward pass, for less memory.")
-    max_position_embeddings: int | None = key(
-        None, "Longest position; the model's own when not given.", low=1, later="vision"
+    multi_token_pred_lambda: float = key(
+        0.3, "Weight of the MTP loss; not part of the reported loss.", low=0, fixed=True
     )
-    bos_token_id: int | None = key(None, "First token; the tokenizer's own when not given.", later="vision")
-    eos_token_id: int | None = key(None, "Last token; the tokenizer's own when not given.", later="vision")
+    use_recompute_mtp: bool = key(False, "Recompute MTP layers in the backward pass, for less memory.")
+    max_position_embeddings: int | None = key(
+        None, "Longest position; default: the model's own.", low=1, later="vision"
+    )
+    bos_token_id: int | None = key(None, "First token; default: the tokenizer's own.", later="vision")
+    eos_token_id: int | None = key(None, "Last token; default: the tokenizer's own.", later="vision")

@@ -9,36 +9,46 @@ from erniekit.config.field import key
 
 @dataclass(frozen=True)
 class OptimSection:
-    learning_rate: float = key(5e-5, "Peak rate; about 1e-5 for Full, 3e-4 for LoRA.", low=0, basic=True, fixed=True)
+    learning_rate: float = key(
+        5e-5, "Peak learning rate; about 1e-5 for Full, 3e-4 for LoRA.", example="3e-4", low=0, basic=True, fixed=True
+    )
     lr_scheduler_type: str = key(
         "linear",
-        "linear, cosine, constant, polynomial, wsd.",
+        "Schedule: linear, cosine, constant, polynomial, wsd.",
         choices=("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "wsd"),
         basic=True,
         fixed=True,
     )
-    min_lr: float = key(0.0, "Where cosine and wsd end.", also=("min_learning_rate",), low=0, basic=True, fixed=True)
-    warmup_steps: int = key(0, "Steps up to learning_rate; well under max_steps.", low=0, basic=True, fixed=True)
-    warmup_ratio: float = key(0.0, "The same as a share of the run; warmup_steps wins.", low=0, high=1, fixed=True)
-    weight_decay: float = key(0.0, "Decoupled decay; never on biases and norms.", low=0, basic=True, fixed=True)
-    max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", fixed=True)
-    adam_beta1: float = key(0.9, "Decay of the gradient average.", low=0, high=1, fixed=True)
-    adam_beta2: float = key(0.999, "Decay of the squared average; 0.95 is usual for LLMs.", low=0, high=1, fixed=True)
-    adam_epsilon: float = key(1e-8, "Added to the denominator.", low=0, fixed=True)
+    min_lr: float = key(
+        0.0, "Final learning rate of cosine and wsd.", also=("min_learning_rate",), low=0, basic=True, fixed=True
+    )
+    warmup_steps: int = key(0, "Warm-up steps; well under max_steps.", low=0, basic=True, fixed=True)
+    warmup_ratio: float = key(
+        0.0, "Warm-up as a share of the run; warmup_steps takes precedence.", low=0, high=1, fixed=True
+    )
+    weight_decay: float = key(0.0, "Decoupled weight decay; never on biases and norms.", low=0, basic=True, fixed=True)
+    max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 = off.", fixed=True)
+    adam_beta1: float = key(0.9, "Decay of AdamW's first moment.", low=0, high=1, fixed=True)
+    adam_beta2: float = key(0.999, "Decay of AdamW's second moment; 0.95 is usual for LLMs.", low=0, high=1, fixed=True)
+    adam_epsilon: float = key(1e-8, "AdamW's epsilon, added to the denominator.", low=0, fixed=True)
     layerwise_lr_decay_bound: float = key(
-        1.0, "Rate of the lowest layer as a share of the top one's; 1 is the same for all.", low=0, high=1, fixed=True
+        1.0,
+        "Learning rate of the lowest layer as a share of the top one's; 1 = the same for all.",
+        low=0,
+        high=1,
+        fixed=True,
     )
     lr_scheduler: str | None = key(
         None, "Old second name of lr_scheduler_type; wsd:N holds the rate for N steps.", fixed=True
     )
     decay_function: str = key("half_life", "How wsd decays.", choices=("half_life", "1-sqrt"), fixed=True)
-    decay_steps: int | None = key(None, "Steps the schedule spans; max_steps when not given.", low=1, fixed=True)
-    num_cycles: float = key(0.5, "Cosine waves in the run; 0.5 falls once.", low=0, fixed=True)
-    lr_end: float = key(1e-7, "Where polynomial ends.", low=0, fixed=True)
-    power: float = key(1.0, "Power of polynomial.", low=0, fixed=True)
+    decay_steps: int | None = key(None, "Steps the schedule spans; default: max_steps.", low=1, fixed=True)
+    num_cycles: float = key(0.5, "Cosine cycles in the run; 0.5 decays once.", low=0, fixed=True)
+    lr_end: float = key(1e-7, "Final learning rate of polynomial.", low=0, fixed=True)
+    power: float = key(1.0, "Exponent of polynomial.", low=0, fixed=True)
     optim: str = key(
         "adamw",
-        "adamw, or adamw_custom: ERNIEKit's word for the same with optim_states: bf16 in host memory.",
+        "Optimiser: adamw, or adamw_custom (ERNIEKit's name for optim_states: bf16 in host memory).",
         choices=("adamw", "adafactor", "adamw_mini", "adamw_custom"),
         fixed=True,
     )

@@ -20,15 +20,15 @@ class QuantSection:
         "experts. Only servers that rotate, too, can use the exported weights.",
         fixed=True,
     )
-    hadamard_block_size: int = key(32, "Columns that are rotated together; a power of two.", low=2, fixed=True)
-    quant_input_grad: bool = key(False, "compute_type fp8: round gradients on their way to inputs, too.", fixed=True)
-    quant_weight_grad: bool = key(
-        False, "compute_type fp8: round gradients, and inputs, of which weights' gradients are made.", fixed=True
-    )
+    hadamard_block_size: int = key(32, "Block size of the rotation; a power of two.", low=2, fixed=True)
+    quant_input_grad: bool = key(False, "compute_type fp8: also quantise gradients with respect to inputs.", fixed=True)
+    quant_weight_grad: bool = key(False, "compute_type fp8: quantise the operands of weight gradients.", fixed=True)
     apply_online_actscale_step: int = key(
-        200, "Steps after which scales of activations no longer follow each step, but their mean.", low=0, fixed=True
+        200, "Steps after which activation scales follow a moving average instead of each step.", low=0, fixed=True
     )
-    actscale_moving_rate: float = key(0.01, "Share of that mean that each further step is.", low=0, high=1, fixed=True)
+    actscale_moving_rate: float = key(
+        0.01, "Weight of each further step in that moving average.", low=0, high=1, fixed=True
+    )
     fp8_format_type: str = key(
         "hybrid",
         "Formats: hybrid has e5m2 for gradients that are rounded; weights and activations are e4m3.",
@@ -41,7 +41,7 @@ class QuantSection:
         "Experimental: the numbers of fp8 at the speed of compute_type.",
         fixed=True,
     )
-    fp8_force_clear_state: bool = key(False, "Take new scales of activations when resuming.")
+    fp8_force_clear_state: bool = key(False, "Reset activation scales when resuming.")
     enable_fp8_quantize_analysis: bool = key(
         False, "Log how many layers clipped inputs (fp8_clipped), and how far the worst was over its scale (fp8_worst)."
     )

@@ -22,19 +22,19 @@ class QuantizeSection:
     )
     quant_method: str | None = key(
         None,
-        "gptq carries rounding errors on; rtn rounds to nearest. gptq needs rows (train_dataset_path), and is taken "
-        "where they are given.",
+        "gptq compensates rounding errors; rtn rounds to nearest. gptq needs calibration rows (train_dataset_path) and "
+        "is the default if they are given.",
         also=("method",),
         choices=("gptq", "rtn"),
     )
     quant_group_size: int | None = key(
         None,
-        "Numbers of a row that share a scale (w4a16, w8a16, w4w8a16): 32, 64, 128, or -1 for whole rows. The largest "
-        "that fits when not given; w8a16 has whole rows then.",
+        "Group size of scales (w4a16, w8a16, w4w8a16): 32, 64, 128, or -1 for whole rows. Default: the largest that "
+        "fits; whole rows for w8a16.",
         also=("group_size",),
         low=-1,
     )
-    calibration_rows: int = key(128, "Rows of train_dataset_path it is calibrated on; drawn by seed.", low=1)
+    calibration_rows: int = key(128, "Calibration rows, sampled from train_dataset_path by seed.", low=1)
     expert_tokens: int = key(
-        256, "Tokens each expert is calibrated on at least; others than routed ones fill up what is missing.", low=1
+        256, "Minimum calibration tokens per expert; filled up with tokens that were not routed to it.", low=1
     )

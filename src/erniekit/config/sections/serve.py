@@ -13,73 +13,73 @@ WHOLE = 2**31 - 1
 
 @dataclass(frozen=True)
 class ServeSection:
-    max_new_tokens: int = key(1024, "Longest answer.", low=1, high=WHOLE, basic=True)
-    min_tokens: int = key(0, "Shortest answer.", low=0, high=WHOLE)
-    temperature: float = key(0.95, "Randomness; 0 always takes the likeliest token.", low=0, high=2, basic=True)
-    top_p: float = key(0.7, "Sample from the likeliest tokens that make up this share.", low=0, high=1, basic=True)
-    top_k: int = key(0, "Sample from so many of the likeliest tokens; 0: no limit.", low=0, high=WHOLE)
-    frequency_penalty: float = key(0.0, "Against words already said often.", low=-2, high=2)
-    presence_penalty: float = key(0.0, "Against words already said.", low=-2, high=2)
-    repetition_penalty: float = key(1.0, "Divides the score of words already said.", low=0.01, high=10)
-    stream: bool = key(True, "Show the answer as it comes.")
-    enable_thinking: bool = key(False, "Let a thinking model think first.")
-    max_model_len: int = key(2048, "Longest prompt and answer together.", low=1, basic=True)
+    max_new_tokens: int = key(1024, "Maximum tokens of an answer.", low=1, high=WHOLE, basic=True)
+    min_tokens: int = key(0, "Minimum tokens of an answer.", low=0, high=WHOLE)
+    temperature: float = key(0.95, "Sampling temperature; 0 = greedy.", low=0, high=2, basic=True)
+    top_p: float = key(
+        0.7, "Sample from the most likely tokens that add up to this probability.", low=0, high=1, basic=True
+    )
+    top_k: int = key(0, "Sample from this many of the most likely tokens; 0 = no limit.", low=0, high=WHOLE)
+    frequency_penalty: float = key(0.0, "Penalty on tokens by how often they occurred.", low=-2, high=2)
+    presence_penalty: float = key(0.0, "Penalty on tokens that occurred.", low=-2, high=2)
+    repetition_penalty: float = key(1.0, "Divides the logits of tokens that occurred.", low=0.01, high=10)
+    stream: bool = key(True, "Print the answer while it is generated.")
+    enable_thinking: bool = key(False, "Let a reasoning model reason first.")
+    max_model_len: int = key(2048, "Maximum tokens of prompt and answer together.", low=1, basic=True)
     stream_options: Mapping[str, Any] | None = key(
-        None, "Sent along by chat: {include_usage: true} tells the number of tokens."
+        None, "Passed on by chat: {include_usage: true} reports the number of tokens."
     )
     engine: str = key(
         "auto",
-        "What answers: transformers is in this process; the others are started as programs of their own.",
+        "Inference engine: transformers runs in this process; the others are started as separate programs.",
         choices=("auto", "transformers", "vllm", "sglang", "fastdeploy"),
         basic=True,
     )
     engine_python: str | None = key(
-        None, "The Python that has the engine installed; this one when not given.", path="one"
+        None, "Python interpreter with the engine installed; default: this one.", path="one"
     )
-    engine_args: tuple[str, ...] = key((), "More words for an engine that is started, passed on as they are.")
-    host: str = key("127.0.0.1", "Address of the server; listening to other machines needs a key.")
-    port: int = key(8188, "Port of the server; 0 takes a free one.", low=0, high=65535, basic=True)
+    engine_args: tuple[str, ...] = key((), "Further arguments for an engine that is started, passed on unchanged.")
+    host: str = key("127.0.0.1", "Address of the server; serving other machines requires an API key.")
+    port: int = key(8188, "Port of the server; 0 = a free one.", low=0, high=65535, basic=True)
     served_model_name: str | None = key(
-        None, "What clients call the model; its folder's name when not given. In chat: which of a server's models."
+        None, "Model name for clients; default: the folder's name. In chat: which of a server's models."
     )
     lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True, path="named")
     api_key_file: str | None = key(
-        None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same.", path="one"
+        None, "File with the API key that clients must send; or set ERNIEKIT_API_KEY.", path="one"
     )
-    allow_unauthenticated: bool = key(False, "Listen to other machines without a key.")
-    server_names: tuple[str, ...] = key((), "Further names of a server without a key; *: any name.", commas=True)
-    max_queue: int = key(64, "Answers that may wait; further requests get 429 with Retry-After.", low=0)
-    request_timeout: float = key(600.0, "Seconds an answer may take, waiting included.", low=0.1)
-    drain_timeout: float = key(25.0, "Seconds running answers may go on after SIGTERM.", low=0)
-    metrics_port: int = key(8001, "Port of the metrics (fastdeploy); else they are at /metrics.", low=0, high=65535)
+    allow_unauthenticated: bool = key(False, "Serve other machines without an API key.")
+    server_names: tuple[str, ...] = key((), "Further host names accepted without an API key; * = any.", commas=True)
+    max_queue: int = key(64, "Maximum queued requests; further ones get 429 with Retry-After.", low=0)
+    request_timeout: float = key(600.0, "Maximum seconds for a request, queueing included.", low=0.1)
+    drain_timeout: float = key(25.0, "Seconds that running requests may continue after SIGTERM.", low=0)
+    metrics_port: int = key(8001, "Port of the metrics (fastdeploy); otherwise at /metrics.", low=0, high=65535)
     engine_worker_queue_port: int = key(8002, "Port of the engine's queue (fastdeploy).", low=0, high=65535)
-    server_tp_degree: int = key(1, "Devices one model is spread over; tensor_parallel_degree.")
-    max_num_seqs: int = key(8, "Requests at once.", low=1)
-    max_num_batched_tokens: int = key(384, "Tokens of prompts per engine step.", low=1)
+    server_tp_degree: int = key(1, "Tensor-parallel devices per model.")
+    max_num_seqs: int = key(8, "Maximum sequences in one batch.", low=1)
+    max_num_batched_tokens: int = key(384, "Maximum prompt tokens per engine step.", low=1)
     gpu_memory_utilization: float = key(0.9, "Share of GPU memory to use.", low=0, high=1)
-    block_size: int = key(64, "Tokens per cache block.", low=1)
+    block_size: int = key(64, "Tokens per KV-cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
     decoding: str = key(
         "auto",
-        "How the embedded engine computes. auto: where the device can, steps of fixed shapes, recorded and replayed. "
-        "exact: by the model's own forward pass, as training computes; slower.",
+        "Decoding of the embedded engine. auto = fixed-shape steps, recorded and replayed where the device can. "
+        "exact = the model's own forward pass, as in training; slower.",
         choices=("auto", "exact"),
     )
-    use_warmup: int = key(0, "Answer once before the first request.")
+    use_warmup: int = key(0, "Generate once before the first request.")
     quantization: str | None = key(
         None,
-        "Weights on the server: wint8 (int8), wint4 (routed experts int4, the rest int8), or the engine's own words. "
-        "The embedded engine packs them as they are read: less memory, not more speed.",
+        "Weights on the server: wint8 (int8), wint4 (routed experts int4, the rest int8), or the engine's own names. "
+        "The embedded engine quantises them while reading: less memory, not more speed.",
     )
     load_choices: str | None = key(None, "Weight loader (fastdeploy).")
-    tool_call_parser: str | None = key(None, "Reads tool calls from answers (engines that are started).")
-    reasoning_parser: str | None = key("ernie-45-vl", "Reads thoughts from answers (engines that are started).")
+    tool_call_parser: str | None = key(None, "Parser for tool calls (engines that are started).")
+    reasoning_parser: str | None = key("ernie-45-vl", "Parser for reasoning (engines that are started).")
     enable_mm: bool = key(
-        False, "Take images and video. The embedded engine does if the model sees, unless this is False."
+        False, "Accept images and video. The embedded engine does for vision models, unless this is False."
     )
     limit_mm_per_prompt: Mapping[str, Any] | None = key(
-        None, "Most images and videos of a request, e.g. {image: 16, video: 1}, which is the embedded engine's default."
+        None, "Maximum images and videos per request; the embedded engine's default is {image: 16, video: 1}."
     )
-    vision_cache_bytes: int = key(
-        512 << 20, "Host memory for features of pictures, so that one shown again is not computed again.", low=0
-    )
+    vision_cache_bytes: int = key(512 << 20, "Host memory for cached image features.", low=0)

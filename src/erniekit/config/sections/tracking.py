@@ -11,8 +11,8 @@ from erniekit.config.field import key
 class TrackingSection:
     logging_steps: int = key(1, "Steps between log lines (ERNIEKit: 500).", low=1, basic=True)
     logging_strategy: str = key("steps", "When to log.", choices=("no", "steps", "epoch"))
-    logging_first_step: bool = key(False, "Log step 1 whatever logging_steps says.")
-    logging_dir: str | None = key(None, "Folder of the event files; output_dir/runs when not given.", path="out")
+    logging_first_step: bool = key(False, "Also log step 1, regardless of logging_steps.")
+    logging_dir: str | None = key(None, "Folder for event files; default: output_dir/runs.", path="out")
     report_to: tuple[str, ...] = key(
         ("tensorboard",),
         "visualdl, tensorboard, wandb, all, none; metrics.jsonl is always written.",
@@ -21,5 +21,7 @@ class TrackingSection:
     )
     run_name: str | None = key(None, "Name of the run in the trackers.")
     disable_tqdm: bool | None = key(None, "Log lines instead of the progress bar.")
-    wandb_api_key: str | None = key(None, "Better set WANDB_API_KEY: a command line is visible to others.", secret=True)
-    wandb_http_proxy: str | None = key(None, "Proxy through which W&B is reached, over HTTP and HTTPS.", secret=True)
+    wandb_api_key: str | None = key(
+        None, "W&B key; prefer the variable WANDB_API_KEY: command lines are visible to others.", secret=True
+    )
+    wandb_http_proxy: str | None = key(None, "Proxy for W&B, for HTTP and HTTPS.", secret=True)

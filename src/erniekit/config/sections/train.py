@@ -15,54 +15,54 @@ _INTERVALS = ("no", "steps", "epoch")
 class TrainSection:
     stage: str = key(
         "SFT",
-        "SFT on conversations, DPO on pairs, PT on text.",
+        "SFT on conversations, DPO on preference pairs, PT on text.",
         choices=("SFT", "DPO", "PT", "VL-SFT", "OCR-VL-SFT"),
         basic=True,
         fixed=True,
     )
     output_dir: str | None = key(
-        "./output", "Results and checkpoints; run again on it to resume.", basic=True, path="out"
+        "./output", "Folder for results and checkpoints; the same command resumes from it.", basic=True, path="out"
     )
     do_train: bool = key(False, "Train; `erniekit train` turns it on.")
     do_eval: bool = key(False, "Evaluate; on when there is an evaluation file and a strategy.")
-    num_train_epochs: float = key(1.0, "Passes over the data when max_steps is -1.", low=0, basic=True)
-    max_steps: int = key(-1, "Steps; -1 counts them from num_train_epochs. Try 3 first.", low=-1, basic=True)
-    batch_size: int = key(1, "Sequences per micro-batch; lower it when memory runs out.", low=1, basic=True, fixed=True)
+    num_train_epochs: float = key(1.0, "Passes over the data if max_steps is -1.", low=0, basic=True)
+    max_steps: int = key(-1, "Number of steps; -1 = from num_train_epochs. Try 3 first.", low=-1, basic=True)
+    batch_size: int = key(1, "Sequences per micro-batch; lower it if memory runs out.", low=1, basic=True, fixed=True)
     gradient_accumulation_steps: int = key(
         1,
         "Micro-batches per step: a larger batch in the same memory.",
         basic=True,
         fixed=True,
     )
-    per_device_train_batch_size: int = key(1, "batch_size under its name in the script form.", low=1, fixed=True)
-    per_device_eval_batch_size: int = key(1, "Sequences per evaluation batch; batch_size when not given.", low=1)
+    per_device_train_batch_size: int = key(1, "Other name of batch_size (script form).", low=1, fixed=True)
+    per_device_eval_batch_size: int = key(1, "Sequences per evaluation batch; default: batch_size.", low=1)
     global_batch_size: int | None = key(
-        None, "Sequences per step over all devices; gives the accumulation when that is not given.", low=1
+        None, "Sequences per step over all devices; sets gradient_accumulation_steps if that is not given.", low=1
     )
     evaluation_strategy: str = key(
         "no", "When to evaluate: no, steps, epoch.", also=("eval_strategy",), choices=_INTERVALS, basic=True
     )
     eval_steps: int | None = key(None, "Steps between evaluations.", low=1, basic=True)
-    max_evaluate_steps: int = key(-1, "At most so many evaluation batches; -1 takes all.", also=("eval_iters",), low=-1)
+    max_evaluate_steps: int = key(-1, "Maximum number of evaluation batches; -1 = all.", also=("eval_iters",), low=-1)
     eval_tasks: tuple[str, ...] = key(
         (), "Benchmarks of lm-evaluation-harness for `eval`.", also=("tasks",), commas=True, path="several"
     )
-    minimum_eval_times: int | None = key(None, "Evaluate at least so often.", low=1)
-    early_stopping_patience: int = key(0, "Stop after so many evaluations without improvement; 0 never stops.", low=0)
-    early_stopping_threshold: float = key(0.0, "How much counts as an improvement.", low=0)
+    minimum_eval_times: int | None = key(None, "Minimum number of evaluations in a run.", low=1)
+    early_stopping_patience: int = key(0, "Stop after this many evaluations without improvement; 0 = never.", low=0)
+    early_stopping_threshold: float = key(0.0, "Smallest change of the metric that counts as an improvement.", low=0)
     seed: int = key(42, "Same seed, same run.", basic=True, fixed=True)
     deterministic: bool = key(
         False,
-        "The same bits at every run and after a resume on a card as well: attention by FlashAttention-2 and no kernel "
-        "chosen by its time. A CPU always has them.",
+        "Bit-identical runs and resumes on accelerators too: attention by FlashAttention-2, no autotuned kernels. "
+        "Runs on a CPU always are.",
     )
     device: str = key(
         "auto",
-        "gpu, cpu, or a vendor's word: iluvatar_gpu, npu, xpu; auto: the accelerator that is there.",
+        "gpu, cpu, or a vendor's name: iluvatar_gpu, npu, xpu; auto = the accelerator that is present.",
         choices=(AUTO, *DEVICES),
         basic=True,
     )
-    no_cuda: bool = key(False, "device: cpu, under its old name.")
+    no_cuda: bool = key(False, "Old name of device: cpu.")
     compat: str = key(
         "",
         "erniekit repeats the old toolkit's faults too (end token before the next user turn, means of "
@@ -85,13 +85,13 @@ class TrainSection:
         "Seconds without progress before a rank ends (code 70) for a restart; 0: three times hang_soft_s; -1: never.",
         low=-1,
     )
-    straggler_factor: float = key(2.0, "Report a rank whose own work takes so many times the median; 0: off.", low=0)
+    straggler_factor: float = key(2.0, "Report a rank whose own work takes this many times the median; 0 = off.", low=0)
     drift_check_steps: int = key(
         100,
         "Steps between checks that replicas hold the same bits, done after the first step and before each save too; "
         "0: never.",
         low=0,
     )
-    train_emb_only: int = key(0, "Train the embedding alone.", fixed=True, later="partial training")
+    train_emb_only: int = key(0, "Train only the embedding.", fixed=True, later="partial training")
     adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, later="pre-training")
-    sft_benchmark: bool = key(False, "Train without evaluation or saves on the way; print tokens/s at the end.")
+    sft_benchmark: bool = key(False, "Train without evaluation or intermediate checkpoints; print tokens/s at the end.")

@@ -185,7 +185,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
     if not seen:
         raise DataError(
-            f"the format of the dataset cannot be told: {example or 'no row among the first is JSON'}",
+            f"cannot detect the dataset format: {example or 'no row among the first is JSON'}",
             where=str(path),
             fix="give train_dataset_type / eval_dataset_type: " + ", ".join(FORMATS),
         )

@@ -61,7 +61,7 @@ def test_unknown_words_have_no_counterpart_and_say_the_nearest(migrate):
     told = remarks(run, "no counterpart")
     assert "learning_rate" in told["learning_rat 1"]
     assert told["learning_rat 1"].startswith("run.sh:2 ")
-    assert "nothing like it" in told["zzqq 2"]
+    assert "no similar key" in told["zzqq 2"]
 
 
 def test_a_value_that_only_the_shell_knows_is_left_to_the_command_line(migrate):
