@@ -17,9 +17,9 @@ class ServeSection:
     min_tokens: int = key(0, "Minimum tokens of an answer.", low=0, high=WHOLE)
     temperature: float = key(0.95, "Sampling temperature; 0 = greedy.", low=0, high=2, basic=True)
     top_p: float = key(
-        0.7, "Sample from the most likely tokens that add up to this probability.", low=0, high=1, basic=True
+        0.7, "Nucleus sampling: total probability of the candidates.", low=0, high=1, basic=True
     )
-    top_k: int = key(0, "Sample from this many of the most likely tokens; 0 = no limit.", low=0, high=WHOLE)
+    top_k: int = key(0, "Sample from this many most likely tokens; 0 = no limit.", low=0, high=WHOLE)
     frequency_penalty: float = key(0.0, "Penalty on tokens by how often they occurred.", low=-2, high=2)
     presence_penalty: float = key(0.0, "Penalty on tokens that occurred.", low=-2, high=2)
     repetition_penalty: float = key(1.0, "Divides the logits of tokens that occurred.", low=0.01, high=10)
