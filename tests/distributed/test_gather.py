@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from erniekit.checkpoint import gather
+from erniekit.checkpoint import parts
 from erniekit.checkpoint.gather import Exchange, Local
 from erniekit.checkpoint.host_copies import HostCopies
 from erniekit.checkpoint.wire import TIMEOUT, Wire
@@ -103,7 +103,7 @@ def gather_random(seeds: list[int], chunk: int) -> list[int]:
     """Bytes this rank sent, for each seed; the writer compares every bit."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
     names = [*SHAPES, "a/exp_avg", "f/exp_avg"]
-    usual, gather.CHUNK = gather.CHUNK, chunk
+    usual, parts.CHUNK = parts.CHUNK, chunk
     sent = []
     for seed in seeds:
         sharding, writer = random_sharding(SHAPES, world, seed), seed % world
@@ -117,7 +117,7 @@ def gather_random(seeds: list[int], chunk: int) -> list[int]:
         assert [name for name, _ in got] == (names if rank == writer else [])
         assert all(same_bits(tensor, whole_tensor(name)) for name, tensor in got)
         assert all(tensor.device.type == "cpu" for _, tensor in got)
-    gather.CHUNK = usual
+    parts.CHUNK = usual
     return sent
 
 

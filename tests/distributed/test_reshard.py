@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from erniekit.checkpoint import assembly
 from erniekit.files import RECORD
 from faults.results import fault
 from support.ranks import Ranks
@@ -102,6 +103,30 @@ def curve(folder: Path) -> list[float]:
 def started(ranks: Ranks, place: Path) -> Callable[[str], Path]:
     """A whole run under a layout, with a checkpoint of step 3 of 6; made once."""
     return cache(lambda name: go(ranks, place, name, f"from-{name}", save_steps=3))
+
+
+def run_with_small_files(layout: dict[str, Any], cache: str, keys: dict[str, Any]) -> None:
+    whole, assembly.LIMIT = assembly.LIMIT, 40_000
+    try:
+        run(layout, cache, keys)
+    finally:
+        assembly.LIMIT = whole
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.full) for n in ("tp2", "pp2", "tp2fsdp2"))]
+)
+def test_a_model_of_several_files_is_written_by_all_ranks_and_read_by_one(
+    name: str, ranks: Ranks, place: Path, started: Callable[[str], Path]
+) -> None:
+    layout, output = LAYOUTS[name], place / f"files-{name}"
+    keys = dict(model_name_or_path=place / "model", train_dataset_path=place / "rows.jsonl", output_dir=output)
+    ranks.run(size(layout), run_with_small_files, layout, str(place / "cache"), {**keys, "save_steps": 3})
+    point, want = output / "checkpoint-3", started(name) / "checkpoint-3"
+    assert len(list(point.glob("model-*-of-*.safetensors"))) > 2
+    assert not (point / "model.safetensors").exists()
+    again = go(ranks, place, "one", f"one-{name}", resume_from_checkpoint=point, max_steps=3, override_resume=True)
+    assert files(again / "checkpoint-3") == files(want)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

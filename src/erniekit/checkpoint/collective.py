@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from erniekit.checkpoint.assembly import ModelFiles
 from erniekit.checkpoint.blocks import param_of, stored_shape
 from erniekit.checkpoint.gather import Exchange
 from erniekit.checkpoint.host_copies import HostCopies, plain
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.parts import DTYPES
+from erniekit.checkpoint.shards import write_json
 from erniekit.checkpoint.wire import TIMEOUT
 from erniekit.checkpoint.writer import AsyncSaver
 from erniekit.errors import CheckpointError
@@ -57,9 +60,17 @@ class CollectiveSaves:
         self._asked_for = {n for n in sharding.names() if any(r == world.rank for r, _ in sharding.holders(n))}
 
     def save(
-        self, step: int, pieces: Groups, write: Write, info: dict[str, Any] | None = None, *, final: bool = False
+        self,
+        step: int,
+        pieces: Groups,
+        write: Write,
+        info: dict[str, Any] | None = None,
+        *,
+        final: bool = False,
+        model: ModelFiles | None = None,
     ) -> Path | None:
         """`write(folder, whole)` is called on rank 0; `whole` has the groups of `pieces`, each tensor whole when asked.
+        model: how they are stored in a model's files, for those that all ranks write together (Whole.write_files).
 
         The published folder, or None: it failed and training goes on, or it is being written. Raises on every rank
         after `max_misses` failures in a row, and at once for the `final` save, which is never in the background.
@@ -70,9 +81,11 @@ class CollectiveSaves:
         if self.manager.async_save and not final:
             held = self._copies.take({k: t for k, t in held.items() if param_of(k) in self._asked_for})
         rank = self.world.rank
-        exchange = Exchange(list(keys), held.get, self.sharding, rank, self.group, timeout=self.timeout)
+        exchange = Exchange(
+            list(keys), held.get, self.sharding, rank, self.group, timeout=self.timeout, dtypes=keys, model=model
+        )
         whole = {group: Whole(exchange, group) for group in pieces}
-        size = sum(prod(stored_shape(self.sharding, key)) * item for key, item in keys.items())
+        size = sum(prod(stored_shape(self.sharding, key)) * dtype.itemsize for key, dtype in keys.items())
 
         def run() -> None:
             if self.world.is_main:
@@ -130,11 +143,11 @@ class CollectiveSaves:
 
     # --- how one goes ---
 
-    def _catalogue(self, held: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Every tensor any rank has, in the model's order, with its bytes an element: the same on all ranks."""
-        seen: dict[str, int] = {}
-        for theirs in self.world.gather([(key, t.element_size()) for key, t in held.items()]):
-            seen.update(theirs)
+    def _catalogue(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+        """Every tensor any rank has, in the model's order: the same on all ranks."""
+        seen: dict[str, torch.dtype] = {}
+        for theirs in self.world.gather([(key, DTYPES.index(t.dtype)) for key, t in held.items()]):
+            seen.update((key, DTYPES[code]) for key, code in theirs)
         order = {name: i for i, name in enumerate(self.sharding.names())}
         strange = [key for key in seen if param_of(key) not in order]
         if strange:
@@ -189,7 +202,16 @@ class CollectiveSaves:
         return None
 
 
-class Whole(Mapping[str, torch.Tensor]):
+class WholeTensors(Mapping[str, torch.Tensor]):
+    """Tensors by our names, for a writer of files."""
+
+    def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
+        """The model's files with their index, written by all ranks as ModelFiles say; returns the dtype of the
+        first tensor. None where that cannot be done, and the caller writes them."""
+        return None
+
+
+class Whole(WholeTensors):
     """One group of tensors on the writer: each is gathered when asked for, and not kept."""
 
     def __init__(self, exchange: Exchange, group: str) -> None:
@@ -204,6 +226,13 @@ class Whole(Mapping[str, torch.Tensor]):
         if self.exchange.wire.group is None:
             return False
         return self.exchange.write_parts(list(self.mine.values()), f"/@{self.group}", folder, stem)
+
+    def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
+        plan = self.exchange.write_files(f"/@{self.group}", folder, stem)
+        if plan is None or self.exchange.model is None:
+            return None
+        write_json(folder / f"{stem}.safetensors.index.json", plan.index)
+        return self.exchange.dtypes[self.mine[self.exchange.model.entries[0].ours]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.mine)

@@ -7,9 +7,8 @@ waits for one that failed: it reports the error, its connection closes, or the t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,11 @@ import torch
 
 from erniekit import heartbeat
 from erniekit.checkpoint import rank_files, writer
+from erniekit.checkpoint.assembly import DATA, Assembly, FilePlan, ModelFiles, plan_files
 from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
 from erniekit.checkpoint.host_copies import plain
 from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.parts import Assembled, receive_part, send_part, send_problem
 from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
 from erniekit.parallel import comm
@@ -29,14 +30,10 @@ if TYPE_CHECKING:
 
     from erniekit.parallel.sharding import Box, Sharding
 
-CHUNK = 32 << 20  # bytes a message: what sending and receiving cost in memory beside the tensor itself
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
 # The writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow; I am at work, wait on.
-# Or: write your part of these into a file of your own, n bytes of JSON say which and where.
-_SEND, _END, _WAIT, _WRITE = 1, 2, 3, 4
+# Or: write your part of these into a file of your own, n bytes of JSON say which and where; or: do you see that folder;
+# or: write the files of the model that are yours.
+_SEND, _END, _WAIT, _WRITE, _SEE, _FILES = 1, 2, 3, 4, 5, 6
 WAIT_S = 1.0  # between two words to wait on, more where there are very many to tell: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
@@ -54,8 +51,12 @@ class Exchange:
         group: ProcessGroup | None,
         writer: int = 0,
         timeout: float = TIMEOUT,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        model: ModelFiles | None = None,
     ) -> None:
-        """group: gloo, over all ranks, used by nothing else meanwhile; None for a process that is alone."""
+        """group: gloo, over all ranks, used by nothing else meanwhile; None for a process that is alone. dtypes: of the
+        names; model: how the weights among them are stored; both the same on all ranks, for `write_files`."""
+        self.dtypes, self.model = dict(dtypes or {}), model
         self.names, self.local, self.sharding = list(names), local, sharding
         self.rank, self.writer = rank, writer
         self.wire = Wire(group, timeout)
@@ -96,7 +97,7 @@ class Exchange:
             return self._fetch(name)
 
     def _fetch(self, name: str) -> torch.Tensor:
-        out = _Assembled(name, stored_shape(self.sharding, name))
+        out = Assembled(name, stored_shape(self.sharding, name))
         asked = []
         # Whatever fails, the answers of the ranks that were asked are on their way and must be received.
         for rank, boxes in self._holders(name):
@@ -109,34 +110,16 @@ class Exchange:
                 if rank == self.rank:
                     out.take(self._part(name), boxes)
                 else:
-                    self._receive(rank, boxes, out)
+                    receive_part(self.wire, rank, boxes, out)
         return out.done()
 
     def write_parts(self, names: Sequence[str], suffix: str, folder: Path, stem: str) -> bool:
         """Every rank at once writes what it holds of these into a file of its own in `folder`; none sends a tensor.
         False: not all of them see the folder, and nothing is left in it. suffix: of names, not stored."""
-        told = {"folder": str(folder), "stem": stem, "suffix": suffix, "names": [self._index[name] for name in names]}
-        problems: list[CheckpointError] = []
-        answers: dict[int, dict[str, Any]] = {}
-        files: dict[Path, FileRecord] = {}
-        with self._talking:
-            self._busy.update(self._others)
-        # One thread for each rank: ranks that have finished writing get keep-alive messages while others still write.
-        threads = [
-            threading.Thread(target=self._ask_to_write, args=(rank, told, answers, problems), daemon=True)
-            for rank in self._others
-        ]
-        for thread in threads:
-            thread.start()
-        answers[self.rank] = self._write_own(told)
-        for thread in threads:
-            heartbeat.join(thread)
-        problems += [CheckpointError(**answer) for answer in answers.values() if "what" in answer]
-        if problems:
-            raise problems[0]
-        for answer in answers.values():
-            files.update({folder / name: FileRecord(*record) for name, record in answer.get("files", {}).items()})
-        if any("absent" in answer for answer in answers.values()):
+        order = {"folder": str(folder), "stem": stem, "suffix": suffix, "names": [self._index[name] for name in names]}
+        answers = self._together(_WRITE, order)
+        files = _files_in(folder, answers)
+        if any("absent" in answer for answer in answers):
             for path in files:
                 path.unlink(missing_ok=True)
             return False
@@ -144,11 +127,48 @@ class Exchange:
             writer.remember(path, record)
         return True
 
-    def _ask_to_write(
-        self, rank: int, told: Mapping[str, Any], answers: dict[int, dict[str, Any]], problems: list[CheckpointError]
-    ) -> None:
+    def write_files(self, suffix: str, folder: Path, stem: str) -> FilePlan | None:
+        """Every rank at once writes some of the model's files, whole tensors in the layout of `model`. None: there is
+        one rank, the model fits one file, or not all see the folder."""
+        order = {"folder": str(folder), "stem": stem, "suffix": suffix}
+        if self.model is None or not self._others:
+            return None
+        plan = self._plan(suffix, stem)
+        if plan.bytes <= self.model.limit:
+            return None
+        if any("absent" in answer for answer in self._together(_SEE, order)):
+            return None
+        for path, record in _files_in(folder, self._together(_FILES, order)).items():
+            writer.remember(path, record)
+        return plan
+
+    def _together(self, word: int, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every rank answers to it; the first error among these is raised."""
+        problems: list[CheckpointError] = []
+        answers: dict[int, dict[str, Any]] = {}
+        with self._talking:
+            self._busy.update(self._others)
+        # One thread for each rank: ranks that have finished writing get keep-alive messages while others still write.
+        threads = [
+            threading.Thread(target=self._ask, args=(rank, word, order, answers, problems), daemon=True)
+            for rank in self._others
+        ]
+        for thread in threads:
+            thread.start()
+        answers[self.rank] = self._done(word, order)
+        for thread in threads:
+            heartbeat.join(thread)
+        problems += [CheckpointError(**answer) for answer in answers.values() if "what" in answer]
+        if problems:
+            raise problems[0]
+        return list(answers.values())
+
+    def _ask(
+        self, rank: int, word: int, order: Mapping[str, Any], answers: dict[int, dict[str, Any]],
+        problems: list[CheckpointError],
+    ) -> None:  # fmt: skip
         try:
-            self.wire.send_json(rank, told, _WRITE)
+            self.wire.send_json(rank, order, word)
             word, size = _WAIT, 0
             while word == _WAIT:
                 word, size = self.wire.receive_numbers(rank, 2)
@@ -158,26 +178,49 @@ class Exchange:
         finally:
             self._busy.discard(rank)
 
-    def _write_own(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _done(self, word: int, order: Mapping[str, Any]) -> dict[str, Any]:
         """Everything but an answer would leave the other side waiting."""
         try:
-            folder, parts = Path(told["folder"]), []
-            if not folder.is_dir():
-                return {"absent": True}
-            for name in (self.names[number] for number in told["names"]):
-                boxes = [box for rank, mine in self._holders(name) if rank == self.rank for box in mine]
-                if boxes:
-                    stored = name.removesuffix(told["suffix"])
-                    parts.append((stored, boxes, stored_shape(self.sharding, name), self._part(name)))
-            if not parts:
-                return {}
-            path = folder / rank_files.file_of(told["stem"], self.rank, len(self._others) + 1)
-            record = rank_files.write_part(path, parts)
-            return {"files": {path.name: [record.size, record.sha256]}}
+            if word == _WRITE:
+                return self._write_own(order)
+            if word == _FILES:
+                return self._write_files(order)
+            return {} if Path(order["folder"]).is_dir() else {"absent": True}
         except CheckpointError as error:
             return {"what": f"rank {self.rank}: {error.what}", "where": error.where, "fix": error.fix}
         except Exception as error:
             return {"what": f"rank {self.rank}: {type(error).__name__}: {error}"}
+
+    def _write_own(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        folder, parts = Path(order["folder"]), []
+        if not folder.is_dir():
+            return {"absent": True}
+        for name in (self.names[number] for number in order["names"]):
+            boxes = [box for rank, mine in self._holders(name) if rank == self.rank for box in mine]
+            if boxes:
+                stored = name.removesuffix(order["suffix"])
+                parts.append((stored, boxes, stored_shape(self.sharding, name), self._part(name)))
+        if not parts:
+            return {}
+        path = folder / rank_files.file_of(order["stem"], self.rank, len(self._others) + 1)
+        return _answer_of({path.name: rank_files.write_part(path, parts)})
+
+    def _write_files(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.model is not None
+        suffix, wire = order["suffix"], Wire(self.wire.group, self.wire.timeout, DATA)
+        assembly = Assembly(
+            self._plan(suffix, order["stem"]), self.model, self.rank, wire,
+            lambda name: self._holders(name + suffix), lambda name: self._part(name + suffix),
+            lambda name: stored_shape(self.sharding, name + suffix),
+        )  # fmt: skip
+        return _answer_of(assembly.write(Path(order["folder"])))
+
+    def _plan(self, suffix: str, stem: str) -> FilePlan:
+        assert self.model is not None
+        return plan_files(
+            self.model, stem, lambda name: stored_shape(self.sharding, name + suffix),
+            lambda name: self.dtypes[name + suffix], lambda name: self._holders(name + suffix),
+        )  # fmt: skip
 
     def end(self, outcome: Mapping[str, Any]) -> None:
         """Tell every rank that can still be told. With a `what` it is an error to them."""
@@ -187,22 +230,6 @@ class Exchange:
                     self.wire.send_json(rank, outcome, _END)
                 except CheckpointError:  # it is dead or dying and will not miss the news
                     continue
-
-    def _receive(self, rank: int, boxes: Sequence[Box], out: _Assembled) -> None:
-        status, code = self.wire.receive_numbers(rank, 2)
-        if status:
-            text = bytes(self.wire.receive(rank, torch.empty(status, dtype=torch.uint8)).tolist())
-            raise CheckpointError(f"rank {rank}: {text.decode()}")
-        whole = out.room(_DTYPES[code])
-        for block in _blocks(boxes, whole.element_size()):
-            target = whole[block.global_slices]
-            if target.is_contiguous():
-                self.wire.receive(rank, _as_bytes(target))
-            else:
-                piece = torch.empty_like(target, memory_format=torch.contiguous_format)
-                self.wire.receive(rank, _as_bytes(piece))
-                target.copy_(piece)
-        out.agree(_DTYPES[code], rank)
 
     # --- everyone else ---
 
@@ -216,9 +243,9 @@ class Exchange:
                 self._answer(self.names[number])
                 continue
             outcome = self.wire.receive_json(self.writer, number)
-            if word == _WRITE:
+            if word != _END:
                 with self._telling_the_writer():
-                    answer = self._write_own(outcome)
+                    answer = self._done(word, outcome)
                 self.wire.send_json(self.writer, answer)
                 continue
             if "what" in outcome:
@@ -247,16 +274,10 @@ class Exchange:
         boxes = next(boxes for rank, boxes in self._holders(name) if rank == self.rank)
         try:
             part = self._part(name)
-            code = _DTYPES.index(part.dtype)
-        except Exception as error:  # whatever it is, the writer must not wait for it
-            what = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            data = torch.frombuffer(bytearray(what.encode() or b"?"), dtype=torch.uint8)
-            self.wire.send_numbers(self.writer, data.numel(), 0)
-            self.wire.send(self.writer, data)
-            return
-        self.wire.send_numbers(self.writer, 0, code)
-        for block in _blocks(boxes, part.element_size()):
-            self.wire.send(self.writer, _as_bytes(part[block.local_slices].to("cpu").contiguous()))
+        except Exception as error:
+            send_problem(self.wire, self.writer, error)
+        else:
+            send_part(self.wire, self.writer, part, boxes)
 
     # --- both ---
 
@@ -275,63 +296,9 @@ class Exchange:
         return part
 
 
-class _Assembled:
-    """A tensor on its way: its parts, and the first thing that went wrong with them."""
-
-    def __init__(self, name: str, shape: Sequence[int]) -> None:
-        self.name, self.shape = name, tuple(shape)
-        self.whole: torch.Tensor | None = None
-        self.error: CheckpointError | None = None
-
-    def take(self, part: torch.Tensor, boxes: Sequence[Box]) -> None:
-        """Our own part. Where it is all there is, no copy is made."""
-        if tuple(part.shape) == self.shape and [box.global_slices for box in boxes] == [_all(self.shape)]:
-            self.whole = part.to("cpu")
-            return
-        whole = self.room(part.dtype)
-        for box in boxes:
-            whole[box.global_slices].copy_(part[box.local_slices])
-        self.agree(part.dtype, None)
-
-    def room(self, dtype: torch.dtype) -> torch.Tensor:
-        """Where parts go; one of another dtype is received beside it, to be refused."""
-        if self.whole is None:
-            self.whole = torch.empty(self.shape, dtype=dtype)
-        return self.whole if self.whole.dtype == dtype else torch.empty(self.shape, dtype=dtype)
-
-    def agree(self, dtype: torch.dtype, rank: int | None) -> None:
-        assert self.whole is not None
-        if self.whole.dtype != dtype:
-            raise CheckpointError(f"{self.name} is {self.whole.dtype} on one rank and {dtype} on rank {rank}")
-
-    @contextmanager
-    def noting_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            self.error = self.error or error
-
-    def done(self) -> torch.Tensor:
-        if self.error is not None:
-            raise self.error
-        if self.whole is None:
-            raise CheckpointError(f"no rank holds {self.name}")
-        return self.whole
+def _answer_of(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+    return {"files": {name: [record.size, record.sha256] for name, record in files.items()}}
 
 
-def _blocks(boxes: Sequence[Box], item: int) -> Iterator[Box]:
-    """Boxes in messages of about CHUNK bytes, cut along rows; the same on both sides."""
-    for box in boxes:
-        (rows, *rest), (here, *here_rest) = box.global_slices, box.local_slices
-        step = max(1, CHUNK // max(1, item * prod(s.stop - s.start for s in rest)))
-        for start in range(rows.start, rows.stop, step):
-            stop, first = min(rows.stop, start + step), here.start + start - rows.start
-            yield type(box)((slice(start, stop), *rest), (slice(first, first + stop - start), *here_rest))
-
-
-def _all(shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(0, n) for n in shape)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def _files_in(folder: Path, answers: Iterable[Mapping[str, Any]]) -> dict[Path, FileRecord]:
+    return {folder / name: FileRecord(*record) for one in answers for name, record in one.get("files", {}).items()}

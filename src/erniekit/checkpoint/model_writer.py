@@ -6,11 +6,13 @@ Used by recipes/ (checkpoints, final model), export/ and demo/. Memory is bounde
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from erniekit.checkpoint import assembly
+from erniekit.checkpoint.assembly import ModelFiles
 from erniekit.checkpoint.model_folder import SIDE_FILES
 from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.files.listed import Listed
@@ -36,21 +38,34 @@ def write_model(
 ) -> list[Path]:
     """`get(our name) -> tensor` is called once a tensor, in order. max_shard_size in GB. lasting: as in write_shards.
     Returns the weight files."""
-    spec = MODELS.get(config.family)
-    if config.moe is None and layout == "hf_fused":
-        layout = "hf"  # no experts, nothing to fuse
-    if config.vision is None and layout == "hf_transformers":
-        layout = "hf"  # of text models transformers saves what is released
-    entries = spec.names(config, layout)
     folder.mkdir(parents=True, exist_ok=True)
     dtypes: list[torch.dtype] = []
-    tag = "np" if layout == "paddle" else "pt"
-    files = write_shards(folder, "model", _pieces(entries, get, dtypes), max_shard_size, tag, lasting)
-    write_json(folder / "config.json", spec.write_config(config, layout, DTYPE_NAMES[dtypes[0]]))
+    stored = files_of(config, layout)
+    files = write_shards(folder, "model", _pieces(stored.entries, get, dtypes), max_shard_size, stored.tag, lasting)
+    write_settings(folder, config, layout, dtypes[0])
     if tokenizer_from is not None:
         copy_side_files(tokenizer_from, folder, SIDE_FILES + TOKENIZER_FILES)
     write_generation_config(folder, config)
     return files
+
+
+def files_of(config: DecoderConfig, layout: str) -> ModelFiles:
+    layout = _layout_of(config, layout)
+    entries = MODELS.get(config.family).names(config, layout)
+    return ModelFiles(entries, tag="np" if layout == "paddle" else "pt", limit=assembly.LIMIT)
+
+
+def write_settings(folder: Path, config: DecoderConfig, layout: str, dtype: torch.dtype) -> None:
+    settings = MODELS.get(config.family).write_config(config, _layout_of(config, layout), DTYPE_NAMES[dtype])
+    write_json(folder / "config.json", settings)
+
+
+def _layout_of(config: DecoderConfig, layout: str) -> str:
+    if config.moe is None and layout == "hf_fused":
+        return "hf"  # no experts, nothing to fuse
+    if config.vision is None and layout == "hf_transformers":
+        return "hf"  # of text models transformers saves what is released
+    return layout
 
 
 def write_generation_config(folder: Path, config: DecoderConfig) -> None:
@@ -74,7 +89,7 @@ def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def _pieces(
-    entries: list[Entry], get: Callable[[str], torch.Tensor], dtypes: list[torch.dtype]
+    entries: Sequence[Entry], get: Callable[[str], torch.Tensor], dtypes: list[torch.dtype]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Their tensors in order; the dtypes met are noted for config.json."""
     last, value = "", torch.empty(0)

@@ -23,8 +23,9 @@ TIMEOUT = 1800.0  # seconds of silence; a dead process is noticed at once, this 
 class Wire:
     """Bytes between two ranks of a gloo group, with a time-out and errors a person can read."""
 
-    def __init__(self, group: ProcessGroup | None, timeout: float = TIMEOUT) -> None:
-        self.group, self.timeout = group, timeout
+    def __init__(self, group: ProcessGroup | None, timeout: float = TIMEOUT, tag: int = 0) -> None:
+        """tag: of messages that others between the same ranks must not be taken for."""
+        self.group, self.timeout, self.tag = group, timeout, tag
         self.lost: set[int] = set()  # ranks that failed to answer once; gloo closes the connection then
 
     def send(self, rank: int, data: torch.Tensor) -> None:
@@ -56,7 +57,7 @@ class Wire:
     def sending(self, rank: int, data: torch.Tensor) -> Iterator[None]:
         """Send while the block runs."""
         with self._readable(rank):
-            work = comm.isend(data, rank, self.group)
+            work = comm.isend(data, rank, self.group, self.tag)
         try:
             yield
         finally:
@@ -65,7 +66,7 @@ class Wire:
 
     def _finish(self, rank: int, start: Callable[..., Any], data: torch.Tensor) -> None:
         with self._readable(rank):
-            start(data, rank, self.group).wait(timedelta(seconds=self.timeout))
+            start(data, rank, self.group, self.tag).wait(timedelta(seconds=self.timeout))
         heartbeat.beat()
 
     @contextmanager

@@ -82,15 +82,15 @@ def recv(x: torch.Tensor, place: int, group: ProcessGroup | None = None) -> None
     dist.recv(x, _global(place, group), group=group)
 
 
-def isend(x: torch.Tensor, place: int, group: ProcessGroup | None = None) -> dist.Work:
+def isend(x: torch.Tensor, place: int, group: ProcessGroup | None = None, tag: int = 0) -> dist.Work:
     """Sends while the caller goes on; `wait` on what is returned ends it."""
-    work = dist.isend(x, _global(place, group), group=group)
+    work = dist.isend(x, _global(place, group), group=group, tag=tag)
     assert work is not None
     return work
 
 
-def irecv(x: torch.Tensor, place: int, group: ProcessGroup | None = None) -> dist.Work:
-    work = dist.irecv(x, _global(place, group), group=group)
+def irecv(x: torch.Tensor, place: int, group: ProcessGroup | None = None, tag: int = 0) -> dist.Work:
+    work = dist.irecv(x, _global(place, group), group=group, tag=tag)
     assert work is not None
     return work
 

@@ -12,10 +12,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from erniekit.checkpoint.assembly import ModelFiles
+from erniekit.checkpoint.collective import WholeTensors
 from erniekit.checkpoint.hub import lasting_name
 from erniekit.checkpoint.identity import write_base
 from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, ModelFolder
-from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model
+from erniekit.checkpoint.model_writer import (
+    copy_side_files,
+    files_of,
+    processor_files,
+    write_generation_config,
+    write_model,
+    write_settings,
+)
 from erniekit.devices.base import Device
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.lora.adapter import adapter_of
@@ -111,7 +120,17 @@ class Built:
             if self.base and self.folder.files:  # a base from scratch is in no folder
                 write_base(target, self.base, self.base_name)
             return
-        write_model(target, self.folder.config, tensors.__getitem__, layout=layout, lasting=True)
+        config = self.folder.config
+        dtype = tensors.write_files(target, "model") if isinstance(tensors, WholeTensors) else None
+        if dtype is None:
+            write_model(target, config, tensors.__getitem__, layout=layout, lasting=True)
+        else:
+            write_settings(target, config, layout, dtype)
+            write_generation_config(target, config)
+
+    def model_files(self) -> ModelFiles | None:
+        """How all ranks together write the weights; None: adapters are small, one rank writes them."""
+        return None if self.lora else files_of(self.folder.config, self.plan.config.checkpoint.save_format)
 
     @torch.no_grad()
     def read_weights(self, source: Path) -> None:

@@ -212,6 +212,7 @@ def saver_for(
         scales=scales,
         clear_scales=cfg.quant.fp8_force_clear_state,
         beside=beside,
+        model_files=built.model_files(),
     )
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +17,8 @@ import torch
 from erniekit.checkpoint import fp8_file
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
-from erniekit.checkpoint.collective import CollectiveSaves, Whole
+from erniekit.checkpoint.assembly import ModelFiles
+from erniekit.checkpoint.collective import CollectiveSaves, Whole, WholeTensors
 from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import TIMED, CheckpointManager
 from erniekit.checkpoint.nodes import copier
@@ -65,6 +68,7 @@ class Saver:
         scales: StaticScales | None = None,
         clear_scales: bool = False,
         beside: Mapping[str, bytes] | None = None,
+        model_files: ModelFiles | None = None,
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
 
@@ -74,9 +78,10 @@ class Saver:
         frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
         launch: goes into every manifest, so that a restart of that launch knows what it saved.
         scales: of FP8 training; clear_scales: a resume keeps the new ones.
-        beside: small files that go with the weights.
+        beside: small files that go with the weights. model_files: how all ranks write the weights together.
         """
         self.launch, self.scales, self.clear_scales = launch, scales, clear_scales
+        self.model_files = model_files
         self.frozen_base, self.beside = frozen_base, dict(beside or {})
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
@@ -134,7 +139,8 @@ class Saver:
         info: dict[str, Any] = {"updates": state.updates, "layout": self.engine.world.layout.describe()}
         info |= {"launch": self.launch} if self.launch else {}
         info |= {TIMED: True} if timed else {}
-        path = self.saves.save(state.step, pieces, write, info, final=final)
+        model = self.model_files and replace(self.model_files, check=partial(_check_finite, state.step))
+        path = self.saves.save(state.step, pieces, write, info, final=final, model=model)
         if path is not None or self.manager.async_save:
             self.last_saved = state.step
         return path
@@ -190,21 +196,29 @@ class Saver:
             )
 
 
-class _FiniteWeights(Tensors):
-    """Weights on their way to disk. Those that are not numbers are refused: a run that goes back must find sound ones,
-    and one that ends must not leave them as its result."""
+def _check_finite(step: int, name: str, tensor: torch.Tensor) -> None:
+    """Weights that are not numbers are refused: a run that goes back must find sound ones, and one that ends must not
+    leave them as its result."""
+    # The smallest and the largest carry a NaN or an infinity, and are no copy of the tensor.
+    if tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
+        raise CheckpointError(
+            f"checkpoint-{step} was not written: {name} holds values that are not numbers",
+            fix="the same command goes on from the checkpoint before; lower learning_rate, or test the memory",
+        )
 
-    def __init__(self, tensors: Tensors, step: int) -> None:
+
+class _FiniteWeights(WholeTensors):
+    """Weights on their way to disk, checked."""
+
+    def __init__(self, tensors: WholeTensors, step: int) -> None:
         self.tensors, self.step = tensors, step
+
+    def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
+        return self.tensors.write_files(folder, stem)  # every rank checks those that it writes
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]
-        # The smallest and the largest carry a NaN or an infinity, and are no copy of the tensor.
-        if tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
-            raise CheckpointError(
-                f"checkpoint-{self.step} was not written: {name} holds values that are not numbers",
-                fix="the same command goes on from the checkpoint before; lower learning_rate, or test the memory",
-            )
+        _check_finite(self.step, name, tensor)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

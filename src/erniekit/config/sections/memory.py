@@ -9,9 +9,7 @@ from erniekit.config.field import key
 
 @dataclass(frozen=True)
 class MemorySection:
-    recompute: bool = key(
-        False, "Recompute activations: less memory, a third more time.", basic=True
-    )
+    recompute: bool = key(False, "Recompute activations: less memory, a third more time.", basic=True)
     recompute_granularity: str = key(
         "full",
         "What to recompute: whole layers, or attention only; auto = as few whole layers as the memory requires.",

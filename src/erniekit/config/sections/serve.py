@@ -16,9 +16,7 @@ class ServeSection:
     max_new_tokens: int = key(1024, "Maximum tokens of an answer.", low=1, high=WHOLE, basic=True)
     min_tokens: int = key(0, "Minimum tokens of an answer.", low=0, high=WHOLE)
     temperature: float = key(0.95, "Sampling temperature; 0 = greedy.", low=0, high=2, basic=True)
-    top_p: float = key(
-        0.7, "Nucleus sampling: total probability of the candidates.", low=0, high=1, basic=True
-    )
+    top_p: float = key(0.7, "Nucleus sampling: total probability of the candidates.", low=0, high=1, basic=True)
     top_k: int = key(0, "Sample from this many most likely tokens; 0 = no limit.", low=0, high=WHOLE)
     frequency_penalty: float = key(0.0, "Penalty on tokens by how often they occurred.", low=-2, high=2)
     presence_penalty: float = key(0.0, "Penalty on tokens that occurred.", low=-2, high=2)

@@ -1,0 +1,221 @@
+"""A model's files written by many ranks at once: each by one rank, which gets the parts it lacks from their holders.
+
+Called by gather.py. All ranks make the same plan, so that nothing is requested: a rank sends its parts to each writer
+in the order in which that writer assembles its tensors. A thread that sends waits for one writer alone, so there is no
+cycle of ranks that wait. A rank whose disk fails still receives; one that lacks a part sends the error in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from erniekit import heartbeat
+from erniekit.checkpoint import writer
+from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.parts import CHUNK, Assembled, receive_part, send_part, send_problem
+from erniekit.checkpoint.tensor_file import readable_by_all, write_stream
+from erniekit.checkpoint.wire import Wire
+from erniekit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from erniekit.models.names import Entry
+    from erniekit.parallel.sharding import Box
+
+LIMIT = 5 * 1000**3
+LEAST = 1 << 20  # bytes a message, however many writers a rank sends to at once
+DATA = 1  # tag of these messages: signs of life go between the same ranks meanwhile
+Holders = Callable[[str], Sequence[tuple[int, Sequence["Box"]]]]
+Check = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What all ranks know of the files: how our tensors are stored, and what a tensor must pass before it is."""
+
+    entries: Sequence[Entry]
+    check: Check = lambda name, tensor: None
+    tag: str = "pt"  # in the files' headers
+    limit: int = LIMIT  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of our tensors, and what is stored of it."""
+
+    ours: str
+    entries: tuple[Entry, ...]
+    stored: tuple[Stored, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.stored)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    sources: Mapping[int, Sequence[Source]]  # writer -> in the order it puts them together
+    files: Mapping[int, Sequence[tuple[str, Sequence[Stored]]]]  # writer -> names and contents
+
+    @property
+    def bytes(self) -> int:
+        return sum(source.bytes for sources in self.sources.values() for source in sources)
+
+    @property
+    def index(self) -> dict[str, object]:
+        placed = {one.name: name for files in self.files.values() for name, content in files for one in content}
+        return {"metadata": {"total_size": self.bytes}, "weight_map": placed}
+
+
+def plan_files(
+    model: ModelFiles,
+    stem: str,
+    shape_of: Callable[[str], Sequence[int]],
+    dtype_of: Callable[[str], torch.dtype],
+    holders: Holders,
+) -> FilePlan:
+    """Each tensor goes to the one of its holders that has the least to write so far."""
+    load: dict[int, int] = {}
+    sources: dict[int, list[Source]] = {}
+    for ours, group in itertools.groupby(model.entries, key=lambda entry: entry.ours):
+        source = _source(ours, tuple(group), torch.empty(tuple(shape_of(ours)), dtype=dtype_of(ours), device="meta"))
+        rank = min((rank for rank, _ in holders(ours)), key=lambda rank: (load.get(rank, 0), rank))
+        load[rank] = load.get(rank, 0) + source.bytes
+        sources.setdefault(rank, []).append(source)
+    # The widest first, so that every tensor begins at a multiple of its element.
+    order = {rank: sorted(mine, key=lambda s: -s.stored[0].dtype.itemsize) for rank, mine in sorted(sources.items())}
+    cut = {rank: _files(mine, model.limit) for rank, mine in order.items()}
+    count, numbers = sum(map(len, cut.values())), itertools.count(1)
+    named = {
+        rank: [(f"{stem}-{next(numbers):05d}-of-{count:05d}.safetensors", content) for content in contents]
+        for rank, contents in cut.items()
+    }
+    return FilePlan(order, named)
+
+
+def _source(ours: str, entries: tuple[Entry, ...], whole: torch.Tensor) -> Source:
+    stored = [
+        Stored(name, piece.dtype, tuple(piece.shape))
+        for entry in entries
+        for name, piece in zip(entry.theirs, entry.write(whole), strict=True)
+    ]
+    return Source(ours, entries, tuple(stored))
+
+
+def _files(sources: Sequence[Source], limit: int) -> list[list[Stored]]:
+    out: list[list[Stored]] = [[]]
+    size = 0
+    for one in (one for source in sources for one in source.stored):
+        if out[-1] and size + one.bytes > limit:
+            out.append([])
+            size = 0
+        out[-1].append(one)
+        size += one.bytes
+    return out
+
+
+class Assembly:
+    """One rank's side of writing all files of a plan."""
+
+    def __init__(
+        self, plan: FilePlan, model: ModelFiles, rank: int, wire: Wire, holders: Holders,
+        part: Callable[[str], torch.Tensor], shape_of: Callable[[str], Sequence[int]],
+    ) -> None:  # fmt: skip
+        """part: this rank's own, of one of our tensors."""
+        self.plan, self.model, self.rank, self.wire = plan, model, rank, wire
+        self.holders, self.part, self.shape_of = holders, part, shape_of
+        self.chunk = max(LEAST, CHUNK // max(1, len(plan.sources)))
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """This rank's files, while its parts go to the other writers. Raises once nobody waits for this rank."""
+        threads = [
+            threading.Thread(target=self._send_all, args=(rank, sources), name=f"save-to-{rank}", daemon=True)
+            for rank, sources in self.plan.sources.items()
+            if rank != self.rank and any(self._boxes(source.ours) for source in sources)
+        ]
+        for thread in threads:
+            thread.start()
+        incoming = self._incoming()
+        try:
+            return {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
+        finally:
+            with suppress(CheckpointError):  # the first one is raised
+                for _ in incoming:  # after an error the other ranks still send
+                    pass
+            for thread in threads:
+                heartbeat.join(thread)
+
+    def _mine(self) -> Sequence[tuple[str, Sequence[Stored]]]:
+        return self.plan.files.get(self.rank, ())
+
+    def _write_one(self, path: Path, content: Sequence[Stored], incoming: Iterator[torch.Tensor]) -> FileRecord:
+        entries = [(one.name, one.dtype, one.shape) for one in content]
+        tensors = (tensor for _, tensor in zip(content, incoming))  # takes no tensor of the next file
+        record = write_stream(path, entries, tensors, {"format": self.model.tag})
+        readable_by_all(path)
+        writer.ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
+        return record
+
+    def _incoming(self) -> Iterator[torch.Tensor]:
+        """What this rank stores, in order. After an error everything that is on its way is still received."""
+        problem: CheckpointError | None = None
+        for source in self.plan.sources.get(self.rank, ()):
+            out = self._collect(source.ours)
+            if problem is None:
+                pieces: list[torch.Tensor] = []
+                with out.noting_errors():
+                    whole = out.done()
+                    self.model.check(source.ours, whole)
+                    pieces = [piece for entry in source.entries for piece in entry.write(whole)]
+                for piece in pieces:
+                    yield piece.detach().to("cpu").contiguous()
+                problem = out.error
+        if problem is not None:
+            raise problem
+
+    def _collect(self, name: str) -> Assembled:
+        out = Assembled(name, self.shape_of(name))
+        for rank, boxes in self.holders(name):
+            with out.noting_errors():
+                if rank == self.rank:
+                    out.take(self.part(name), boxes)
+                else:
+                    receive_part(self.wire, rank, boxes, out, self.chunk)
+        return out
+
+    def _boxes(self, name: str) -> Sequence[Box]:
+        return next((boxes for rank, boxes in self.holders(name) if rank == self.rank), ())
+
+    def _send_all(self, rank: int, sources: Sequence[Source]) -> None:
+        try:
+            for source in sources:
+                if boxes := self._boxes(source.ours):
+                    try:
+                        part = self.part(source.ours)
+                    except Exception as error:
+                        send_problem(self.wire, rank, error)
+                    else:
+                        send_part(self.wire, rank, part, boxes, self.chunk)
+        except CheckpointError:  # it is gone: whoever waits for it reports that
+            return
