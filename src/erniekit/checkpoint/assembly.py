@@ -21,7 +21,7 @@ import torch
 from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
-from erniekit.checkpoint.parts import CHUNK, Assembled, receive_part, send_part, send_problem
+from erniekit.checkpoint.parts import CHUNK, Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.tensor_file import readable_by_all, write_stream
 from erniekit.checkpoint.wire import Wire
 from erniekit.errors import CheckpointError
@@ -48,7 +48,7 @@ class ModelFiles:
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileTensor:
     """One tensor of a file."""
 
     name: str
@@ -66,7 +66,7 @@ class Source:
 
     ours: str
     entries: tuple[Entry, ...]
-    stored: tuple[Stored, ...]
+    stored: tuple[FileTensor, ...]
 
     @property
     def bytes(self) -> int:
@@ -76,7 +76,7 @@ class Source:
 @dataclass(frozen=True)
 class FilePlan:
     sources: Mapping[int, Sequence[Source]]  # writer -> in the order it puts them together
-    files: Mapping[int, Sequence[tuple[str, Sequence[Stored]]]]  # writer -> names and contents
+    files: Mapping[int, Sequence[tuple[str, Sequence[FileTensor]]]]  # writer -> names and contents
 
     @property
     def bytes(self) -> int:
@@ -116,15 +116,15 @@ def plan_files(
 
 def _source(ours: str, entries: tuple[Entry, ...], whole: torch.Tensor) -> Source:
     stored = [
-        Stored(name, piece.dtype, tuple(piece.shape))
+        FileTensor(name, piece.dtype, tuple(piece.shape))
         for entry in entries
         for name, piece in zip(entry.theirs, entry.write(whole), strict=True)
     ]
     return Source(ours, entries, tuple(stored))
 
 
-def _files(sources: Sequence[Source], limit: int) -> list[list[Stored]]:
-    out: list[list[Stored]] = [[]]
+def _files(sources: Sequence[Source], limit: int) -> list[list[FileTensor]]:
+    out: list[list[FileTensor]] = [[]]
     size = 0
     for one in (one for source in sources for one in source.stored):
         if out[-1] and size + one.bytes > limit:
@@ -166,10 +166,10 @@ class Assembly:
             for thread in threads:
                 heartbeat.join(thread)
 
-    def _mine(self) -> Sequence[tuple[str, Sequence[Stored]]]:
+    def _mine(self) -> Sequence[tuple[str, Sequence[FileTensor]]]:
         return self.plan.files.get(self.rank, ())
 
-    def _write_one(self, path: Path, content: Sequence[Stored], incoming: Iterator[torch.Tensor]) -> FileRecord:
+    def _write_one(self, path: Path, content: Sequence[FileTensor], incoming: Iterator[torch.Tensor]) -> FileRecord:
         entries = [(one.name, one.dtype, one.shape) for one in content]
         tensors = (tensor for _, tensor in zip(content, incoming))  # takes no tensor of the next file
         record = write_stream(path, entries, tensors, {"format": self.model.tag})
@@ -194,8 +194,8 @@ class Assembly:
         if problem is not None:
             raise problem
 
-    def _collect(self, name: str) -> Assembled:
-        out = Assembled(name, self.shape_of(name))
+    def _collect(self, name: str) -> Gathered:
+        out = Gathered(name, self.shape_of(name))
         for rank, boxes in self.holders(name):
             with out.noting_errors():
                 if rank == self.rank:

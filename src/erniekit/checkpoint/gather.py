@@ -20,7 +20,7 @@ from erniekit.checkpoint.assembly import DATA, Assembly, FilePlan, ModelFiles, p
 from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
 from erniekit.checkpoint.host_copies import plain
 from erniekit.checkpoint.manifest import FileRecord
-from erniekit.checkpoint.parts import Assembled, receive_part, send_part, send_problem
+from erniekit.checkpoint.parts import Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
 from erniekit.parallel import comm
@@ -97,7 +97,7 @@ class Exchange:
             return self._fetch(name)
 
     def _fetch(self, name: str) -> torch.Tensor:
-        out = Assembled(name, stored_shape(self.sharding, name))
+        out = Gathered(name, stored_shape(self.sharding, name))
         asked = []
         # Whatever fails, the answers of the ranks that were asked are on their way and must be received.
         for rank, boxes in self._holders(name):

@@ -39,7 +39,7 @@ def send_problem(wire: Wire, rank: int, error: Exception) -> None:
     wire.send(rank, data)
 
 
-def receive_part(wire: Wire, rank: int, boxes: Sequence[Box], out: Assembled, chunk: int = 0) -> None:
+def receive_part(wire: Wire, rank: int, boxes: Sequence[Box], out: Gathered, chunk: int = 0) -> None:
     status, code = wire.receive_numbers(rank, 2)
     if status:
         text = bytes(wire.receive(rank, torch.empty(status, dtype=torch.uint8)).tolist())
@@ -56,7 +56,7 @@ def receive_part(wire: Wire, rank: int, boxes: Sequence[Box], out: Assembled, ch
     out.agree(DTYPES[code], rank)
 
 
-class Assembled:
+class Gathered:
     """A tensor on its way: its parts, and the first thing that went wrong with them."""
 
     def __init__(self, name: str, shape: Sequence[int]) -> None:
