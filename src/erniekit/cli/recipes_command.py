@@ -93,12 +93,15 @@ def _planned(rows: list[RecipeRow], runs: list[RunConfig], cluster: str, quiet: 
 
 
 def examples_folder() -> Path:
-    """`examples` of the working folder, else of the checkout this package runs from; a wheel carries none."""
-    for place in (Path(), Path(__file__).resolve().parents[3]):
+    """`examples` of the working folder, else those a wheel carries, else those of the checkout this runs from."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (Path(), package, package.parents[1]):
         if (place / "examples" / FACTS).is_file():
             return place / "examples"
     raise ConfigError(
-        "no recipes here", where=str(Path("examples") / FACTS), fix="go to a checkout of erniekit: recipes are in it"
+        "no recipes here",
+        where=str(Path("examples") / FACTS),
+        fix="install the package again, or go to a checkout of erniekit",
     )
 
 
