@@ -99,7 +99,10 @@ COMMANDS: dict[str, Command] = {
         "erniekit.cli.config_command:config_command",
         "train",
         "the resolved run: every value with where it came from",
-        ("erniekit config RECIPE.yaml [key=value ...] [--all] [--json] [--for COMMAND]",),
+        (
+            "erniekit config RECIPE.yaml [key=value ...] [--all] [--json] [--for COMMAND]",
+            "erniekit config --schema   every key as a JSON schema, for editors",
+        ),
     ),
     "recipes": Command(
         "erniekit.cli.recipes_command:recipes_command",
