@@ -20,9 +20,9 @@ def files_under(folder: Path) -> set[str]:
 
 
 def test_the_wheel_installs_runs_its_demo_and_uninstalls_without_a_trace(tmp_path: Path, root: Path):
-    home, work, venv = (tmp_path / name for name in ("home", "work", "venv"))
-    home.mkdir()
-    work.mkdir()
+    home, tools, work, venv = (tmp_path / name for name in ("home", "tools", "work", "venv"))
+    for folder in (home, tools, work):
+        folder.mkdir()
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "ERNIEKIT", "TRITON"))}
     env = {**kept, "HOME": str(home), "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -35,13 +35,15 @@ def test_the_wheel_installs_runs_its_demo_and_uninstalls_without_a_trace(tmp_pat
     wheel = make_wheel(tmp_path).wheel
     run(sys.executable, "-m", "venv", venv)
     pip = (venv / "bin" / "python", "-m", "pip", "--quiet", "--no-cache-dir", "--disable-pip-version-check")
-    settings = {"PIP_CONFIG_FILE": os.environ.get("PIP_CONFIG_FILE", str(Path("~/.config/pip/pip.conf").expanduser()))}
+    # pip asks other programs for their versions, and they write into the home folder they find.
+    found = os.environ.get("PIP_CONFIG_FILE", str(Path("~/.config/pip/pip.conf").expanduser()))
+    settings = {"HOME": str(tools), "PIP_CONFIG_FILE": found}
     run(*pip, "install", "-c", root / "constraints.txt", wheel, **settings)
     before = files_under(venv)
     assert [name for name in before if name.endswith("bin/erniekit")]
     assert f"version : {__version__}" in run("erniekit", "version")
     assert "every proof holds" in run("erniekit", "demo")
-    run(*pip, "uninstall", "--yes", "erniekit-torch")
+    run(*pip, "uninstall", "--yes", "erniekit-torch", **settings)
     assert sorted(name for name in files_under(venv) if "erniekit" in name.lower()) == []
     assert sorted(files_under(home)) == []
-    assert {path.name for path in work.iterdir()} == {"erniekit-demo"}  # what the demo made for the user, where they asked
+    assert {path.name for path in work.iterdir()} == {"erniekit-demo"}  # the demo's results, the user's to keep

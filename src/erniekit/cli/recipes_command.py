@@ -53,7 +53,7 @@ def recipes_command(args: list[str]) -> int:
     words, cluster = _options(args)
     as_json, flat = "--json" in args, "--flat" in args
     folder = examples_folder()
-    names = _chosen(words[0] if words else "", _names(folder))
+    names = _chosen(words[0] if words else "", recipe_names(folder))
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     if flat:
         print("\n".join(_flat(names, folder)))
@@ -129,7 +129,7 @@ def _planner(cluster: str) -> Fits:
     return found
 
 
-def _names(folder: Path) -> list[str]:
+def recipe_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
