@@ -33,11 +33,11 @@ def test_the_wheel_installs_runs_its_demo_and_uninstalls_without_a_trace(tmp_pat
         return done.stdout
 
     wheel = make_wheel(tmp_path).wheel
-    run(sys.executable, "-m", "venv", venv)
-    pip = (venv / "bin" / "python", "-m", "pip", "--quiet", "--no-cache-dir", "--disable-pip-version-check")
     # pip asks other programs for their versions, and they write into the home folder they find.
     found = os.environ.get("PIP_CONFIG_FILE", str(Path("~/.config/pip/pip.conf").expanduser()))
     settings = {"HOME": str(tools), "PIP_CONFIG_FILE": found}
+    run(sys.executable, "-m", "venv", venv, **settings)
+    pip = (venv / "bin" / "python", "-m", "pip", "--quiet", "--no-cache-dir", "--disable-pip-version-check")
     run(*pip, "install", "-c", root / "constraints.txt", wheel, **settings)
     before = files_under(venv)
     assert [name for name in before if name.endswith("bin/erniekit")]

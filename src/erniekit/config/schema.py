@@ -27,8 +27,7 @@ def recipe_schema() -> Schema:
     properties |= {alias: _alias(alias, name) for alias, name in ALIASES.items()}
     properties |= {name: _idle(f"Accepted without effect: {why}.") for name, why in IGNORED_KEYS.items()}
     properties |= {name: _idle(f"No counterpart here unless it is off: {why}.") for name, why in NO_COUNTERPART.items()}
-    inner = {"$ref": "#/definitions/section"}
-    sections = {name: inner for name in SECTIONED[1:]}
+    sections = {name: {"$ref": "#"} for name in SECTIONED[1:]}  # they hold the same keys
     base = {"type": "string", "description": "A recipe that this one extends; its path is relative to this file."}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -37,13 +36,6 @@ def recipe_schema() -> Schema:
         "type": "object",
         "properties": {BASE: base, **sections, **properties},
         "additionalProperties": False,
-        "definitions": {
-            "section": {
-                "type": "object",
-                "properties": {name: {"$ref": f"#/properties/{name}"} for name in properties},
-                "additionalProperties": False,
-            }
-        },
     }
 
 
