@@ -19,7 +19,7 @@ class MLflowTracker(Tracker):
     name = "mlflow"
 
     def __init__(self) -> None:
-        # MLflow reads these on import. A folder is its oldest store and works without a database; it asks to be allowed.
+        # MLflow reads these on import. A folder works without a database, and has to be allowed.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
