@@ -25,7 +25,7 @@ wheel: $(READY)
 # site/: docs/ as a site with search, in English and Chinese; a link that leads nowhere stops it.
 docs: $(RUNS)
 	$(PIP) -c constraints.txt -e ".[docs]"
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"

@@ -24,7 +24,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links into the repository become links within the site; what the site has not (code, recipes) becomes plain text."""
+    """Links into the repository become links within the site; to what the site has not, such as code, plain text."""
     here = page.file.src_uri
     source = ROOT / next((name for name, target in JOINED.items() if target == here), f"docs/{here}")
 
