@@ -12,6 +12,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 JOINED = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "SECURITY.md": "SECURITY.md"}
 JOINED["CHANGELOG.md"] = "CHANGELOG.md"
+FENCE = re.compile(
+    r"^(```\w+) \w+$", re.MULTILINE
+)  # the word that tells a test what to do with a block (CONTRIBUTING.md)
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 
 
@@ -39,6 +42,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         depth = here.count("/")
         return "../" * depth + inside + anchor
 
+    markdown = FENCE.sub(r"\1", markdown)
     return LINK.sub(followed, _without_outside(markdown, source))
 
 

@@ -84,4 +84,6 @@ def test_the_site_builds_without_a_warning_and_its_search_finds_both_languages(r
     index = (tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8")
     assert "lora_rank" in index
     assert "快速上手" in index
+    unread = [page for page in (tmp_path / "site").rglob("*.html") if "```" in page.read_text(encoding="utf-8")]
+    assert unread == []  # a fence that is not understood swallows the rest of its page
     assert (tmp_path / "site" / "python-api" / "index.html").is_file()
