@@ -8,7 +8,7 @@ OURS := $(VENV)/.made-by-make
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo bench test test-full lint types clean
+.PHONY: demo bench wheel docs test test-full lint types clean
 
 demo: $(RUNS)
 	$(BIN)/erniekit demo
@@ -16,6 +16,16 @@ demo: $(RUNS)
 # Training speed next to other trainers (docs/performance.md); ARGS="--only A1 --peers hf" for a part of it.
 bench: $(READY)
 	$(BIN)/erniekit bench $(ARGS)
+
+# dist/: the source distribution, and the wheel built from it alone. tests/e2e/test_wheel.py installs it in a bare
+# environment, runs the demo and uninstalls.
+wheel: $(READY)
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+# site/: docs/ as a site with search, in English and Chinese; a link that leads nowhere stops it.
+docs: $(RUNS)
+	$(PIP) -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"

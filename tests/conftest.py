@@ -21,6 +21,8 @@ if not Path("/proc/driver/nvidia").exists():
 # Torch's own default. The first run in this process would set it to its test's folder, and all others compile again.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for a model: the one that downloads has its own hub
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: a pool of threads in each would wait for one another in every small product.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

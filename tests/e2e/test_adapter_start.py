@@ -44,7 +44,10 @@ def test_b_learns_as_much_faster_as_is_asked_from_an_adapter_too(
     train(tmp_path / "next", **SHORT, lora_path=adapter, **words)
     assert moved(adapter, tmp_path / "next", "A") == pytest.approx(RATE, rel=1e-2)
     assert moved(adapter, tmp_path / "next", "B") == pytest.approx(times * RATE, rel=1e-2)
-    assert "LoRA rank 4, alpha 12, fp32" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "LoRA rank 4, alpha 12, fp32" in said
+    line = f"adapter  training continues from {adapter}; rank 4 and alpha 12 are its own"
+    assert [each for each in said.splitlines() if "adapter's own" in each or "are its own" in each] == [line]
     told = recorded(tmp_path / "next")
     assert told["lora_rank"] == (4, "derived")
     assert told["lora_alpha"] == (12, "derived")

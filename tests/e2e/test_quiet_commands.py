@@ -50,3 +50,47 @@ def test_training_evaluating_and_exporting_print_only_our_own_lines(triton: str,
     run("-m", "erniekit", "train", f"--model_name_or_path={model}", data, "--output_dir=run", "max_steps=1")
     run("-m", "erniekit", "eval", "--model_name_or_path=run", f"--eval_dataset_path={TRAIN}", "--output_dir=eval")
     run("-m", "erniekit", "export", "run")
+
+
+REST = (
+    "quantize run/export quant=w8a16 output_dir=q8 --data DATA max_seq_len=256 calibration_rows=4",
+    "export full format=gguf gguf_type=q8_0",
+    "split full --max_shard_size 1",
+    "chat run/export --prompt hi max_new_tokens=200",
+    "chat q8 --prompt hi max_new_tokens=200",
+    "doctor",
+    "doctor --model_name_or_path=model --data=DATA --output_dir=next max_steps=2",
+    "plan --model_name_or_path=model --data=DATA --output_dir=next --cluster 8x80G",
+    "rehearse --model_name_or_path=model --data=DATA --output_dir=next --ranks 2",
+    "data DATA",
+    "data preview DATA --model_name_or_path=model",
+    "data index text.jsonl --model_name_or_path model --output tokens",
+    "config --model_name_or_path=model --data=DATA --output_dir=next",
+    "recipes 0.3B",
+    "bench --tiny --peers none --only A1 --steps 1 --warmup 1 --output_dir bench",
+)
+
+
+@pytest.mark.full
+def test_every_other_command_prints_only_our_own_lines(tmp_path: Path, root: Path):
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "text.jsonl").write_text('{"text": "A short document."}\n' * 8)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(root / "src"),
+        "OMP_NUM_THREADS": "1",
+        "ERNIEKIT_CACHE": str(tmp_path / "cache"),
+    }
+    first = "train --model_name_or_path=model --data=DATA max_steps=1"
+    runs = (f"{first} --output_dir=run", f"{first} --output_dir=full fine_tuning=Full", "export run")
+    foreign = []
+    for command in (*runs, *REST):
+        words = command.replace("DATA", str(TRAIN)).split()
+        called = [sys.executable, "-m", "erniekit", *words]
+        done = subprocess.run(called, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (command, done.stderr)
+        lines = [line for line in done.stderr.splitlines() if not OURS.match(line)]
+        lines += [line for line in done.stdout.splitlines() if FOREIGN.search(line)]
+        allowed = ("[cut at the length limit]",)  # chat's own remark beside the answer
+        foreign += [(command, line) for line in lines if line not in allowed]
+    assert foreign == []

@@ -1,4 +1,4 @@
-"""From what a user typed as a model to a folder on this disk. Never downloads: says the command that would.
+"""From what a user typed as a model to a folder on this disk: as typed, in the download cache, or from the hub.
 
 Called by recipes, export, serve and api.
 """
@@ -19,7 +19,9 @@ DOWNLOAD = {
 
 
 def resolve_model(name: str | None, hub: str | None = None) -> Path:
-    """A folder as typed, or the newest cached snapshot of a hub id."""
+    """A folder as typed, the newest cached snapshot of a hub id, or that id downloaded from the Hugging Face hub.
+
+    A mistyped path is not asked of the hub: its first part is a folder here."""
     if not name:
         raise CheckpointError("no model given", where="model_name_or_path", fix="set it to a folder or a hub id")
     folder = expanded(name)
@@ -35,6 +37,10 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
     if cached:
         return cached
     command = DOWNLOAD.get(hub or "huggingface", DOWNLOAD["huggingface"]).format(id=name)
+    if looks_like_id(name) and hub in (None, "huggingface") and not folder.parent.is_dir() and not _is_offline():
+        from erniekit.checkpoint.hub_download import download
+
+        return download(name, command)
     raise CheckpointError(
         f"model {name!r} is neither a folder here nor in the download cache",
         where="model_name_or_path",
@@ -59,6 +65,11 @@ def lasting_name(name: str, folder: Path) -> str:
     """What to store as the place of a model that `name` was resolved to: the hub id of a cached snapshot, else a path
     that means the same wherever it is read."""
     return str(folder.resolve()) if _is_model(expanded(name)) else name
+
+
+def _is_offline() -> bool:
+    """The hub tools' own switch."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def _cached_snapshot(name: str) -> Path | None:

@@ -132,8 +132,3 @@ def _fits(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return False
     return isinstance(value, int) and -1 <= value < 1 << 63 if kind == "int" else isinstance(value, int | float)
-
-
-def changed_promises(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`key: saved -> now` for everything a resume must not change."""
-    return [f"{key}: {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]]

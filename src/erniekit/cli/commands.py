@@ -20,6 +20,8 @@ class Command:
     parts: tuple[tuple[str, str], ...] = ()  # commands of two words: the second, and its target, which has its own help
 
 
+# Commands that take no keys of a run; the others take all of them.
+KEYLESS = ("version", "help", "completion", "webui", "bench", "data", "recipes", "migrate")
 _MODEL_KEYS = ("model_name_or_path", "lora_path", "output_dir", "override_base", "compute_type", "device")
 
 COMMANDS: dict[str, Command] = {
@@ -99,7 +101,10 @@ COMMANDS: dict[str, Command] = {
         "erniekit.cli.config_command:config_command",
         "train",
         "the resolved run: every value with where it came from",
-        ("erniekit config RECIPE.yaml [key=value ...] [--all] [--json] [--for COMMAND]",),
+        (
+            "erniekit config RECIPE.yaml [key=value ...] [--all] [--json] [--for COMMAND]",
+            "erniekit config --schema   every key as a JSON schema, for editors",
+        ),
     ),
     "recipes": Command(
         "erniekit.cli.recipes_command:recipes_command",
@@ -267,6 +272,16 @@ COMMANDS: dict[str, Command] = {
             "  port  7860, or the variable GRADIO_SERVER_PORT; 0 takes a free one",
             "  root  folders whose files the page may read and write; this one when none is given",
             "  --no-token  any account of this machine may use the page; on 127.0.0.1 only",
+        ),
+    ),
+    "completion": Command(
+        "erniekit.cli.completion:completion_command",
+        "about",
+        "tab completion for your shell: commands, keys, their values, recipes",
+        (
+            'eval "$(erniekit completion bash)"   in ~/.bashrc',
+            'eval "$(erniekit completion zsh)"    in ~/.zshrc',
+            "erniekit completion fish > ~/.config/fish/completions/erniekit.fish",
         ),
     ),
     "version": Command("erniekit.cli.main:version_command", "about", "version and commit", ("erniekit version",)),

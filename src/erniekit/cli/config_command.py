@@ -22,6 +22,11 @@ _CELL = 54  # two values share a line when both fit
 
 
 def config_command(args: list[str]) -> int:
+    if args == ["--schema"]:
+        from erniekit.config.schema import schema_text
+
+        print(schema_text())
+        return 0
     words, everything, as_json, command = _options(args)
     cfg = load(words, "config")
     cfg = load(words, command or purpose(cfg))
@@ -60,6 +65,8 @@ def report(cfg: RunConfig, everything: bool = False) -> list[str]:
 
 def _options(args: list[str]) -> tuple[list[str], bool, bool, str]:
     words, command = [w for w in args if w not in ("--all", "--json")], ""
+    if "--schema" in words:
+        raise ConfigError("--schema stands alone", where="command line", fix="erniekit config --schema")
     if "--for" in words:
         at = words.index("--for")
         command = words[at + 1] if at + 1 < len(words) else ""

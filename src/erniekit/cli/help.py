@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from erniekit.cli.commands import COMMANDS
+from erniekit.cli.commands import COMMANDS, KEYLESS
 from erniekit.cli.main import call
 from erniekit.version import __version__
 
@@ -71,7 +71,7 @@ def _overview() -> list[str]:
 def _of_command(name: str) -> list[str]:
     command = COMMANDS[name]
     out = [f"erniekit {name}: {command.about}", *(f"  {line}" for line in command.usage)]
-    if name in ("version", "help", "webui", "bench", "data", "recipes", "migrate"):
+    if name in KEYLESS:
         return out
     from erniekit.config.flat import KEYS
 

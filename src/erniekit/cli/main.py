@@ -72,7 +72,8 @@ def _dispatch(args: list[str]) -> int:
     part = dict(COMMANDS[word].parts).get(rest[0]) if rest else None
     if part:
         return call(part, rest[1:])
-    if word != "help" and any(w in ("-h", "--help") for w in rest):
+    asks = word != "help" and rest[:1] != ["--words"]  # after --words they are words to complete
+    if asks and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
         word, rest = "help", [word, *rest[at + 1 :]]
     return call(COMMANDS[word].target, rest)

@@ -53,7 +53,7 @@ def recipes_command(args: list[str]) -> int:
     words, cluster = _options(args)
     as_json, flat = "--json" in args, "--flat" in args
     folder = examples_folder()
-    names = _chosen(words[0] if words else "", _names(folder))
+    names = _chosen(words[0] if words else "", recipe_names(folder))
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     if flat:
         print("\n".join(_flat(names, folder)))
@@ -93,12 +93,15 @@ def _planned(rows: list[RecipeRow], runs: list[RunConfig], cluster: str, quiet: 
 
 
 def examples_folder() -> Path:
-    """`examples` of the working folder, else of the checkout this package runs from; a wheel carries none."""
-    for place in (Path(), Path(__file__).resolve().parents[3]):
+    """`examples` of the working folder, else those a wheel carries, else those of the checkout this runs from."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (Path(), package, package.parents[1]):
         if (place / "examples" / FACTS).is_file():
             return place / "examples"
     raise ConfigError(
-        "no recipes here", where=str(Path("examples") / FACTS), fix="go to a checkout of erniekit: recipes are in it"
+        "no recipes here",
+        where=str(Path("examples") / FACTS),
+        fix="install the package again, or go to a checkout of erniekit",
     )
 
 
@@ -126,7 +129,7 @@ def _planner(cluster: str) -> Fits:
     return found
 
 
-def _names(folder: Path) -> list[str]:
+def recipe_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 

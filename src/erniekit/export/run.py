@@ -25,6 +25,7 @@ from erniekit.data.vision import proof_file
 from erniekit.data.vision.proof_file import Proved
 from erniekit.data.vision.rules import VisionRules
 from erniekit.errors import CheckpointError, ConfigError
+from erniekit.export import card
 from erniekit.export.gguf.chat import create_command
 from erniekit.export.gguf.proof import GgufProof, prove_gguf
 from erniekit.export.gguf.run import gguf_plan, write_gguf
@@ -158,6 +159,7 @@ def export(
             if verify:
                 proofs.append(prove_gguf(source, whole, written, probe))
                 info["proof"] = vars(proofs[0])
+        (folder / card.FILE).write_text(card.model_card(out.name, base, folders, gguf), encoding="utf-8")
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
@@ -176,6 +178,7 @@ def export(
                 if not rounded:
                     info["proof"] = vars(proofs[0])
                 proved.append(_prove_pixels(folder, proof_in))
+        (folder / card.FILE).write_text(card.model_card(out.name, base, folders), encoding="utf-8")
         # Its rows are training data: an export is what people publish.
         (folder / proof_file.FILE).unlink(missing_ok=True)
 

@@ -95,6 +95,6 @@ def _notes(cfg: RunConfig, settings: LoRASettings) -> Iterator[Note]:
     }
     for name, value in values.items():
         if cfg[name] != value:
-            yield Note(name, cfg[name], value, reason, quiet=name == "lora_target_modules")
+            yield Note(name, cfg[name], value, reason, quiet=True)  # one line says so: run_summary.show_plan
     if alpha != int(alpha):
         yield Note("lora_alpha", cfg.lora.lora_alpha, cfg.lora.lora_alpha, f"the adapter's own is {alpha:g}: lora_path")

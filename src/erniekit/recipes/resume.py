@@ -22,8 +22,8 @@ from erniekit.errors import CheckpointError, ConfigError
 from erniekit.log import say, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import extend
+from erniekit.recipes.changed_words import BASE, MODEL_CONFIG, TRAIN_DATA, changed_words
 from erniekit.recipes.datasets import TrainData
-from erniekit.recipes.same_run import BASE
 from erniekit.train.save import Saver
 
 DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -103,9 +103,9 @@ def promises(cfg: RunConfig, data: TrainData, folder: ModelFolder, base: str | N
         **keys,
         "max_steps": data.max_steps,
         "packs a step (batch_size x gradient_accumulation_steps x data ranks)": data.packs_per_step,
-        "train data (content and shares)": data.fingerprints(),
+        TRAIN_DATA: data.fingerprints(),
         "version of the data's order": cache_versions.ORDER,
-        "model's config.json": model_identity(folder.path, weights=False),
+        MODEL_CONFIG: model_identity(folder.path, weights=False),
     }
     return out if base is None else {**out, BASE: base}
 
@@ -121,7 +121,8 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     apart = {"max_steps"}  # compared below: more of them need not change anything
     if not cfg.given("decay_steps") and old.get("decay_steps") in (None, then):
         apart.add("decay_steps")  # which is max_steps, then and now
-    changed = states.changed_promises(old, {key: value for key, value in new.items() if key not in apart})
+    compared = {key: value for key, value in new.items() if key not in apart}
+    changed = changed_words(old, compared, cfg.data.train_dataset_path)
     if then < now and not changed and not cfg.checkpoint.override_resume:
         extend.check(cfg, point.name, then, now, saved.step)
     elif then != now and not extend.same_so_far(cfg, then, now, saved.step):

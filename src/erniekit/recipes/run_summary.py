@@ -5,11 +5,8 @@ Called by training.py and doctor.py.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
@@ -21,7 +18,7 @@ from erniekit.kernels.selection import Choice
 from erniekit.log import say
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.printable import counted
-from erniekit.recipes import kernel_table
+from erniekit.recipes import kernel_table, repeat
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
@@ -41,6 +38,9 @@ def show_plan(plan: RunPlan) -> None:
     c = folder.config
     how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if plan.lora else "all weights"
     say(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
+    if plan.lora and cfg.lora.lora_path:
+        own = f"rank {cfg.lora.lora_rank} and alpha {cfg.lora.lora_alpha} are its own"
+        say(f"adapter  training continues from {cfg.lora.lora_path[0]}; {own}")
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     weights = f"{short(c.parameters())} weights"
     if c.moe is not None:
@@ -115,17 +115,13 @@ def describe(
         checks=[{"check": check.name, "found": check.text} for check in checks],
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
         notes=[*(str(note) for note in cfg.notes), *notes, *broken.stories()],
-        environment={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": device.name,
-            "system": platform.platform(),
-        },
+        environment=repeat.environment(device.name),
         data={
             "train": [s.report.to_dict() for s in data.sources],
             "eval": [s.report.to_dict() for s in data.evaluation],
             "packs_per_epoch": data.packs_per_epoch,
             "max_steps": data.max_steps,
+            "digests": data.fingerprints(),
         },
         coverage=coverage,
         kernels=[choice._asdict() for choice in kernels],

@@ -23,6 +23,7 @@ from erniekit.data import sealed
 from erniekit.errors import ConfigError
 from erniekit.log import warn
 from erniekit.parallel.mesh import World
+from erniekit.recipes.changed_words import ADAPTER, BASE, CONTENTS, content_letters
 from erniekit.version import __version__
 
 # A node's own: where it keeps its files (their contents are compared later), what it logs, how long it waits.
@@ -36,7 +37,6 @@ OWN_KEYS = (
     "hang_soft_s", "hang_hard_s", "preempt_grace_s", "verify", "save_total_limit", "keep_every", "logging_dir",
     "report_to", "run_name", "disable_tqdm", "wandb_api_key", "wandb_http_proxy",
 )  # fmt: skip
-BASE = "base model"  # its name among the promises of a checkpoint
 SHOWN = 4  # keys that differ; a longer list does not help
 _WIDE = 60  # characters of a value
 
@@ -62,7 +62,7 @@ def check_content(cfg: RunConfig, promise: Mapping[str, Any], more: Mapping[str,
     """What the keys came to: data, base, steps. Before the model is built and before the first step."""
     if world.size == 1:
         return
-    _compare({**promise, BASE: base, "adapter in lora_path": _adapters(cfg.lora.lora_path), **more}, world)
+    _compare({**promise, BASE: base, ADAPTER: _adapters(cfg.lora.lora_path), **more}, world)
 
 
 def _adapters(folders: Sequence[str]) -> list[str]:
@@ -107,7 +107,10 @@ def _described(name: str, everyone: Sequence[tuple[str, Mapping[str, str]]], lea
         hosts = ", ".join(dict.fromkeys(everyone[nodes[k][0]][0] for k in whole))
         return f"{_listed('node', whole)} ({_listed('rank', ranks)}, {hosts})"
 
-    shown = {value: _shown(value, [v for v in values if v != value]) for value in values}
+    if name in CONTENTS:
+        shown = content_letters(values)
+    else:
+        shown = {value: _shown(value, [v for v in values if v != value]) for value in values}
     return f"{name}: " + ", ".join(f"{shown[value]} on {who(ranks)}" for value, ranks in held.items())
 
 

@@ -34,6 +34,7 @@ from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import backward_updates, make_optimizer
 from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.reference import Reference
+from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -119,6 +120,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         state = resume.restore(cfg, saver, point, data, promise)
         notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
         # Nothing is refused from here on.
+        if world.is_main:
+            write_recipe(output, cfg, command)
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
         trainer = Trainer(

@@ -21,7 +21,10 @@ TRACKERS = Registry(
     {
         "console": "erniekit.track.console:ConsoleTracker",
         "jsonl": "erniekit.track.jsonl:JsonlTracker",
+        "mlflow": "erniekit.track.mlflow:MLflowTracker",
+        "swanlab": "erniekit.track.swanlab:SwanLabTracker",
         "tensorboard": "erniekit.track.tensorboard:TensorBoardTracker",
+        "trackio": "erniekit.track.trackio:TrackioTracker",
         "visualdl": "erniekit.track.visualdl:VisualDLTracker",
         "wandb": "erniekit.track.wandb:WandbTracker",
     },

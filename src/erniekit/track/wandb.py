@@ -6,11 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from erniekit.files import own
-from erniekit.track.atomic import plain, write_text
+from erniekit.track.atomic import plain
 from erniekit.track.base import Kind, MissingPackage, RunInfo, Tracker, tagged
-
-RUN_ID_FILE = "wandb_run_id"
+from erniekit.track.run_id import shown_name, store_id, stored_id
 
 
 class WandbTracker(Tracker):
@@ -25,19 +23,18 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def start(self, run: RunInfo) -> None:
-        id_file = run.output_dir / RUN_ID_FILE
-        resumed = id_file.read_text().strip() if run.start_step and id_file.is_file() else None
+        resumed = stored_id(run, self.name)
         _set_variables(run)
         run.output_dir.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "erniekit"),  # wandb's own variable, kept in wandb's file
-            name=run.name or run.output_dir.name,
+            name=shown_name(run),
             id=resumed,
             resume="allow" if resumed else None,
             dir=str(run.output_dir),
             config=plain(run.config),
         )
-        write_text(own(id_file), f"{self._run.id}\n")
+        store_id(run, self.name, self._run.id)
         # Our own step axis: wandb's counter never goes back, and a resume from an earlier checkpoint does.
         self._run.define_metric("train/global_step")
         self._run.define_metric("*", step_metric="train/global_step", step_sync=True)

@@ -129,7 +129,7 @@ HELP_ZH: dict[str, str] = {
     "hf_transformers 是 transformers 保存 ERNIE-4.5-VL 的格式（发布版为 hf）。",
     "load_best_model_at_end": "结束时取评估最佳的权重，而不是最后的。",
     "logging_steps": "两行日志之间的步数。",
-    "report_to": "visualdl、tensorboard、wandb、all、none；metrics.jsonl 总会写。",
+    "report_to": "visualdl、tensorboard、wandb、swanlab、mlflow、trackio、all、none；metrics.jsonl 总会写。",
     "tensor_parallel_degree": "同一台机器内每层切到几个设备上；一层或其激活放不下时调大。",
     "pipeline_parallel_degree": "各层分几段放到不同设备上；模型大于一台机器时调大，梯度累积应为其数倍。",
     "sharding": "stage1/2/3 依次分片优化器状态、梯度、权重；取够用的最低一级。offload 把分片放在内存。",

@@ -15,8 +15,8 @@ class TrackingSection:
     logging_dir: str | None = key(None, "Folder for event files; default: output_dir/runs.", path="out")
     report_to: tuple[str, ...] = key(
         ("tensorboard",),
-        "visualdl, tensorboard, wandb, all, none; metrics.jsonl is always written.",
-        choices=("visualdl", "tensorboard", "wandb", "all", "none"),
+        "visualdl, tensorboard, wandb, swanlab, mlflow, trackio, all, none; metrics.jsonl is always written.",
+        choices=("visualdl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio", "all", "none"),
         basic=True,
     )
     run_name: str | None = key(None, "Name of the run in the trackers.")

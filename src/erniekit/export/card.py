@@ -1,0 +1,176 @@
+"""The model card of an export, README.md: base and licence, data, keys, metrics and how to use it. Called by run.py.
+
+Facts come from the run's own run.json and from the base's folder; what neither says is named as unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import CheckpointError
+from erniekit.files.json_file import read_value
+from erniekit.printable import plain
+from erniekit.version import __version__
+
+FILE = "README.md"
+RUN = "run.json"
+_LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
+_MOST = 64 << 10  # characters of a base's README that are looked at
+_UNKNOWN = "not stated in the base's folder; look it up before you publish this model"
+# Of a run's many keys those that a reader of a card asks for; where a folder lies is nobody's business.
+_KEYS = (
+    "stage", "fine_tuning", "compute_type", "max_seq_len", "num_train_epochs", "max_steps", "batch_size",
+    "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
+    "lora_rank", "lora_alpha", "lora_target_modules", "frozen_base", "loss_type", "packing", "seed",
+)  # fmt: skip
+_METRICS = ("train_loss", "eval_loss", "eval_ppl", "best_metric", "global_step", "trained_tokens", "train_runtime")
+
+
+def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "") -> str:
+    """For a folder called `name`. A README.md that the user wrote beside the trained weights is taken instead."""
+    trained = adapters[-1] if adapters else base
+    written = _text(trained / FILE)
+    run = _run_of(trained)
+    if written and (adapters or run):
+        return written
+    keys = {row["key"]: row["value"] for row in _list(run, "config") if {"key", "value"} <= set(row)}
+    given = str(keys.get("model_name_or_path") or base)
+    start = base if adapters else Path(given).expanduser()
+    return "\n".join([*_front(start, given, keys, gguf), "", *_body(name, start, given, adapters, run, keys, gguf), ""])
+
+
+def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Iterator[str]:
+    """Fields that model hubs read."""
+    yield "---"
+    yield f"library_name: {'gguf' if gguf else 'transformers'}"
+    if licence := licence_of(start):
+        yield f"license: {licence}"
+    if _is_id(given):
+        yield f"base_model: {given}"
+    words = ["erniekit", *(str(keys[key]).lower() for key in ("stage", "fine_tuning") if keys.get(key))]
+    yield f"tags: [{', '.join(words)}]"
+    yield "---"
+
+
+def _body(
+    name: str,
+    start: Path,
+    given: str,
+    adapters: Sequence[Path],
+    run: Mapping[str, Any],
+    keys: Mapping[str, Any],
+    gguf: str,
+) -> Iterator[str]:
+    yield f"# {plain(name)}"
+    yield ""
+    few = {0: "all weights trained", 1: "one LoRA adapter merged"}
+    merged = few.get(len(adapters), f"{len(adapters)} adapters merged")
+    what = merged if run or adapters else "weights rewritten, not trained"
+    yield f"Made by erniekit {run.get('version') or __version__}: {what}."
+    yield ""
+    yield f"- Base model: {plain(given if _is_id(given) else Path(given).name)}"
+    yield f"- Licence of the base: {licence_of(start) or _UNKNOWN}"
+    yield "- Licence of the training data: not known to erniekit; add it here"
+    if run:
+        yield from _data(run)
+        yield from _table("Keys", "key", {key: keys[key] for key in _KEYS if _says(keys.get(key))})
+        numbers = run.get("metrics")
+        numbers = numbers if isinstance(numbers, dict) else {}
+        yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _says(numbers.get(key))})
+    yield from _use(name, gguf)
+
+
+def _data(run: Mapping[str, Any]) -> Iterator[str]:
+    told = run.get("data")
+    rows = [("train", r) for r in _list(told, "train")] + [("evaluation", r) for r in _list(told, "eval")]
+    if not rows:
+        return
+    yield from ("", "## Data", "", "| file | use | rows | rows not used | tokens |", "|---|---|---|---|---|")
+    for use, report in rows:
+        bad = report.get("bad")
+        lost = sum(n for n in bad.values() if isinstance(n, int)) if isinstance(bad, dict) else None
+        file = _cell(Path(str(report.get("file", "?"))).name)
+        yield f"| {file} | {use} | {_number(report.get('rows'))} | {_number(lost)} | {_number(report.get('tokens'))} |"
+
+
+def _use(name: str, gguf: str) -> Iterator[str]:
+    yield from ("", "## Use", "")
+    if gguf:
+        yield f"`llama-cli -m {name}/model.gguf`, or `ollama create` with the Modelfile beside it."
+        return
+    yield from ("```bash", f"erniekit chat {name}", f"erniekit server {name}", "```", "")
+    yield from ("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "")
+    yield f'model = AutoModelForCausalLM.from_pretrained("{name}")'
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    yield "```"
+
+
+def _table(title: str, head: str, values: Mapping[str, Any]) -> Iterator[str]:
+    if not values:
+        return
+    yield from ("", f"## {title}", "", f"| {head} | value |", "|---|---|")
+    for key, value in values.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        shown = f"{shown:.6g}" if isinstance(shown, float) else str(shown)
+        yield f"| {key} | {_cell(shown)} |"
+
+
+def licence_of(folder: Path) -> str | None:
+    """What the base's own card or licence file says: `license:` of its README, else the file's title."""
+    front = re.match(r"---\n(.*?)\n---", _text(folder / FILE), re.DOTALL)
+    if front and (said := re.search(r"^license:\s*([\w.+-]+)\s*$", front[1], re.MULTILINE)):
+        return said[1]
+    for name in _LICENCES:
+        text = _text(folder / name)
+        if "Apache License" in text[:400] and "Version 2.0" in text[:400]:
+            return "apache-2.0"
+        if text.lstrip().startswith("MIT License"):
+            return "mit"
+        if text:
+            return "other"
+    return None
+
+
+def _run_of(folder: Path) -> dict[str, Any]:
+    """Its run.json; that of a checkpoint lies in the folder around it."""
+    if folder.name.startswith("checkpoint-") and not (folder / RUN).is_file():
+        folder = folder.parent
+    try:
+        run = read_value(folder / RUN, CheckpointError)
+    except (OSError, CheckpointError):
+        return {}
+    return run if isinstance(run, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        if not path.is_file():
+            return ""
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST)
+    except OSError:
+        return ""
+
+
+def _is_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _list(told: Any, name: str) -> list[dict[str, Any]]:
+    found = told.get(name) if isinstance(told, dict) else None
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+
+
+def _cell(text: str) -> str:
+    return plain(text).replace("|", "\\|")
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _says(value: Any) -> bool:
+    return value not in (None, "", [], -1)

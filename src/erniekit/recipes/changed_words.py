@@ -1,0 +1,50 @@
+"""What changed between two runs, in words: contents are compared by digests, which say nothing to a reader.
+
+Called by resume.py (a checkpoint against this run) and same_run.py (ranks against each other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TRAIN_DATA = "train data (content and shares)"
+EVAL_DATA = "evaluation data"
+MODEL_CONFIG = "model's config.json"
+BASE = "base model"
+ADAPTER = "adapter in lora_path"
+CONTENTS = (TRAIN_DATA, EVAL_DATA, MODEL_CONFIG, BASE, ADAPTER)  # their values are digests
+
+_SINCE = {
+    MODEL_CONFIG: "is not what it was when the checkpoint was saved",
+    BASE: "is another model, or its weights have changed",
+}
+
+
+def changed_words(saved: Mapping[str, Any], now: Mapping[str, Any], files: Sequence[str]) -> list[str]:
+    """A line for everything that both have and that differs. `files`: the names of this run's training files."""
+    return [_line(key, saved[key], now[key], files) for key in now if key in saved and saved[key] != now[key]]
+
+
+def _line(key: str, saved: Any, now: Any, files: Sequence[str]) -> str:
+    if key in _SINCE:
+        return f"{key}: {_SINCE[key]}"
+    if key == TRAIN_DATA and isinstance(saved, list) and isinstance(now, list):
+        return f"train data: {_data(saved, now, files)}"
+    return f"{key}: {saved!r} -> {now!r}"
+
+
+def _data(saved: Sequence[str], now: Sequence[str], files: Sequence[str]) -> str:
+    if len(saved) != len(now):
+        return f"{len(saved)} data set{'s' if len(saved) != 1 else ''} then, {len(now)} now"
+    if sorted(saved) == sorted(now):
+        return "the same files in another order"
+    at = [i for i, (old, new) in enumerate(zip(saved, now)) if old != new]
+    named = [files[i] if len(files) == len(now) else f"data set {i + 1}" for i in at]
+    has, its = ("has", "its") if len(at) == 1 else ("have", "their")
+    return f"{', '.join(named)} {has} other content, or {its} share or the tokenizer changed"
+
+
+def content_letters(values: Sequence[Any]) -> dict[Any, str]:
+    """`content A`, `content B` for values that are digests, in the order they are met."""
+    return {value: f"content {chr(ord('A') + i % 26)}" for i, value in enumerate(dict.fromkeys(values))}

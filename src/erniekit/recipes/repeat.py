@@ -1,0 +1,119 @@
+"""What a run folder needs to repeat the run: recipe.yaml as it was given, with absolute paths, and the versions, code
+and variables it ran with. Called by training.py and run_summary.py."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from erniekit.config import RunConfig
+from erniekit.config.flat import DEFAULTS, KEYS
+from erniekit.config.recipe_text import recipe_lines
+from erniekit.files import own, settle
+from erniekit.log import without_secrets
+from erniekit.track.atomic import write_text
+from erniekit.version import __version__
+
+RECIPE = "recipe.yaml"
+PACKAGES = ("transformers", "tokenizers", "safetensors", "sentencepiece", "numpy", "triton")
+# Variables that change numbers, speed or devices; others may hold what is nobody's business.
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE")
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "ERNIEKIT_")
+_PLACES = ("one", "out", "several", "model")  # kinds of path keys whose values are paths and nothing else
+
+
+def write_recipe(output: Path, cfg: RunConfig, command: Sequence[str]) -> None:
+    """<output>/recipe.yaml: `erniekit train <output>/recipe.yaml output_dir=NEW` is the same run again."""
+    path = own(output / RECIPE)
+    write_text(path, "\n".join(recipe_of(cfg, command)) + "\n")
+    settle(path)
+
+
+def recipe_of(cfg: RunConfig, command: Sequence[str]) -> list[str]:
+    typed = shlex.join(without_secrets(list(command))) or "erniekit.run"
+    derived = [f"#   {note}".replace("\n", " ") for note in cfg.notes if note.changes]
+    return [
+        f"# Written by erniekit {__version__} on {datetime.now():%Y-%m-%d}. To repeat this run into a new folder:",
+        f"#   erniekit train {RECIPE} output_dir=NEW",
+        f"# It was started in {os.getcwd()} as",
+        f"#   {typed}".replace("\n", " "),
+        *(["# Values that followed from these keys, from the model or the data (all of them: run.json):", *derived]),
+        "",
+        *recipe_lines(_given(cfg)),
+    ]
+
+
+def _given(cfg: RunConfig) -> dict[str, Any]:
+    """What was given: values a rule has put in place of others follow again when the recipe is read."""
+    out = {name: cfg[name] for name in KEYS if cfg.given(name)}
+    for note in reversed(cfg.notes):
+        if note.changes and note.key in KEYS and not cfg.given(note.key) and note.old != DEFAULTS[note.key]:
+            out[note.key] = note.old
+    return {name: _lasting(name, value) for name, value in out.items()}
+
+
+def _lasting(name: str, value: Any) -> Any:
+    """A path that means the same from every folder. A hub id, or what is not there, stays as it is."""
+    if KEYS[name].path not in _PLACES:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_absolute(name, one) for one in value)
+    return _absolute(name, value) if isinstance(value, str) else value
+
+
+def _absolute(name: str, text: str) -> str:
+    path = Path(text).expanduser()
+    return str(path.absolute()) if KEYS[name].path == "out" or path.exists() else text
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, code and variables, for run.json."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": device,
+        "system": platform.platform(),
+        "host": platform.node(),
+        "folder": os.getcwd(),
+        "cuda": torch.version.cuda,
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "commits": _commits(),
+        "variables": variables(os.environ),
+    }
+
+
+def variables(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: env[name] for name in sorted(env) if name in VARIABLES or name.startswith(PREFIXES)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commits() -> dict[str, str]:
+    """Of erniekit's checkout and of the folder the run was started in, where they are in one."""
+    places = {"erniekit": Path(__file__).resolve().parent, "started in": Path.cwd()}
+    return {name: found for name, place in places.items() if (found := commit_of(place))}
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit checked out around a folder, with .dirty where tracked files differ from it; None without git."""
+    git = ["git", "-C", str(folder)]
+    try:
+        sha = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--"], capture_output=True, timeout=5).returncode
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return sha.stdout.strip() + (".dirty" if changed else "")

@@ -1,0 +1,56 @@
+"""A run folder says all that is needed to repeat the run: from recipe.yaml alone, the same losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from erniekit.cli.main import main
+from erniekit.recipes.repeat import variables
+from erniekit.track import jsonl
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in jsonl.read(folder / jsonl.FILE) if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, dict(fine_tuning="LoRA", lora_rank=4, sequence_parallel=True)], ids=["full", "lora"]
+)
+def test_a_run_is_repeated_from_its_folder_alone(
+    keys: dict[str, object], train: Callable, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "mine.jsonl").write_bytes(rows.read_bytes())
+    train(Path("first"), train_dataset_path="mine.jsonl", max_steps=3, seed=7, doctor="off", **keys)
+    first = tmp_path / "here" / "first"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["train", str(first / "recipe.yaml"), "output_dir=again"]) == 0
+    assert losses(elsewhere / "again") == losses(first)
+    assert len(losses(first)) == 3
+
+
+def test_the_record_of_a_run_names_code_versions_data_and_variables(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    train(tmp_path / "run", max_steps=1, doctor="off")
+    told = json.loads((tmp_path / "run" / "run.json").read_text())
+    where = told["environment"]
+    assert set(where) >= {"python", "torch", "device", "system", "folder", "packages", "commits", "variables"}
+    assert set(where["packages"]) >= {"transformers", "safetensors", "numpy"}
+    assert where["variables"]["NCCL_DEBUG"] == "WARN"
+    assert told["data"]["digests"]
+    text = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "output_dir=NEW" in text
+
+
+def test_only_variables_that_matter_are_recorded():
+    env = {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2", "AWS_SECRET_ACCESS_KEY": "hush", "HOME": "/root"}
+    assert variables(env) == {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2"}

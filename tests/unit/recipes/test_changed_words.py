@@ -1,0 +1,34 @@
+"""What changed since a checkpoint is said in words; no digest reaches the screen."""
+
+from __future__ import annotations
+
+import pytest
+
+from erniekit.recipes.changed_words import BASE, MODEL_CONFIG, TRAIN_DATA, changed_words, content_letters
+
+OLD = {"seed": 1, TRAIN_DATA: ["9f31aa", "07bc11"], BASE: "5d41402a", MODEL_CONFIG: "7d793037"}
+OTHER = "has other content, or its share or the tokenizer changed"
+FILES = ("a.jsonl", "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"seed": 2}, "seed: 1 -> 2"),
+        ({TRAIN_DATA: ["9f31aa"]}, "train data: 2 data sets then, 1 now"),
+        ({TRAIN_DATA: ["07bc11", "9f31aa"]}, "train data: the same files in another order"),
+        ({TRAIN_DATA: ["9f31aa", "a"]}, f"train data: b.jsonl {OTHER}"),
+        ({BASE: "aaaaaa"}, "base model: is another model, or its weights have changed"),
+        ({MODEL_CONFIG: "aaaaaa"}, "model's config.json: is not what it was when the checkpoint was saved"),
+        ({"new key": 3, "seed": 1}, None),
+    ],
+)  # fmt: skip
+def test_each_change_is_a_line_without_a_digest(now: dict[str, object], words: str | None):
+    assert changed_words(OLD, now, FILES) == ([words] if words else [])
+
+
+def test_contents_of_ranks_are_told_apart_by_letters():
+    assert content_letters(['["9f31aa"]', '["07bc11"]', '["9f31aa"]']) == {
+        '["9f31aa"]': "content A",
+        '["07bc11"]': "content B",
+    }
