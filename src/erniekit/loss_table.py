@@ -44,6 +44,15 @@ PREFERENCE_LOSSES = {
 }
 
 
+# Of the keys of preference training, those that a stage other than DPO reads.
+PREFERENCE_KEYS = {
+    "KTO": (
+        "beta", "desirable_weight", "undesirable_weight", "reference_logps", "mask_out_eos_token", "max_prompt_len",
+    ),
+}  # fmt: skip
+OF_KTO = ("desirable_weight", "undesirable_weight")  # which DPO has no use for
+
+
 def metric_name(loss_type: str) -> str:
     """What a loss is logged as."""
     return PREFERENCE_LOSSES[loss_type].logged_as or f"{loss_type}_loss"

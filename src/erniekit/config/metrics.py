@@ -12,6 +12,9 @@ PREFIX = "eval_"
 
 def metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
     """Name without `eval_` -> whether more of it is better."""
+    if stage == "KTO":
+        better = {"rewards/chosen": True, "rewards/rejected": False, "rewards/accuracies": True}
+        return {"loss": False, "kto_loss": False, **better, "logps/chosen": True, "logps/rejected": False, "kl": False}
     if stage != "DPO":
         return {"loss": False, "ppl": False}
     told = {

@@ -61,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     frozen.products_fit_the_base,
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
+    stages.kto_scores_the_end,
     stages.preference_training_has_no_dropout,
     stages.benchmark_only_trains,
     stages.vision_keys_follow,

@@ -15,6 +15,7 @@ STAGES = Registry(
     {
         "SFT": "erniekit.recipes.sft:STAGE",
         "DPO": "erniekit.recipes.dpo:STAGE",
+        "KTO": "erniekit.recipes.kto:STAGE",
         "PT": "erniekit.recipes.pretrain:STAGE",
         "VL-SFT": "erniekit.recipes.vl_sft:STAGE",
     },

@@ -99,6 +99,14 @@ class TrainingStage:
         still has the weights it starts from."""
         return None
 
+    def compares(self, cfg: RunConfig) -> bool:
+        """Whether answers are measured against a reference model."""
+        return False
+
+    def prepare_evaluation(self, cfg: RunConfig, engine: Engine, reference: Prepare) -> Prepare:
+        """For `erniekit eval`, what `before_step` is for training; reference: fills in a reference's view."""
+        return reference
+
     def hooks(self, cfg: RunConfig, built: Built, prepare: Prepare | None) -> list[Hook]:
         return [Throughput(built.world)] if cfg.train.sft_benchmark else []
 

@@ -9,7 +9,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
-from erniekit.loss_table import PREFERENCE_LOSSES
+from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -74,9 +74,15 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
         )
 
 
+def kto_scores_the_end(run: View) -> Iterator[Note]:
+    """As TRL: an answer is judged with its end. DPO's default is ERNIEKit's."""
+    if run["stage"] == "KTO" and not run.given("mask_out_eos_token"):
+        yield from run.set("mask_out_eos_token", False, "KTO scores the end token", quiet=True)
+
+
 def preference_training_has_no_dropout(run: View) -> Iterator[Note]:
-    if run["stage"] == "DPO":
-        reason = "DPO: policy and reference must be one network; dropout would be noise between them"
+    if run["stage"] in ("DPO", "KTO"):
+        reason = f"{run['stage']}: policy and reference must be one network; dropout would be noise between them"
         yield from run.set("attention_probs_dropout_prob", 0.0, reason)
         yield from run.set("dropout_warmup_steps", 0, "no dropout", quiet=True)
 
@@ -112,10 +118,13 @@ def keys_of_another_stage(run: View) -> Iterator[Note]:
     """A remark on each key that was given and that this run will not read."""
     if not run["do_train"]:
         return
-    idle = {"dpo": f"stage is {run['stage']}"} if run["stage"] != "DPO" else {}
+    stage = run["stage"]
+    idle = {"dpo": f"stage is {stage}"}
     if not run["lora"]:
         idle["lora"] = "fine_tuning is Full"
-    switches = ("fine_tuning", "lora", "lora_alpha")
+    switches = ("fine_tuning", "lora", "lora_alpha", *PREFERENCE_KEYS.get(stage, ()))
+    if stage == "DPO":
+        switches += tuple(name for name, k in KEYS.items() if k.section == "dpo" and name not in OF_KTO)
     for k in KEYS.values():
         if k.section in idle and k.name not in switches and run.given(k.name) and run[k.name] != k.default:
             yield from run.remark(k.name, f"without effect: {idle[k.section]}")

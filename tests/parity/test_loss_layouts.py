@@ -1,0 +1,162 @@
+"""KTO, distillation, reward models and classification are the same in every layout that they run in.
+
+Each stage's own loss, and what it prepares before a step, on tiny models over gloo.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from erniekit.config import load
+from erniekit.data.collate import one_document
+from erniekit.data.types import IGNORE, Batch, Pack
+from erniekit.data.unpaired import UnpairedSample
+from erniekit.data.unpaired_collate import collate_unpaired
+from erniekit.devices import pick
+from erniekit.lora.adapters_off import adapters_off
+from erniekit.lora.inject import inject
+from erniekit.lora.settings import LoRASettings
+from erniekit.models import MODELS
+from erniekit.optim.adamw import AdamW
+from erniekit.optim.groups import make_groups
+from erniekit.optim.schedule import Schedule
+from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.engine import Engine
+from erniekit.parallel.gradients import local
+from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.step_metrics import StepMetrics
+from erniekit.recipes import STAGES
+from erniekit.recipes.dpo import sum_over_cp
+from erniekit.recipes.kto import Baseline
+from erniekit.recipes.reference import Reference
+from erniekit.train.step import TrainStep
+from parity.test_layouts import SHAPE, config, whole_value
+from support import layouts
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+LENGTH, STEPS, GLOBAL = 48, 4, 4  # tokens a row, updates, packs a step
+
+
+def spread(axes: dict[str, Any], stage: str, lora: bool) -> tuple[Engine, Any, Any]:
+    layout = Layout(**axes)
+    rank = torch.distributed.get_rank() if layout.size > 1 else 0
+    world, spec, device = World(layout, rank), MODELS.get("ernie4_5"), pick("cpu")
+    with torch.device("meta"):
+        model = spec.build(config("ernie4_5", SHAPE))
+        if lora:
+            inject(model, LoRASettings.resolve(rank=3), seed=0)
+    sharding = sharding_of(model, spec.plan, layout)
+
+    def fill(name: str, piece: torch.Tensor) -> None:
+        whole = whole_value(name, sharding.shape(name))
+        for box in sharding.boxes(name, rank):
+            piece[box.local_slices] = whole[box.global_slices]
+
+    cfg = load([f"stage={stage}", "beta=0.5", "undesirable_weight=0.7"])
+    names = STAGES.get(stage).metric_names(cfg)
+    step_metrics = StepMetrics(names, device.handle) if names else None
+    loss = STAGES.get(stage).loss(cfg, world, step_metrics)
+    engine = parallelise(model, sharding, world, device, torch.float32, loss, fill, one_document, SpreadOptions())
+    engine.step_metrics = step_metrics
+    return engine, sharding, cfg
+
+
+def judged_packs(step: int) -> list[Pack]:
+    """The last pack of the third step has nothing to learn, as what fills up an epoch's last step."""
+    rng = np.random.default_rng(step)
+    out = []
+    for number in range(GLOBAL):
+        samples = []
+        for _ in range(3):
+            prompt, answers = int(rng.integers(1, 6)), rng.integers(1, 9, 2)
+            ids = [rng.integers(1, 61, prompt + n).astype(np.int32) for n in answers]
+            made = []
+            for one in ids:
+                labels = np.roll(one, -1)
+                labels[: prompt - 1] = labels[-1] = IGNORE
+                made.append(UnpairedSample(one, labels, prompt, bool(rng.integers(2))))
+            own, other = made
+            if step == 3 and number == GLOBAL - 1:
+                own = UnpairedSample(own.ids, np.full_like(own.labels, IGNORE), prompt, True)
+            other = other.behind(own, LENGTH)
+            samples.append(UnpairedSample(own.ids, own.labels, prompt, own.desirable, other))
+        out.append(Pack(tuple(samples), number))
+    return out
+
+
+def train_kto(axes: dict[str, Any], lora: bool) -> dict[str, Any]:
+    engine, sharding, _ = spread(axes, "KTO", lora)
+    summed = sum_over_cp(engine.world)
+    if lora:
+        reference = Reference(engine, summed, 16, partial(adapters_off, engine.parts))
+    else:
+        reference = Reference(spread(axes, "KTO", lora)[0], summed, 16)
+    prepare = Baseline(reference, Reference(engine, summed, 16))
+    return steps(engine, sharding, prepare, judged_packs, partial(collate_unpaired, pad_to=LENGTH))
+
+
+def steps(engine: Engine, sharding: Any, prepare: Any, packs: Any, put: Any) -> dict[str, Any]:
+    world = engine.world
+    named = [(plain(n), p) for part in engine.parts for n, p in part.named_parameters() if p.requires_grad]
+    optimizer = AdamW(make_groups(named, SHAPE["num_layers"], 0.1), (0.9, 0.95), 1e-6)
+    step = TrainStep(engine, optimizer, Schedule("constant", 1e-3, 99), prepare=prepare)
+    results = []
+    for k in range(1, STEPS + 1):
+        mine = packs(k)[world.layout.data_rank(world.rank) :: world.layout.data_ranks]
+        batches: list[Batch] = [put([pack]) for pack in mine]
+        results.append(step(batches, k))
+    pieces = {
+        name: [(box.global_slices, local(param.detach())[box.local_slices].clone()) for box in boxes]
+        for name, param in named
+        if (boxes := dict(sharding.holders(name)).get(world.rank, ()))
+    }
+    told = ("losses", "norms", "extras")
+    values = ([r.loss for r in results], [r.grad_norm for r in results], [r.extras for r in results])
+    return {**dict(zip(told, values)), "pieces": pieces}
+
+
+_alone: dict[Any, dict[str, Any]] = {}
+
+
+def check(ranks: Ranks, axes: dict[str, Any], train: Any, *args: Any) -> dict[str, Any]:
+    key = (train.__name__, *args)
+    if key not in _alone:
+        _alone[key] = train({}, *args)
+    one = _alone[key]
+    answers = ranks.run(Layout(**axes).size, train, axes, *args)
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(one["losses"], abs=2e-6)  # fp32, added up in another order
+        assert answer["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        for told, expected in zip(answer["extras"], one["extras"]):
+            assert told == pytest.approx(expected, abs=1e-4)
+    for name, ((_, value),) in one["pieces"].items():
+        whole = torch.full_like(value, float("nan"))
+        for where, piece in (part for answer in answers for part in answer["pieces"].get(name, ())):
+            whole[where] = piece
+        torch.testing.assert_close(whole, value, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    return one
+
+
+def named(*names: str, per_commit: tuple[str, ...]) -> list[Any]:
+    return [n if n in per_commit else pytest.param(n, marks=pytest.mark.full) for n in names]
+
+
+KTO_LAYOUTS = ("dp2", "tp2", "tp2 with sequence parallel", "pp2", "cp2", "sharding stage 3", "sharding 2 x cp2")
+
+
+@pytest.mark.parametrize("name", named(*KTO_LAYOUTS, per_commit=("dp2", "sharding stage 3")))
+def test_kto_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
+    one = check(ranks, layouts.LAYOUTS[name], train_kto, False)
+    assert max(told["kl"] for told in one["extras"]) > 0  # or the baseline would be no part of it
+
+
+@pytest.mark.parametrize("name", named("dp2", "sharding stage 3", "cp2", per_commit=()))
+def test_kto_with_adapters_and_the_model_without_them_as_reference(name: str, ranks: Ranks) -> None:
+    check(ranks, layouts.LAYOUTS[name], train_kto, True)
