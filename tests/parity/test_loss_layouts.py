@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from erniekit.config import load
-from erniekit.data.collate import one_document
-from erniekit.data.types import IGNORE, Batch, Pack
+from erniekit.data.collate import collate, one_document
+from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.data.unpaired import UnpairedSample
 from erniekit.data.unpaired_collate import collate_unpaired
 from erniekit.devices import pick
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
+from erniekit.losses.distillation import DistillingHead, KeptHidden
 from erniekit.models import MODELS
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
@@ -31,6 +32,7 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import STAGES
+from erniekit.recipes.distillation import mix_of
 from erniekit.recipes.dpo import sum_over_cp
 from erniekit.recipes.kto import Baseline
 from erniekit.recipes.reference import Reference
@@ -42,6 +44,10 @@ from support.ranks import Ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 LENGTH, STEPS, GLOBAL = 48, 4, 4  # tokens a row, updates, packs a step
+WORDS = {
+    "KTO": ("beta=0.5", "undesirable_weight=0.7"),
+    "SFT": ("teacher_model_name_or_path=not-read", "distill_kl=reverse", "distill_temperature=2"),
+}
 
 
 def spread(axes: dict[str, Any], stage: str, lora: bool) -> tuple[Engine, Any, Any]:
@@ -59,7 +65,7 @@ def spread(axes: dict[str, Any], stage: str, lora: bool) -> tuple[Engine, Any, A
         for box in sharding.boxes(name, rank):
             piece[box.local_slices] = whole[box.global_slices]
 
-    cfg = load([f"stage={stage}", "beta=0.5", "undesirable_weight=0.7"])
+    cfg = load([f"stage={stage}", *WORDS[stage]])
     names = STAGES.get(stage).metric_names(cfg)
     step_metrics = StepMetrics(names, device.handle) if names else None
     loss = STAGES.get(stage).loss(cfg, world, step_metrics)
@@ -160,3 +166,36 @@ def test_kto_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", named("dp2", "sharding stage 3", "cp2", per_commit=()))
 def test_kto_with_adapters_and_the_model_without_them_as_reference(name: str, ranks: Ranks) -> None:
     check(ranks, layouts.LAYOUTS[name], train_kto, True)
+
+
+def answers(step: int) -> list[Pack]:
+    """The last pack of the third step has nothing to learn."""
+    rng = np.random.default_rng(step)
+    out = []
+    for number in range(GLOBAL):
+        ids, labels = (rng.integers(1, 61, (2, 15)).astype(np.int32) for _ in range(2))
+        labels[:, :4] = IGNORE
+        if step == 3 and number == GLOBAL - 1:
+            labels[:] = IGNORE
+        out.append(Pack(tuple(Sample(i, y) for i, y in zip(ids, labels)), number))
+    return out
+
+
+def train_distilled(axes: dict[str, Any], lora: bool) -> dict[str, Any]:
+    engine, sharding, cfg = spread(axes, "SFT", lora)
+    teacher = spread({}, "SFT", False)[0].model
+    with torch.no_grad():
+        for param in teacher.parameters():
+            param.mul_(1.2 if param.dim() > 1 else 1.0)
+    teacher.output = KeptHidden()
+    engine.model.output = engine.loss.head = DistillingHead(engine.model.output, mix_of(cfg))
+    engine.loss.teacher = teacher.eval()
+    engine.train()
+    return steps(engine, sharding, None, answers, partial(collate, pad_to=LENGTH))
+
+
+@pytest.mark.parametrize("name", named("dp2", "sharding stage 3", "sharding stage 1", per_commit=("sharding stage 3",)))
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)], ids=["all weights", "LoRA"])
+def test_distillation_is_the_same_in_layout(name: str, lora: bool, ranks: Ranks) -> None:
+    one = check(ranks, layouts.LAYOUTS[name], train_distilled, lora)
+    assert all(told["kl_loss"] > 0 for told in one["extras"])

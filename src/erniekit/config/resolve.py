@@ -62,6 +62,8 @@ RULES: tuple[Rule, ...] = (
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
     stages.kto_scores_the_end,
+    stages.a_teacher_is_of_sft,
+    stages.answers_are_generated_from_plain_weights,
     stages.preference_training_has_no_dropout,
     stages.benchmark_only_trains,
     stages.vision_keys_follow,

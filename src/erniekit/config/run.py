@@ -18,6 +18,7 @@ from erniekit.config.note import Note
 from erniekit.config.paddleformers import NO_COUNTERPART
 from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
+from erniekit.config.sections.distill import DistillSection
 from erniekit.config.sections.dpo import DpoSection
 from erniekit.config.sections.export import ExportSection
 from erniekit.config.sections.launch import LaunchSection
@@ -80,6 +81,7 @@ class RunConfig:
     parallel: ParallelSection
     launch: LaunchSection
     dpo: DpoSection
+    distill: DistillSection
     moe: MoeSection
     quant: QuantSection
     vision: VisionSection

@@ -136,7 +136,7 @@ class TrainData:
         )
 
 
-class Rows(NamedTuple):
+class DataRows(NamedTuple):
     """Rows other than conversations, and how packs of them become a batch."""
 
     pairs: PairRules
@@ -144,7 +144,7 @@ class Rows(NamedTuple):
     kind: RowKind | None = None  # None: preferences
 
 
-def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: Rows | None = None) -> TrainData:
+def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:
     """rows: None for conversations."""
     cfg, world = plan.config, plan.world
     d, t = cfg.data, cfg.train
@@ -285,7 +285,7 @@ def ends_with_weights_alone(cfg: RunConfig) -> bool:
 
 
 def sources_for(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: Rows | None = None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: DataRows | None = None
 ) -> list[TokenSource]:
     """The train or eval files, tokenised; their bad rows listed in one file."""
     d = cfg.data

@@ -22,7 +22,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import Rows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -52,7 +52,7 @@ class DPO(TrainingStage):
         if plan.folder.config.vision is not None:
             data = open_vision_pairs(plan, tokenizer, output, rules)
         else:
-            data = open_data(plan, tokenizer, output, Rows(rules))
+            data = open_data(plan, tokenizer, output, DataRows(rules))
         if plan.world.is_main:
             write_json(output / "dpo_train_args.json", train_args(plan.config, data))
         return data
@@ -63,7 +63,7 @@ class DPO(TrainingStage):
         need(cfg, "eval_dataset_path")
         if sees(cfg):
             return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows, Rows(pair_rules(cfg)))
+        sources = sources_for(cfg, "eval", tokenizer, bad_rows, DataRows(pair_rules(cfg)))
         padding = {"pad_id": tokenizer.pad_id or 0}
         return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)
 

@@ -26,7 +26,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import Rows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.dpo import pair_rules, sum_over_cp
 from erniekit.recipes.reference import Reference, make_reference
 from erniekit.recipes.run_plan import RunPlan
@@ -122,8 +122,8 @@ class Baseline(Reference):
         return [replace(batch, pairs=replace(batch.pairs, baseline=baseline)) for batch in batches]
 
 
-def rows_of(cfg: RunConfig) -> Rows:
-    return Rows(pair_rules(cfg), collate_unpaired, UNPAIRED)
+def rows_of(cfg: RunConfig) -> DataRows:
+    return DataRows(pair_rules(cfg), collate_unpaired, UNPAIRED)
 
 
 STAGE = KTO()

@@ -110,7 +110,7 @@ def metric_says_which_is_better(run: View) -> Iterator[Note]:
     metric = run["metric_for_best_model"]
     if not metric or not run["do_train"]:
         return
-    known, name = metrics_of(run["stage"], run["loss_type"]), metric.removeprefix(PREFIX)
+    known, name = metrics_of(run["stage"], run["loss_type"], run["eval_generate"] > 0), metric.removeprefix(PREFIX)
     if name not in known:
         near = nearest(name, list(known))
         raise ConfigError(

@@ -80,6 +80,56 @@ def kto_scores_the_end(run: View) -> Iterator[Note]:
         yield from run.set("mask_out_eos_token", False, "KTO scores the end token", quiet=True)
 
 
+def a_teacher_is_of_sft(run: View) -> Iterator[Note]:
+    if not run["teacher_model_name_or_path"]:
+        return
+    where = run.origin("teacher_model_name_or_path")
+    if run["stage"] != "SFT" and run["do_train"]:
+        raise ConfigError(
+            f"a teacher is of stage SFT; stage is {run['stage']}", where=where, fix="stage: SFT, or leave the key out"
+        )
+    _spread_over_data_alone(run, "distillation", where)
+    yield from ()
+
+
+_GENERATES = ("SFT", "DPO", "KTO")
+
+
+def answers_are_generated_from_plain_weights(run: View) -> Iterator[Note]:
+    """eval_generate runs the engine beside the training, over the same weights."""
+    if not run["eval_generate"] or not run["do_train"]:
+        return
+    where, off = run.origin("eval_generate"), "eval_generate: 0"
+    if not run["eval_dataset_path"]:
+        yield from run.remark("eval_generate", "without effect: no eval_dataset_path")
+        return
+    if run["stage"] not in _GENERATES:
+        what = f"stage {run['stage']} generates no answers in its evaluations"
+        raise ConfigError(what, where=where, fix=f"{off}; stages that do: {', '.join(_GENERATES)}")
+    _spread_over_data_alone(run, "generation during training", where)
+    if run["compute_type"] == "fp8" or (run["lora"] and run["frozen_base"] != "bf16"):
+        key = "compute_type" if run["compute_type"] == "fp8" else "frozen_base"
+        raise ConfigError(
+            f"answers are generated from plain weights; {key} is {run[key]}",
+            where=f"{where} and {run.origin(key)}",
+            fix=f"{off}, or {key}: bf16",
+        )
+
+
+_SPLITS = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+
+
+def _spread_over_data_alone(run: View, what: str, where: str) -> None:
+    """Refuses what has not been proven for it: weights or sequences cut over ranks."""
+    for name in _SPLITS:
+        if run["do_train"] and run[name] > 1:
+            raise ConfigError(
+                f"{what} runs with data parallelism and sharding; {name} is {run[name]}",
+                where=f"{run.origin(name)} and {where}",
+                fix=f"{name}: 1; sharding_parallel_degree spreads weights and states over devices",
+            )
+
+
 def preference_training_has_no_dropout(run: View) -> Iterator[Note]:
     if run["stage"] in ("DPO", "KTO"):
         reason = f"{run['stage']}: policy and reference must be one network; dropout would be noise between them"
@@ -120,6 +170,8 @@ def keys_of_another_stage(run: View) -> Iterator[Note]:
         return
     stage = run["stage"]
     idle = {"dpo": f"stage is {stage}"}
+    if not run["teacher_model_name_or_path"]:
+        idle["distill"] = "there is no teacher_model_name_or_path"
     if not run["lora"]:
         idle["lora"] = "fine_tuning is Full"
     switches = ("fine_tuning", "lora", "lora_alpha", *PREFERENCE_KEYS.get(stage, ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
+from erniekit.config.sections.distill import DistillSection
 from erniekit.config.sections.dpo import DpoSection
 from erniekit.config.sections.export import ExportSection
 from erniekit.config.sections.launch import LaunchSection
@@ -37,6 +38,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelSection,
     "launch": LaunchSection,
     "dpo": DpoSection,
+    "distill": DistillSection,
     "moe": MoeSection,
     "quant": QuantSection,
     "vision": VisionSection,

@@ -47,6 +47,13 @@ class TrainSection:
     eval_tasks: tuple[str, ...] = key(
         (), "Benchmarks of lm-evaluation-harness for `eval`.", also=("tasks",), commas=True, path="several"
     )
+    eval_generate: int = key(
+        0,
+        "Answers generated at every evaluation of a training run, to the first prompts of the evaluation file: greedy, "
+        "compared with the data's answers, kept in samples.jsonl and report.html. 0: none.",
+        low=0,
+    )
+    eval_generate_max_tokens: int = key(64, "Tokens of each of them, at most.", low=1)
     minimum_eval_times: int | None = key(None, "Evaluate at least so often.", low=1)
     early_stopping_patience: int = key(0, "Stop after so many evaluations without improvement; 0 never stops.", low=0)
     early_stopping_threshold: float = key(0.0, "How much counts as an improvement.", low=0)
