@@ -49,7 +49,11 @@ PREFERENCE_KEYS = {
     "KTO": (
         "beta", "desirable_weight", "undesirable_weight", "reference_logps", "mask_out_eos_token", "max_prompt_len",
     ),
+    "RM": ("max_prompt_len",),
+    "CLS": (),
 }  # fmt: skip
+# Of the keys of score heads, those that each stage with one reads.
+SCORE_KEYS = {"RM": ("reward_margin", "center_rewards_coefficient"), "CLS": ("class_labels",)}
 OF_KTO = ("desirable_weight", "undesirable_weight")  # which DPO has no use for
 
 

@@ -41,12 +41,12 @@ def write_model(
         layout = "hf"  # no experts, nothing to fuse
     if config.vision is None and layout == "hf_transformers":
         layout = "hf"  # of text models transformers saves what is released
-    entries = spec.names(config, layout)
+    entries = spec.entries(config, layout)
     folder.mkdir(parents=True, exist_ok=True)
     dtypes: list[torch.dtype] = []
     tag = "np" if layout == "paddle" else "pt"
     files = write_shards(folder, "model", _pieces(entries, get, dtypes), max_shard_size, tag, lasting)
-    write_json(folder / "config.json", spec.write_config(config, layout, DTYPE_NAMES[dtypes[0]]))
+    write_json(folder / "config.json", spec.config_json(config, layout, DTYPE_NAMES[dtypes[0]]))
     if tokenizer_from is not None:
         copy_side_files(tokenizer_from, folder, SIDE_FILES + TOKENIZER_FILES)
     write_generation_config(folder, config)

@@ -19,6 +19,11 @@ def metrics_of(stage: str, loss_type: str, generates: bool = False) -> dict[str,
 
 
 def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
+    rewards = {f"rewards/{name}": name != "rejected" for name in ("chosen", "rejected", "accuracies", "margins")}
+    if stage == "RM":
+        return {"loss": False, **rewards}
+    if stage == "CLS":
+        return {"loss": False, "accuracy": True}
     if stage == "KTO":
         better = {"rewards/chosen": True, "rewards/rejected": False, "rewards/accuracies": True}
         return {"loss": False, "kto_loss": False, **better, "logps/chosen": True, "logps/rejected": False, "kl": False}

@@ -31,6 +31,7 @@ from erniekit.config.sections.parallel import ParallelSection
 from erniekit.config.sections.precision import PrecisionSection
 from erniekit.config.sections.quant import QuantSection
 from erniekit.config.sections.quantize import QuantizeSection
+from erniekit.config.sections.score import ScoreSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
@@ -82,6 +83,7 @@ class RunConfig:
     launch: LaunchSection
     dpo: DpoSection
     distill: DistillSection
+    score: ScoreSection
     moe: MoeSection
     quant: QuantSection
     vision: VisionSection

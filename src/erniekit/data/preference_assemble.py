@@ -5,6 +5,7 @@ Called by the token cache's workers. `compat` reproduces ERNIEKit's row, its fau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,7 +39,9 @@ def assemble_pair(
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
     thinking: Thinking = "all",
+    put: Callable[..., PairSample] | None = None,
 ) -> Assembled | Dropped:
+    """put: lays the row out; lay_out when not given."""
     try:
         past, question, chosen, rejected = _encode(pair, tokenizer, rules, thinking)
     except TemplateRefused as refused:
@@ -67,7 +70,7 @@ def assemble_pair(
     alike = min(len(chosen.ids), len(rejected.ids)) if cut > 0 else None
     if chosen.ids[:alike] == rejected.ids[:alike] and not compat:
         return Dropped("same_answers", "both answers are the same" + (" as far as they fit" if cut > 0 else ""))
-    sample = lay_out(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
+    sample = (put or lay_out)(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
     thoughts = [turn.thought for turn in past[dropped:]] + [*chosen.thoughts, *rejected.thoughts]
     return Assembled(
         sample,

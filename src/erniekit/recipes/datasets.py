@@ -139,9 +139,9 @@ class TrainData:
 class DataRows(NamedTuple):
     """Rows other than conversations, and how packs of them become a batch."""
 
-    pairs: PairRules
+    pairs: PairRules | None
     collate: Callable[..., Batch] = collate_pairs
-    kind: RowKind | None = None  # None: preferences
+    kind: RowKind | Callable[[Path, str | None], RowKind] | None = None  # or by file and format; None: preferences
 
 
 def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:

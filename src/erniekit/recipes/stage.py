@@ -36,6 +36,7 @@ Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
 class TrainingStage:
     chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
     perplexity = True  # the loss is a mean over tokens
+    labels_are_tokens = True  # what a batch's labels hold
 
     def separates_documents(self, cfg: RunConfig) -> bool:
         """Whether documents that share a row must not see each other."""

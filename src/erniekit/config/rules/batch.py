@@ -60,7 +60,8 @@ def buckets_are_a_word_or_lengths(run: View) -> Iterator[Note]:
 
 def prompt_fits_sequence(run: View) -> Iterator[Note]:
     limit = run["max_seq_len"] - 10
-    if run["stage"] in ("DPO", *PREFERENCE_KEYS) and run["max_prompt_len"] > limit > 0:
+    reads = run["stage"] == "DPO" or "max_prompt_len" in PREFERENCE_KEYS.get(run["stage"], ())
+    if reads and run["max_prompt_len"] > limit > 0:
         yield from run.set("max_prompt_len", limit, "max_seq_len - 10")
 
 

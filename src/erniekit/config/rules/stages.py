@@ -9,7 +9,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
-from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES
+from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES, SCORE_KEYS
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -92,6 +92,37 @@ def a_teacher_is_of_sft(run: View) -> Iterator[Note]:
     yield from ()
 
 
+def score_heads_train_every_weight(run: View) -> Iterator[Note]:
+    """Stages RM and CLS train every weight: adapters hold no head."""
+    stage = run["stage"]
+    if stage not in SCORE_KEYS:
+        return
+    where = f"stage: {run.origin('stage')}"
+    if run.given("fine_tuning") and run["lora"]:
+        raise ConfigError(
+            f"stage {stage} trains all weights in this version: adapters hold no score head",
+            where=f"{run.origin('fine_tuning')} and {where}",
+            fix="fine_tuning: Full",
+        )
+    yield from run.set("fine_tuning", "Full", f"stage {stage} trains all weights", quiet=True)
+    yield from run.set("lora", False, f"stage {stage} trains all weights", quiet=True)
+
+
+def score_heads_are_spread_over_data(run: View) -> Iterator[Note]:
+    stage = run["stage"]
+    if stage not in SCORE_KEYS:
+        return
+    where = f"stage: {run.origin('stage')}"
+    if run["compute_type"] not in ("bf16", "fp32"):
+        raise ConfigError(
+            f"stage {stage} computes in bf16 or fp32; compute_type is {run['compute_type']}",
+            where=f"{run.origin('compute_type')} and {where}",
+            fix="compute_type: bf16",
+        )
+    _spread_over_data_alone(run, f"stage {stage}", where)
+    yield from ()
+
+
 _GENERATES = ("SFT", "DPO", "KTO")
 
 
@@ -169,12 +200,12 @@ def keys_of_another_stage(run: View) -> Iterator[Note]:
     if not run["do_train"]:
         return
     stage = run["stage"]
-    idle = {"dpo": f"stage is {stage}"}
+    idle = {"dpo": f"stage is {stage}", "score": f"stage is {stage}"}
     if not run["teacher_model_name_or_path"]:
         idle["distill"] = "there is no teacher_model_name_or_path"
     if not run["lora"]:
         idle["lora"] = "fine_tuning is Full"
-    switches = ("fine_tuning", "lora", "lora_alpha", *PREFERENCE_KEYS.get(stage, ()))
+    switches = ("fine_tuning", "lora", "lora_alpha", *PREFERENCE_KEYS.get(stage, ()), *SCORE_KEYS.get(stage, ()))
     if stage == "DPO":
         switches += tuple(name for name, k in KEYS.items() if k.section == "dpo" and name not in OF_KTO)
     for k in KEYS.values():

@@ -17,6 +17,7 @@ from erniekit.config.sections.parallel import ParallelSection
 from erniekit.config.sections.precision import PrecisionSection
 from erniekit.config.sections.quant import QuantSection
 from erniekit.config.sections.quantize import QuantizeSection
+from erniekit.config.sections.score import ScoreSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type] = {
     "launch": LaunchSection,
     "dpo": DpoSection,
     "distill": DistillSection,
+    "score": ScoreSection,
     "moe": MoeSection,
     "quant": QuantSection,
     "vision": VisionSection,

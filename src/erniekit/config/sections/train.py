@@ -15,8 +15,8 @@ _INTERVALS = ("no", "steps", "epoch")
 class TrainSection:
     stage: str = key(
         "SFT",
-        "SFT on conversations, DPO on pairs, KTO on judged answers, PT on text.",
-        choices=("SFT", "DPO", "KTO", "PT", "VL-SFT", "OCR-VL-SFT"),
+        "SFT on conversations, DPO on pairs, KTO on judged answers, PT on text; RM a reward model, CLS a classifier.",
+        choices=("SFT", "DPO", "KTO", "RM", "CLS", "PT", "VL-SFT", "OCR-VL-SFT"),
         basic=True,
         fixed=True,
     )
