@@ -34,7 +34,7 @@ def logged(folder: Path, name: str = "loss") -> list[float]:
     return [r[name] for r in map(json.loads, lines) if name in r]
 
 
-@pytest.mark.parametrize("tuning", ["Full", "LoRA"])
+@pytest.mark.parametrize("tuning", [pytest.param("Full", marks=pytest.mark.full), "LoRA"])
 def test_the_first_loss_is_a_half_and_kept_references_give_the_live_curve(tuning, judge, tmp_path):
     for reference in ("live", "cached"):
         judge(tmp_path / reference, fine_tuning=tuning, reference_logps=reference)

@@ -41,8 +41,8 @@ def test_a_classifier_is_a_folder_that_eval_load_and_transformers_read(classify,
     from transformers import AutoModelForSequenceClassification
 
     base = make_tiny_model(tmp_path / "llama", family="llama")
-    del_fine = dict(model_name_or_path=base, eval_dataset_path=texts, doctor="on", learning_rate=3e-3, max_steps=8)
-    classify(tmp_path / "run", **del_fine)
+    keys = dict(model_name_or_path=base, eval_dataset_path=texts, doctor="on", learning_rate=3e-3, max_steps=8)
+    classify(tmp_path / "run", **keys)
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["architectures"] == ["LlamaForSequenceClassification"]
     assert written["id2label"] == {str(i): name for i, name in enumerate(CLASSES)}
@@ -65,6 +65,7 @@ def test_a_classifier_is_a_folder_that_eval_load_and_transformers_read(classify,
     assert ours.config.labels == tuple(theirs.config.id2label.values()) == CLASSES
 
 
+@pytest.mark.full
 def test_a_classifier_resumes_bit_for_bit_and_goes_on_from_its_own_head(classify, weights, tmp_path):
     classify(tmp_path / "run", save_steps=2)
     want = weights(tmp_path / "run" / "checkpoint-4")

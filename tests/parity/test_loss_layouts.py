@@ -5,7 +5,9 @@ Each stage's own loss, and what it prepares before a step, on tiny models over g
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 
 from erniekit.config import load
 from erniekit.data.collate import collate, one_document
+from erniekit.data.preference import PairSample
+from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
 from erniekit.data.unpaired import UnpairedSample
 from erniekit.data.unpaired_collate import collate_unpaired
@@ -21,6 +25,7 @@ from erniekit.devices import pick
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
+from erniekit.losses.causal import causal_loss
 from erniekit.losses.distillation import DistillingHead, KeptHidden
 from erniekit.models import MODELS
 from erniekit.optim.adamw import AdamW
@@ -34,8 +39,10 @@ from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import STAGES
 from erniekit.recipes.distillation import mix_of
 from erniekit.recipes.dpo import sum_over_cp
+from erniekit.recipes.generation_eval import twin_of
 from erniekit.recipes.kto import Baseline
 from erniekit.recipes.reference import Reference
+from erniekit.serve.batch_generation import generate_greedily
 from erniekit.train.step import TrainStep
 from parity.test_layouts import SHAPE, config, whole_value
 from support import layouts
@@ -47,7 +54,12 @@ LENGTH, STEPS, GLOBAL = 48, 4, 4  # tokens a row, updates, packs a step
 WORDS = {
     "KTO": ("beta=0.5", "undesirable_weight=0.7"),
     "SFT": ("teacher_model_name_or_path=not-read", "distill_kl=reverse", "distill_temperature=2"),
+    "RM": ("reward_margin=0.5", "center_rewards_coefficient=0.1"),
+    "CLS": (),
 }
+
+
+LABELS = {"RM": ("LABEL_0",), "CLS": ("a", "b", "c")}
 
 
 def spread(axes: dict[str, Any], stage: str, lora: bool) -> tuple[Engine, Any, Any]:
@@ -55,7 +67,7 @@ def spread(axes: dict[str, Any], stage: str, lora: bool) -> tuple[Engine, Any, A
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
     world, spec, device = World(layout, rank), MODELS.get("ernie4_5"), pick("cpu")
     with torch.device("meta"):
-        model = spec.build(config("ernie4_5", SHAPE))
+        model = spec.build(replace(config("ernie4_5", SHAPE), labels=LABELS.get(stage, ())))
         if lora:
             inject(model, LoRASettings.resolve(rank=3), seed=0)
     sharding = sharding_of(model, spec.plan, layout)
@@ -157,7 +169,7 @@ def named(*names: str, per_commit: tuple[str, ...]) -> list[Any]:
 KTO_LAYOUTS = ("dp2", "tp2", "tp2 with sequence parallel", "pp2", "cp2", "sharding stage 3", "sharding 2 x cp2")
 
 
-@pytest.mark.parametrize("name", named(*KTO_LAYOUTS, per_commit=("dp2", "sharding stage 3")))
+@pytest.mark.parametrize("name", named(*KTO_LAYOUTS, per_commit=("sharding stage 3",)))
 def test_kto_is_the_same_in_layout(name: str, ranks: Ranks) -> None:
     one = check(ranks, layouts.LAYOUTS[name], train_kto, False)
     assert max(told["kl"] for told in one["extras"]) > 0  # or the baseline would be no part of it
@@ -199,3 +211,74 @@ def train_distilled(axes: dict[str, Any], lora: bool) -> dict[str, Any]:
 def test_distillation_is_the_same_in_layout(name: str, lora: bool, ranks: Ranks) -> None:
     one = check(ranks, layouts.LAYOUTS[name], train_distilled, lora)
     assert all(told["kl_loss"] > 0 for told in one["extras"])
+
+
+def ended(step: int, pairs: bool) -> list[Pack]:
+    """Texts, or pairs of answers, with a label at each end; the last pack of the third step has none."""
+    rng = np.random.default_rng(step)
+    out = []
+    for number in range(GLOBAL):
+        samples: list[Sample] = []
+        for _ in range(2):
+            ids, labels = rng.integers(1, 61, 18).astype(np.int32), np.full(18, IGNORE, np.int32)
+            if step != 3 or number < GLOBAL - 1:
+                labels[[10, 17]] = 0
+                labels[17] = 0 if pairs else rng.integers(3)
+                labels[10] = 0 if pairs else IGNORE
+            samples.append(PairSample(ids, labels, 5, 11, 11, 2.0) if pairs else Sample(ids, labels))
+        out.append(Pack(tuple(samples), number))
+    return out
+
+
+def train_scores(axes: dict[str, Any], stage: str) -> dict[str, Any]:
+    engine, sharding, _ = spread(axes, stage, False)
+    put = partial(collate_pairs if stage == "RM" else collate, pad_to=LENGTH)
+    return steps(engine, sharding, None, partial(ended, pairs=stage == "RM"), put)
+
+
+@pytest.mark.parametrize(
+    "name", named("dp2", "sharding stage 3", "sharding 2 x dp 2", per_commit=("sharding stage 3",))
+)
+@pytest.mark.parametrize("stage", ["RM", pytest.param("CLS", marks=pytest.mark.full)])
+def test_score_heads_are_trained_the_same_in_layout(stage: str, name: str, ranks: Ranks) -> None:
+    check(ranks, layouts.LAYOUTS[name], train_scores, stage)
+
+
+def generate(axes: dict[str, Any], lora: bool) -> list[list[int]]:
+    """Greedy answers of the trained model's twin, each rank its share."""
+    engine, sharding, _ = spread(axes, "SFT", lora)
+    engine.loss = lambda model, batch, hidden=None, scale=None: causal_loss(model, batch, hidden, 16, scale)
+    steps(engine, sharding, None, answers, partial(collate, pad_to=LENGTH))
+    shape = config("ernie4_5", SHAPE)
+    spec = MODELS.get("ernie4_5")
+
+    def meta() -> torch.nn.Module:
+        with torch.device("meta"):
+            return spec.build(shape)
+
+    def parameters() -> Any:
+        return ((plain(n), p) for part in engine.parts for n, p in part.named_parameters())
+
+    settings = LoRASettings.resolve(rank=3) if lora else None
+    seeded = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(seed=0)))
+    built: Any = SimpleNamespace(
+        folder=SimpleNamespace(meta=meta, spec=spec), dtype=torch.float32, lora=settings, plan=seeded, engine=engine,
+        device=pick("cpu"), parameters=parameters,
+    )  # fmt: skip
+    before = {name: local(p.detach()).clone() for name, p in parameters()}
+    twin = twin_of(built)
+    prompts = [(3, 5, 7), (11, 2), (9, 9, 9, 9), (30,)]
+    options: dict[str, Any] = dict(stop_ids=frozenset(), vocab=61, max_tokens=6)
+    made = generate_greedily(twin, shape, prompts, device=pick("cpu"), dtype=torch.float32, **options)
+    assert all(torch.equal(local(p.detach()), before[name]) for name, p in parameters())
+    assert all(p.requires_grad == (not lora or ".lora." in name) for name, p in parameters())
+    return made
+
+
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.full), True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("name", named("dp2", "sharding stage 3", per_commit=("sharding stage 3",)))
+def test_answers_generated_beside_the_training_are_the_same_in_layout(name: str, lora: bool, ranks: Ranks) -> None:
+    one = generate({}, lora)
+    assert len({tuple(answer) for answer in one}) > 1
+    for answer in ranks.run(2, generate, layouts.LAYOUTS[name], lora):
+        assert answer == one
