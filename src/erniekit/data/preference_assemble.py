@@ -103,7 +103,7 @@ def _encode(
 ) -> tuple[list[Turn], list[int], Answer, Answer]:
     """Earlier turns, the last question through the generation prompt, and both answers."""
     both = [encode_answer(pair, answer, tokenizer, rules, thinking) for answer in (pair.chosen, pair.rejected)]
-    pasts, questions, answers = ([one[k] for one in both] for k in range(3))
+    pasts, questions, answers = [b[0] for b in both], [b[1] for b in both], [b[2] for b in both]
     if pasts[0] != pasts[1]:
         questions = [joined(past) + question for past, question in zip(pasts, questions)]
         pasts = [[], []]

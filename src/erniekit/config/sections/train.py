@@ -15,7 +15,7 @@ _INTERVALS = ("no", "steps", "epoch")
 class TrainSection:
     stage: str = key(
         "SFT",
-        "SFT on conversations, DPO on pairs, KTO on judged answers, PT on text; RM a reward model, CLS a classifier.",
+        "SFT, DPO on pairs, KTO on judged answers, RM, CLS, PT on text.",
         choices=("SFT", "DPO", "KTO", "RM", "CLS", "PT", "VL-SFT", "OCR-VL-SFT"),
         basic=True,
         fixed=True,
