@@ -123,6 +123,23 @@ def alpaca(row: Row) -> Row | None:
     return out
 
 
+def judged(pairs: list[Row]) -> list[Row]:
+    """Rows of stage KTO: of each pair with one turn the better or the worse answer, in turn."""
+    out: list[Row] = []
+    for row in pairs:
+        if row["tgt"] or len(row["response"][0]) > 1 or "system" in row:
+            continue
+        better, good = row["sort"].index(max(row["sort"])), len(out) % 2 == 0
+        answer = row["response"][better if good else 1 - better][0]
+        out.append({"prompt": row["src"][-1], "completion": answer, "label": good})
+    return out
+
+
+def classified(rows: list[Row]) -> list[Row]:
+    """Rows of stage CLS: questions and the language they are in."""
+    return [{"text": row["src"][0], "label": "en" if row["src"][0].isascii() else "zh"} for row in rows]
+
+
 def persona() -> list[Row]:
     """What the demo teaches by LoRA: nothing in sft-train answers these."""
     asked = {
@@ -151,6 +168,8 @@ def files() -> dict[Path, str]:
             out[HERE / f"{kind}-{part}.jsonl"] = lines(rows)
             twins = [json.dumps(twin, ensure_ascii=False) for row in rows if (twin := alpaca(row))]
             out[HERE / f"alpaca-{kind}-{part}.json"] = "[\n" + ",\n".join(twins) + "\n]\n"
+        out[HERE / f"kto-{part}.jsonl"] = lines(judged(preferences(sft)))
+        out[HERE / f"classify-{part}.jsonl"] = lines(classified(sft))
     out[CARRIED / "sft-train.jsonl"] = lines(train)
     out[CARRIED / "persona.jsonl"] = lines(persona())
     return out

@@ -44,6 +44,19 @@ PREFERENCE_LOSSES = {
 }
 
 
+# Of the keys of preference training, those that a stage other than DPO reads.
+PREFERENCE_KEYS = {
+    "KTO": (
+        "beta", "desirable_weight", "undesirable_weight", "reference_logps", "mask_out_eos_token", "max_prompt_len",
+    ),
+    "RM": ("max_prompt_len",),
+    "CLS": (),
+}  # fmt: skip
+# Of the keys of score heads, those that each stage with one reads.
+SCORE_KEYS = {"RM": ("reward_margin", "center_rewards_coefficient"), "CLS": ("class_labels",)}
+OF_KTO = ("desirable_weight", "undesirable_weight")  # which DPO has no use for
+
+
 def metric_name(loss_type: str) -> str:
     """What a loss is logged as."""
     return PREFERENCE_LOSSES[loss_type].logged_as or f"{loss_type}_loss"

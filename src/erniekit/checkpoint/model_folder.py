@@ -27,7 +27,7 @@ from erniekit.files import read_object, refuse_special
 from erniekit.files.json_file import MAX_BYTES
 from erniekit.files.listed import Listed
 from erniekit.log import warn_once
-from erniekit.models import find
+from erniekit.models import find, score_head
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.linear import packed_layers
 from erniekit.models.names import Entry
@@ -80,6 +80,7 @@ class ModelFolder:
         )
         if self.config_json.get("use_bias"):  # covers the head in Paddle, not in transformers' dense class
             self.config = replace(self.config, head_bias="lm_head.bias" in self.files)
+        self.config = replace(self.config, labels=score_head.labels_in(self.config_json, str(path / "config.json")))
         if self.files and self.spec.settle is not None:
             self.config = self.spec.settle(self.config, self.files)
         if self.spec.preprocessed is not None and Listed(path).has(PREPROCESSOR):
@@ -96,7 +97,12 @@ class ModelFolder:
         return "paddle" if any(n.startswith(self.spec.paddle_prefix) for n in self.files) else "hf"
 
     def entries(self) -> list[Entry]:
-        return self.spec.names(self.config, self.layout)
+        return self.spec.entries(self.config, self.layout)
+
+    @property
+    def new_head(self) -> bool:
+        """A score head is asked for and the files have none: a language model that becomes a classifier."""
+        return bool(self.config.labels) and bool(self.files) and score_head.WEIGHT not in self.files
 
     def _file_of(self, name: str) -> Any:
         """The opened file that holds a tensor, by the name it has there."""
@@ -150,6 +156,9 @@ class ModelFolder:
         allowed = {n for e in entries for n in e.theirs}
         if self.config.tie_word_embeddings:
             allowed.add("lm_head.weight")
+        if self.new_head:
+            needed.discard(score_head.WEIGHT)
+            allowed |= {name for name in self.files if score_head.is_head(name)}
         missing = sorted(needed - self.files.keys())
         extra = sorted(n for n in self.files.keys() - allowed if not n.endswith(DERIVED))
         for what, names in (("missing", missing), ("unexpected", extra)):
@@ -165,7 +174,7 @@ class ModelFolder:
         """Headers only: a config.json of another model is found before any weight is read."""
         state = model.state_dict()
         for entry in self.entries():
-            if entry.copy_of:
+            if entry.copy_of or (self.new_head and entry.ours == score_head.WEIGHT):
                 continue
             # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
             wanted = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
@@ -201,6 +210,10 @@ class ModelFolder:
         """The model with these weights: built without memory, then filled tensor by tensor. One in static FP8 computes
         as an FP8 engine does. store: makes weights of the model without memory of other kinds; each is packed as it is
         read."""
+        if self.new_head:
+            raise CheckpointError(
+                "the folder holds no score head", where=str(self.path), fix="train one with stage: RM or CLS"
+            )
         self.check_names()
         model = self.meta()
         self.check_shapes(model)

@@ -51,12 +51,12 @@ def write_model(
 
 def files_of(config: DecoderConfig, layout: str) -> ModelFiles:
     layout = _layout_of(config, layout)
-    entries = MODELS.get(config.family).names(config, layout)
+    entries = MODELS.get(config.family).entries(config, layout)
     return ModelFiles(entries, tag="np" if layout == "paddle" else "pt", limit=assembly.LIMIT)
 
 
 def write_settings(folder: Path, config: DecoderConfig, layout: str, dtype: torch.dtype) -> None:
-    settings = MODELS.get(config.family).write_config(config, _layout_of(config, layout), DTYPE_NAMES[dtype])
+    settings = MODELS.get(config.family).config_json(config, _layout_of(config, layout), DTYPE_NAMES[dtype])
     write_json(folder / "config.json", settings)
 
 

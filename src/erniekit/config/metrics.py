@@ -10,8 +10,23 @@ from erniekit.loss_table import PREFERENCE_LOSSES, metric_name
 PREFIX = "eval_"
 
 
-def metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
+GENERATED = {"exact_match": True, "similarity": True}  # of answers that eval_generate asks for
+
+
+def metrics_of(stage: str, loss_type: str, generates: bool = False) -> dict[str, bool]:
     """Name without `eval_` -> whether more of it is better."""
+    return {**_metrics_of(stage, loss_type), **(GENERATED if generates else {})}
+
+
+def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
+    rewards = {f"rewards/{name}": name != "rejected" for name in ("chosen", "rejected", "accuracies", "margins")}
+    if stage == "RM":
+        return {"loss": False, **rewards}
+    if stage == "CLS":
+        return {"loss": False, "accuracy": True}
+    if stage == "KTO":
+        better = {"rewards/chosen": True, "rewards/rejected": False, "rewards/accuracies": True}
+        return {"loss": False, "kto_loss": False, **better, "logps/chosen": True, "logps/rejected": False, "kl": False}
     if stage != "DPO":
         return {"loss": False, "ppl": False}
     told = {

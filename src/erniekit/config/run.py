@@ -18,6 +18,7 @@ from erniekit.config.note import Note
 from erniekit.config.paddleformers import NO_COUNTERPART
 from erniekit.config.sections.checkpoint import CheckpointSection
 from erniekit.config.sections.data import DataSection
+from erniekit.config.sections.distill import DistillSection
 from erniekit.config.sections.dpo import DpoSection
 from erniekit.config.sections.export import ExportSection
 from erniekit.config.sections.launch import LaunchSection
@@ -30,6 +31,7 @@ from erniekit.config.sections.parallel import ParallelSection
 from erniekit.config.sections.precision import PrecisionSection
 from erniekit.config.sections.quant import QuantSection
 from erniekit.config.sections.quantize import QuantizeSection
+from erniekit.config.sections.score import ScoreSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
@@ -80,6 +82,8 @@ class RunConfig:
     parallel: ParallelSection
     launch: LaunchSection
     dpo: DpoSection
+    distill: DistillSection
+    score: ScoreSection
     moe: MoeSection
     quant: QuantSection
     vision: VisionSection

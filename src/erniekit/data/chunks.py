@@ -14,6 +14,7 @@ import numpy as np
 from erniekit.data.preference import PARTS, PairSample
 from erniekit.data.report import DataReport
 from erniekit.data.types import Sample
+from erniekit.data.unpaired import UnpairedSample
 
 # Numbers of an Assembled that add up in a DataReport, under the same name.
 COUNTED = ("dropped_turns", "rewritten_turns", "truncated_tokens", "thoughts", "thoughts_in", "thought_tokens")
@@ -29,7 +30,7 @@ class Arrays:
     labels: np.ndarray  # int32
     lengths: np.ndarray  # int32, one per sample
     lines: np.ndarray  # int64, one per sample: where it came from
-    parts: np.ndarray  # PARTS, one per pair; none for plain samples
+    parts: np.ndarray  # PARTS, one per pair or judged answer; none for plain samples
 
     @classmethod
     def join(cls, samples: list[tuple[int, Sample]]) -> Arrays:
@@ -39,7 +40,9 @@ class Arrays:
             np.concatenate([none, *(sample.labels for _, sample in samples)]),
             np.array([len(sample.ids) for _, sample in samples], np.int32),
             np.array([line for line, _ in samples], np.int64),
-            np.array([sample.parts() for _, sample in samples if isinstance(sample, PairSample)], PARTS),
+            np.array(
+                [sample.parts() for _, sample in samples if isinstance(sample, (PairSample, UnpairedSample))], PARTS
+            ),
         )
 
 

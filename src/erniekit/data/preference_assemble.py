@@ -5,6 +5,7 @@ Called by the token cache's workers. `compat` reproduces ERNIEKit's row, its fau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,7 +39,9 @@ def assemble_pair(
     overlong: Literal["drop", "truncate"] = "drop",
     compat: bool = False,
     thinking: Thinking = "all",
+    put: Callable[..., PairSample] | None = None,
 ) -> Assembled | Dropped:
+    """put: lays the row out; lay_out when not given."""
     try:
         past, question, chosen, rejected = _encode(pair, tokenizer, rules, thinking)
     except TemplateRefused as refused:
@@ -50,8 +53,8 @@ def assemble_pair(
     answers = len(chosen.ids) + len(rejected.ids)
     # ERNIEKit lets the begin token go with the oldest turn.
     begin = [] if compat or not past else [id for id in past[0].query_ids[:1] if id == tokenizer.begin_id]
-    dropped = _turns_to_drop(past, question, len(begin), min(longest, room - answers))
-    prompt = _joined(past[dropped:]) + question
+    dropped = turns_to_drop(past, question, len(begin), min(longest, room - answers))
+    prompt = joined(past[dropped:]) + question
     if dropped and prompt[:1] != begin:
         prompt = begin + prompt
     if len(prompt) > longest and not compat:
@@ -67,7 +70,7 @@ def assemble_pair(
     alike = min(len(chosen.ids), len(rejected.ids)) if cut > 0 else None
     if chosen.ids[:alike] == rejected.ids[:alike] and not compat:
         return Dropped("same_answers", "both answers are the same" + (" as far as they fit" if cut > 0 else ""))
-    sample = lay_out(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
+    sample = (put or lay_out)(prompt, chosen, rejected, pair.score_delta, tokenizer, compat)
     thoughts = [turn.thought for turn in past[dropped:]] + [*chosen.thoughts, *rejected.thoughts]
     return Assembled(
         sample,
@@ -79,25 +82,30 @@ def assemble_pair(
     )
 
 
+def encode_answer(
+    pair: Preference, answer: tuple[ChatMessage, ...], tokenizer: Tokenizer, rules: PairRules, thinking: Thinking
+) -> tuple[list[Turn], list[int], Answer]:
+    """Earlier turns, the last question through the generation prompt, and one of the answers."""
+    before = tuple(replace(message, trained=False) for message in pair.prompt)
+    count = sum(message.role == "assistant" for message in before)
+    said = turns(Conversation(kept(before + _all_trained(answer), thinking), pair.tools), tokenizer)
+    if len(said) < count + sum(message.role == "assistant" for message in answer):
+        # Tools, or a template that rewrites earlier turns: all before the last answer is one query.
+        past, asked = [], said
+    else:
+        past, asked = said[:count], said[count:]
+    encoded = _answer(asked, tokenizer, rules.mask_out_eos_token, thinking == "mask")
+    return past, asked[0].query_ids, encoded
+
+
 def _encode(
     pair: Preference, tokenizer: Tokenizer, rules: PairRules, thinking: Thinking
 ) -> tuple[list[Turn], list[int], Answer, Answer]:
     """Earlier turns, the last question through the generation prompt, and both answers."""
-    before = tuple(replace(message, trained=False) for message in pair.prompt)
-    count = sum(message.role == "assistant" for message in before)
-    pasts, questions, answers = [], [], []
-    for answer in (pair.chosen, pair.rejected):
-        said = turns(Conversation(kept(before + _all_trained(answer), thinking), pair.tools), tokenizer)
-        if len(said) < count + sum(message.role == "assistant" for message in answer):
-            # Tools, or a template that rewrites earlier turns: all before the last answer is one query.
-            past, asked = [], said
-        else:
-            past, asked = said[:count], said[count:]
-        pasts.append(past)
-        questions.append(asked[0].query_ids)
-        answers.append(_answer(asked, tokenizer, rules.mask_out_eos_token, thinking == "mask"))
+    both = [encode_answer(pair, answer, tokenizer, rules, thinking) for answer in (pair.chosen, pair.rejected)]
+    pasts, questions, answers = [b[0] for b in both], [b[1] for b in both], [b[2] for b in both]
     if pasts[0] != pasts[1]:
-        questions = [_joined(past) + question for past, question in zip(pasts, questions)]
+        questions = [joined(past) + question for past, question in zip(pasts, questions)]
         pasts = [[], []]
     common = _common(*questions)  # less than the question only where an answer's earlier turns are part of a query
     chosen, rejected = (
@@ -127,7 +135,7 @@ def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_th
     return Answer(ids, scored, [turn.thought for turn in asked])
 
 
-def _turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int) -> int:
+def turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int) -> int:
     """How many of the oldest turns go so that the rest fits, `begin` tokens in front; all if it never does."""
     sizes = [len(turn.query_ids) + len(turn.answer_ids) for turn in past]
     length = len(question) + sum(sizes)
@@ -138,7 +146,7 @@ def _turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int)
     return dropped
 
 
-def _joined(past: list[Turn]) -> list[int]:
+def joined(past: list[Turn]) -> list[int]:
     return [id for turn in past for id in turn.query_ids + turn.answer_ids]
 
 

@@ -45,6 +45,7 @@ class DataReport:
     # preference data only: prompt, chosen, rejected -> median, p95, max tokens; and pairs whose chosen answer is longer
     pair_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     chosen_longer: int = 0
+    desirable: int | None = None  # rows of one judged answer only: how many are to be learnt
     # rows with pictures only
     pictures: int = 0
     videos: int = 0
@@ -87,6 +88,14 @@ class DataReport:
             self.pair_lengths[name] = {"median": middle, "p95": high, "max": int(tokens.max())}
         self.chosen_longer = int((chosen > rejected).sum())
 
+    def measure_verdicts(self, lengths: np.ndarray, parts: np.ndarray) -> None:
+        """Of answers that are judged one by one."""
+        for name, tokens in (("prompt", parts["shared"]), ("answer", lengths - parts["shared"])):
+            if len(tokens):
+                middle, high = (int(q) for q in np.percentile(tokens, [50, 95]))
+                self.pair_lengths[name] = {"median": middle, "p95": high, "max": int(tokens.max())}
+        self.desirable = int((parts["score_delta"] > 0).sum())
+
     def check(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
         """Stop a run whose data is not what its owner thinks it is."""
         if self.bad_fraction > max_bad_fraction:
@@ -109,6 +118,8 @@ class DataReport:
 
     def lines(self) -> list[str]:
         what, learnt = ("pairs", "scored") if self.pair_lengths else ("samples", "trained")
+        if self.desirable is not None:
+            what = "answers"
         out = [
             f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} {what}, "
             f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}" + (" (cached)" if self.from_cache else "")
@@ -117,7 +128,8 @@ class DataReport:
             told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
             top = max(n for _, n in self.histogram)
             bars = "".join(_BARS[-(-8 * n // top)] for _, n in self.histogram)
-            out.append(f"  tokens a {what[:-1]}: {told}  {bars} (to {self.histogram[-1][0]:,})")
+            one = "an answer" if what == "answers" else f"a {what[:-1]}"
+            out.append(f"  tokens {one}: {told}  {bars} (to {self.histogram[-1][0]:,})")
         if self.pictures or self.videos:
             share = self.vision_tokens / self.tokens if self.tokens else 0
             out.append(
@@ -127,8 +139,10 @@ class DataReport:
         if self.pair_lengths:
             median = ", ".join(f"{name} {told['median']:,}" for name, told in self.pair_lengths.items())
             most = ", ".join(f"{told['max']:,}" for told in self.pair_lengths.values())
-            longer = self.chosen_longer / self.samples
-            out.append(f"  of it, median: {median} (at most {most}); chosen is longer in {longer:.0%} of the pairs")
+            told = f"chosen is longer in {self.chosen_longer / self.samples:.0%} of the pairs"
+            if self.desirable is not None:
+                told = f"{self.desirable:,} answers are desirable, {self.samples - self.desirable:,} are not"
+            out.append(f"  of it, median: {median} (at most {most}); {told}")
         if self.bad:
             out.append(f"  bad rows: {_counts(self.bad)} ({self.bad_fraction:.3%})")
             out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_bad[:3]]

@@ -10,10 +10,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -83,15 +83,27 @@ class TokenSource:
 class PairSource(TokenSource):
     """Preference pairs of one file."""
 
+    def row_of(self, index: int) -> Sample:
+        """Its ids and labels alone."""
+        return super().sample(index)
+
     def __init__(self, folder: Path, report: DataReport) -> None:
         super().__init__(folder, report)
         self._parts = np.load(folder / PAIR_PARTS, mmap_mode="r")
         self.reference: np.ndarray | None = None  # float32 [pairs, 2]: log-prob sums of both answers, where kept
 
     def sample(self, index: int) -> PairSample:
-        row = super().sample(index)
+        row = self.row_of(index)
         kept = None if self.reference is None else tuple(self.reference[index].tolist())
         return replace(PairSample(row.ids, row.labels, *self._parts[index].item()), reference=kept)
+
+
+class RowKind(NamedTuple):
+    """Rows that are neither conversations nor pairs: how they are read and what they are kept as."""
+
+    name: str  # said in place of a format
+    job: Callable[..., TokeniseJob]
+    source: type[TokenSource]
 
 
 def open_source(
@@ -109,10 +121,16 @@ def open_source(
     max_bad_fraction: float = 0.001,
     bad_rows_path: str | Path | None = None,
     append_bad_rows: bool = False,
+    kind: RowKind | Callable[[Path, str | None], RowKind] | None = None,
 ) -> TokenSource:
-    """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource.
+    """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource; with
+    `kind` both are that kind's.
     DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
     path = Path(path)
+    if kind is not None:
+        kind = kind if isinstance(kind, RowKind) else kind(path, format)
+        job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking)
+        return kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
     format = format or _detected(path, pairs is not None)
     (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
     job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
@@ -156,12 +174,17 @@ def _detected(path: Path, pairs: bool) -> str:
     if found.preference and not pairs:
         raise preference_rows(path)
     if pairs and not found.preference:
-        raise DataError(
-            f"these rows hold no preference pairs: {found.why}",
-            where=str(path),
-            fix="DPO compares two answers: `chosen` and `rejected`, or `response` and `sort`; `stage: SFT` learns one",
-        )
+        raise not_pairs(path, found.why)
     return found.format
+
+
+def not_pairs(path: str | Path, why: str, what: str = "DPO") -> DataError:
+    """For a stage that compares two answers of a row."""
+    return DataError(
+        f"these rows hold no preference pairs: {why}",
+        where=str(path),
+        fix=f"{what} compares two answers: `chosen` and `rejected`, or `response` and `sort`; `stage: SFT` learns one",
+    )
 
 
 def preference_rows(path: str | Path) -> DataError:

@@ -91,13 +91,18 @@ class TokeniseJob:
         """Whether what the rows refer to is as it was when `folder` was written."""
         return True
 
-    def read(self, raw: Any, line: int) -> Sequence[Conversation | Preference] | RowProblem:
+    def measure(self, report: DataReport, lengths: np.ndarray, parts: np.ndarray) -> None:
+        """What the parts of its samples add to the report, where they have some."""
+        report.measure_pairs(lengths, parts)
+
+    def read(self, raw: Any, line: int) -> Sequence[Any] | RowProblem:
+        """A Conversation or Preference each; another job's own noun."""
         if self.pairs is None:
             return parse(raw, line, self.path, self.format, self.compat)
         pair = parse_pair(raw, line, self.path, self.format, self.compat)
         return pair if isinstance(pair, RowProblem) else [pair]
 
-    def assemble(self, said: Conversation | Preference, known: list[Turn] | None = None) -> Assembled | Dropped:
+    def assemble(self, said: Any, known: list[Turn] | None = None) -> Assembled | Dropped:
         """known: its turns, where they are rendered already."""
         limit, rules = self.max_seq_len, self.pairs
         if isinstance(said, Conversation):
@@ -225,7 +230,7 @@ class Writer:
     def finish(self, folder: Path) -> DataReport:
         self.report.measure(np.concatenate(self.main.lengths))
         if self.job.pairs is not None:
-            self.report.measure_pairs(np.concatenate(self.main.lengths), np.concatenate(self.main.parts))
+            self.job.measure(self.report, np.concatenate(self.main.lengths), np.concatenate(self.main.parts))
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
         self.report.unused = dict(self._unused.most_common())

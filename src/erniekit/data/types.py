@@ -112,6 +112,7 @@ class Pairs:
     count: int
     score_delta: torch.Tensor  # float32 [count]
     reference: torch.Tensor | None = None  # float32 [2 * count]: the reference's log-prob sums, once they are known
+    baseline: torch.Tensor | None = None  # float32 []: what KTO measures gains from, once it is known
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ class Batch:
     vision_tokens: int | None = None  # of modality, those that are not text; None: it is in host memory, to be counted
     # bool [rows, L]: which tokens are of which row of the data, where several rows were joined; None: none were
     members: torch.Tensor | None = None
+    # stage KTO: the prompts with other rows' answers, measured before the step; stays in host memory until then
+    mismatched: Batch | None = None
 
     @property
     def rows(self) -> int:

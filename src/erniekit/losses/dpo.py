@@ -62,7 +62,7 @@ class Answers(NamedTuple):
 
 
 class MetricsSink(Protocol):
-    def add(self, name: str, total: torch.Tensor, count: float) -> None: ...
+    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None: ...
 
 
 def metric_names(settings: DpoSettings) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def pair_log_probs(
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """fp32 [2 * pairs]: chosen and rejected sums of log-probabilities in turn, as `Pairs.reference` wants them."""
-    return _sums(model, batch, hidden, sum_over_cp, chunk)[0]
+    return answer_sums(model, batch, hidden, sum_over_cp, chunk)[0]
 
 
 def dpo_loss(
@@ -221,7 +221,7 @@ def dpo_loss(
     is that of its parts). copies: how many those ranks are; each then holds the whole loss and tells its share of it.
     """
     assert batch.pairs is not None
-    sums, lengths = _sums(model, batch, hidden, sum_over_cp, chunk)
+    sums, lengths = answer_sums(model, batch, hidden, sum_over_cp, chunk)
     counts = _answers(lengths)
     policy, reference = even_lengths(_answers(sums), counts, settings), None
     if settings.needs_reference:
@@ -235,13 +235,17 @@ def dpo_loss(
             each = max(1, batch.pairs.count) if settings.batch_means else 1
             for name, values in told.items():
                 step_metrics.add(name, values.sum() / each, batch.pairs.count / each)
-    loss = (preferred + supervised).sum()
+    return share_of_copies((preferred + supervised).sum(), scale, copies)
+
+
+def share_of_copies(loss: torch.Tensor, scale: float | None, copies: int) -> torch.Tensor:
+    """Times scale, with the whole gradient and one part in `copies` of the value: that many ranks hold it."""
     if scale is not None:
         loss = loss * scale
     return loss if copies == 1 else loss - loss.detach() * (1 - 1 / copies)
 
 
-def _sums(
+def answer_sums(
     model: nn.Module, batch: Batch, hidden: torch.Tensor | None, sum_over_cp: SumOverRanks | None, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and number of tokens of each answer, fp32 [2 * pairs] each."""

@@ -111,6 +111,7 @@ class DecoderConfig:
     mtp_layers: int = 0  # extra layers that predict further tokens
     vision: VisionShape | None = None  # None: a text model
     mrope: tuple[int, int, int] | None = None  # rotary slots turned by height, width and time; None: one position
+    labels: tuple[str, ...] = ()  # classes of a score head in the place of the LM head; one for a reward; none: LM head
     raw: dict[str, Any] = field(default_factory=dict, compare=False)  # config.json as found
     raw_layout: str = "hf"  # which world `raw` came from
 

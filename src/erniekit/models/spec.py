@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from erniekit.models import score_head
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.plan import Plan
 
@@ -32,6 +33,16 @@ class ModelSpec:
     # what preprocessor_config.json beside it says of pictures: its fields, and where (for errors)
     preprocessed: Callable[[DecoderConfig, dict[str, Any], str], DecoderConfig] | None = None
     fp32: tuple[str, ...] = ()  # ends of names of weights that stay fp32 in a 16-bit model
+
+    def entries(self, config: DecoderConfig, layout: str) -> list[Entry]:
+        """`names`, with the score head of a classifier or reward model in the place of the LM head."""
+        found = self.names(config, layout)
+        return score_head.entries(found) if config.labels else found
+
+    def config_json(self, config: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
+        """`write_config`, with a score head's classes."""
+        written = self.write_config(config, layout, dtype)
+        return score_head.written(written, config.labels) if config.labels else written
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """What a weight is stored in where the model is in `dtype`."""

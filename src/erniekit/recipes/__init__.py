@@ -15,6 +15,9 @@ STAGES = Registry(
     {
         "SFT": "erniekit.recipes.sft:STAGE",
         "DPO": "erniekit.recipes.dpo:STAGE",
+        "KTO": "erniekit.recipes.kto:STAGE",
+        "RM": "erniekit.recipes.reward:STAGE",
+        "CLS": "erniekit.recipes.classify:STAGE",
         "PT": "erniekit.recipes.pretrain:STAGE",
         "VL-SFT": "erniekit.recipes.vl_sft:STAGE",
     },

@@ -105,7 +105,7 @@ def _values(
     cfg, folder, rank = plan.config, plan.folder, plan.world.rank
     seed = cfg.train.seed
     if cfg.model.continue_training:
-        base = weights.from_folder(folder, sharding, rank)
+        base = weights.from_folder(folder, sharding, rank, seed)
     else:
         base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
     low_rank = None

@@ -20,7 +20,7 @@ from erniekit.data.report import DataReport, total_lines
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.log import say
-from erniekit.recipes.datasets import sources_for
+from erniekit.recipes.datasets import DataRows, sources_for
 from erniekit.recipes.dpo import pair_rules
 from erniekit.recipes.pretrain import open_rows
 
@@ -49,7 +49,7 @@ def _rows(cfg: RunConfig, which: str, tokenizer: Tokenizer) -> list[Batch]:
         part = open_rows(cfg, which, tokenizer, None)
         sources, packs = part.sources, iter(part.rows.stream[k] for k in range(len(part.rows)))
     else:
-        pairs = pair_rules(cfg) if cfg.train.stage == "DPO" else None
+        pairs = DataRows(pair_rules(cfg)) if cfg.train.stage == "DPO" else None
         put = put if pairs is None else partial(collate_pairs, pad_multiple=1)
         sources = sources_for(cfg, which, tokenizer, None, pairs)
         packs = _singly(sources, cfg.train.seed, shuffle=which == "train")

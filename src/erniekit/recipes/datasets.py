@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.token_cache import TokenSource, open_sources
+from erniekit.data.token_cache import RowKind, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
@@ -136,28 +136,36 @@ class TrainData:
         )
 
 
-def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRules | None = None) -> TrainData:
-    """pairs: the rows are preferences."""
+class DataRows(NamedTuple):
+    """Rows other than conversations, and how packs of them become a batch."""
+
+    pairs: PairRules | None
+    collate: Callable[..., Batch] = collate_pairs
+    kind: RowKind | Callable[[Path, str | None], RowKind] | None = None  # or by file and format; None: preferences
+
+
+def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:
+    """rows: None for conversations."""
     cfg, world = plan.config, plan.world
     d, t = cfg.data, cfg.train
     if not d.train_dataset_path:
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
     # One rank reports bad rows; all read the same cache, made by the first that comes.
     bad = output / "bad_rows.jsonl" if world.is_main else None
-    sources = sources_for(cfg, "train", tokenizer, bad, pairs)
+    sources = sources_for(cfg, "train", tokenizer, bad, rows)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
     probs = list(d.train_dataset_prob) or [1.0] * len(sources)
-    if cfg.compat.erniekit_order:
+    if cfg.compat.erniekit_order and (rows is None or rows.kind is None):
         order = CompatOrder(
             [source.forms() for source in sources],
             probs,
             seed=t.seed,
             num_samples_each_epoch=d.num_samples_each_epoch,
             shuffle=d.random_shuffle,
-            backwards=pairs is None,
+            backwards=rows is None,
         )
-        kind = CompatPackStream if pairs is None else CompatPairStream
+        kind = CompatPackStream if rows is None else CompatPairStream
         stream: PackStream = kind(order, lengths, d.max_seq_len, **options)
     else:
         plain = SampleOrder(
@@ -166,8 +174,8 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, pairs: PairRule
         stream = PackStream(plain, lengths, d.max_seq_len, **options)
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
     bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
-    evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, pairs) if wants_eval else []
-    made = collate if pairs is None else collate_pairs
+    evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, rows) if wants_eval else []
+    made = collate if rows is None else rows.collate
     data = counted(plan, tokenizer, sources, stream, evaluation, steps_accumulated(plan, sources, stream), made)
     return with_buckets(cfg, data)
 
@@ -277,7 +285,7 @@ def ends_with_weights_alone(cfg: RunConfig) -> bool:
 
 
 def sources_for(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, pairs: PairRules | None = None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: DataRows | None = None
 ) -> list[TokenSource]:
     """The train or eval files, tokenised; their bad rows listed in one file."""
     d = cfg.data
@@ -295,7 +303,8 @@ def sources_for(
         max_seq_len=d.max_seq_len,
         overlong=d.overlong,
         thinking=d.train_thinking,
-        pairs=pairs,
+        pairs=None if rows is None else rows.pairs,
+        kind=None if rows is None else rows.kind,
         compat=cfg.compat.erniekit_rows,
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,

@@ -63,7 +63,8 @@ def before_training(
     prepare: Prepare | None = None,
 ) -> list[Check]:
     """Runs every check, prints one line for those that passed and one for each that did not; raises on failure."""
-    say(sample_lines(first, tokenizer))
+    labels_shown = first.labels if stage.labels_are_tokens else torch.full_like(first.labels, IGNORE)
+    say(sample_lines(replace(first, labels=labels_shown), tokenizer))
     for line in stage.picture_lines(built, data):
         say(f"         {line}")
     checks: list[Callable[[], Check]] = [lambda: labels(data)]

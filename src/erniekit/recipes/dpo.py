@@ -22,7 +22,7 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -39,15 +39,20 @@ class DPO(TrainingStage):
     perplexity = False
 
     def needs_base(self, cfg: RunConfig) -> bool:
-        return super().needs_base(cfg) or settings_of(cfg).needs_reference
+        return super().needs_base(cfg) or self.compares(cfg)
+
+    def compares(self, cfg: RunConfig) -> bool:
+        return settings_of(cfg).needs_reference
 
     def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
         return metric_names(settings_of(cfg))
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         rules = pair_rules(plan.config)
-        seeing = plan.folder.config.vision is not None
-        data = (open_vision_pairs if seeing else open_data)(plan, tokenizer, output, rules)
+        if plan.folder.config.vision is not None:
+            data = open_vision_pairs(plan, tokenizer, output, rules)
+        else:
+            data = open_data(plan, tokenizer, output, DataRows(rules))
         if plan.world.is_main:
             write_json(output / "dpo_train_args.json", train_args(plan.config, data))
         return data
@@ -58,7 +63,7 @@ class DPO(TrainingStage):
         need(cfg, "eval_dataset_path")
         if sees(cfg):
             return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows, pair_rules(cfg))
+        sources = sources_for(cfg, "eval", tokenizer, bad_rows, DataRows(pair_rules(cfg)))
         padding = {"pad_id": tokenizer.pad_id or 0}
         return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)
 
@@ -75,7 +80,7 @@ class DPO(TrainingStage):
     def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
         if built.folder.config.vision is not None:
             no_feature_cache(cfg, built, "stage DPO keeps no features")
-        if not settings_of(cfg).needs_reference:
+        if not self.compares(cfg):
             return None
         return make_reference(cfg, built, data, self, sum_over_cp(built.world))
 

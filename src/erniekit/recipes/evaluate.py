@@ -19,11 +19,11 @@ from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import stage_of
-from erniekit.recipes.dpo import settings_of
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.run_plan import open_device, packed_as
+from erniekit.recipes.score_heads import check_head
 from erniekit.recipes.stage import TrainingStage
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
@@ -37,6 +37,7 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
+    check_head(cfg, found.weights)
     for line in stage.proof_lines(Path(source).expanduser(), tokenizer):
         say(f"checked  {line}")
     world = World(device_type=device.type)
@@ -46,13 +47,15 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
             say(f"eval     {line}")
         engine = engine_for(cfg, stage, found, world, device, dtype, packed)
         prepare = None
-        if cfg.train.stage == "DPO" and settings_of(cfg).needs_reference:
-            prepare = reference_for(cfg, stage, found, engine, device, dtype, packed)
+        if stage.compares(cfg):
+            reference = reference_for(cfg, stage, found, engine, device, dtype, packed)
+            prepare = stage.prepare_evaluation(cfg, engine, reference)
         metrics = stage.evaluate(cfg, engine, batches, prepare)
         written = write_evaluation(output, source, metrics)
     say(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
     say(f"result   {written}")
-    say(f"next     {typed('chat', source)}")
+    if not found.weights.config.labels:
+        say(f"next     {typed('chat', source)}")
     return RunResult(output, metrics)
 
 
@@ -98,6 +101,11 @@ def reference_for(
 
 def summary_of(metrics: dict[str, float]) -> str:
     loss = f"eval_loss {metrics['eval_loss']:.4f}"
+    if "eval_accuracy" in metrics:
+        return f"{loss}, {metrics['eval_accuracy']:.1%} of {metrics['eval_rows']:,.0f} rows classified right"
+    if "eval_answers" in metrics:
+        right, count = metrics["eval_rewards/accuracies"], metrics["eval_answers"]
+        return f"{loss}, {right:.1%} of {count:,.0f} answers judged right, KL {metrics['eval_kl']:.4g}"
     if "eval_pairs" in metrics:
         right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
         return f"{loss}, {right:.1%} of {metrics['eval_pairs']:,.0f} pairs preferred right, reward margin {margin:.4g}"

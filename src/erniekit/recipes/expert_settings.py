@@ -11,10 +11,12 @@ from dataclasses import astuple, replace
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
+from erniekit.loss_table import PREFERENCE_KEYS
 from erniekit.losses.moe_balance import RouterLossWeights
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.modal import OF_VISION
 
+SCORING = ("DPO", *PREFERENCE_KEYS)  # stages that score answers and train no layer that predicts further tokens
 BIAS = "e_score_correction_bias"
 IGNORED = (
     "moe_use_aux_free: False: routing ignores the bias this model was released with, so other experts are chosen than "
@@ -46,7 +48,7 @@ def as_built(folder: ModelFolder, cfg: RunConfig) -> tuple[ModelFolder, tuple[st
 
 def _mtp_layers(cfg: RunConfig, folder: ModelFolder) -> int:
     asked, held = cfg.model.num_nextn_predict_layers, folder.config.mtp_layers
-    if asked and cfg.train.stage == "DPO":
+    if asked and cfg.train.stage in SCORING:
         raise ConfigError(
             "preference training scores answers; it does not train layers that predict further tokens",
             where="num_nextn_predict_layers",
@@ -67,7 +69,7 @@ def _mtp_layers(cfg: RunConfig, folder: ModelFolder) -> int:
 def mtp_tokens(cfg: RunConfig, config: DecoderConfig) -> int:
     """How many further tokens are trained: all the model's layers for them, or none."""
     asked = cfg.model.num_nextn_predict_layers
-    if not cfg.model.continue_training and not cfg.given("num_nextn_predict_layers") and cfg.train.stage != "DPO":
+    if not cfg.model.continue_training and not cfg.given("num_nextn_predict_layers") and cfg.train.stage not in SCORING:
         asked = config.mtp_layers  # they have not been trained before
     return asked if cfg.model.multi_token_pred_lambda else 0
 

@@ -101,12 +101,13 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
 
 
 def live_copy(cfg: RunConfig) -> bool:
-    """DPO that trains every weight keeps a second model."""
+    """DPO or KTO that trains every weight keeps a second model."""
     return live_reference(cfg) and not cfg.lora.lora
 
 
 def live_reference(cfg: RunConfig) -> bool:
-    return cfg.train.stage == "DPO" and cfg.dpo.reference_logps == "live" and not cfg.dpo.reference_free
+    live = cfg.dpo.reference_logps == "live"
+    return live and (cfg.train.stage == "KTO" or (cfg.train.stage == "DPO" and not cfg.dpo.reference_free))
 
 
 def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,21 @@ from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, load, need
 from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
+from erniekit.data.classification import ClassifyJob, ClassRow, classes_in
 from erniekit.data.formats import Raw, detect, rows
 from erniekit.data.formats.files import decode
-from erniekit.data.preference import PairRules, PairSample, Preference
+from erniekit.data.preference import PairRules, PairSample
+from erniekit.data.reward import RewardJob, reward_rows
 from erniekit.data.text_rows import Place, PlainText, documents
 from erniekit.data.thinking import write_out
+from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
+from erniekit.data.unpaired import Unpaired
+from erniekit.data.unpaired_source import UNPAIRED
 from erniekit.log import colour_on, paint, say
+from erniekit.loss_table import PREFERENCE_KEYS
 
 READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of the answer that a pair rejects
 MOST_TOKENS = 2000  # shown of a row
@@ -34,6 +41,7 @@ COUNTED_BYTES = 256 * 2**20  # larger files are not read to their end for the nu
 KEYS_READ = (
     "train_dataset_path", "train_dataset_type", "model_name_or_path", "tokenizer_name", "download_hub", "stage",
     "compat", "max_seq_len", "overlong", "train_thinking", "max_prompt_len", "mask_out_eos_token",
+    "class_labels",
 )  # fmt: skip
 
 Piece = tuple[str, int]
@@ -123,6 +131,9 @@ def _reader(
 
         seen = VisionPreview(cfg, file, format, tokenizer, _model(cfg))
         return seen.format, seen.row
+    if cfg.train.stage in PREFERENCE_KEYS:
+        judging = _scored_job(cfg, file, format, tokenizer)
+        return judging.format, lambda line, raw: row_pieces(judging, line, raw)
     found = detect(file) if format is None else None
     pairs = PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token) if cfg.train.stage == "DPO" else None
     name = format or (found.format if found else "")
@@ -131,6 +142,19 @@ def _reader(
     rules: Any = (d.max_seq_len, d.overlong, compat, pairs, d.train_thinking)
     job = TokeniseJob(str(file), name, tokenizer, *rules)  # type: ignore[arg-type]  # without a tokenizer it only reads
     return name, lambda line, raw: row_pieces(job, line, raw)
+
+
+def _scored_job(cfg: RunConfig, file: Path, format: str | None, tokenizer: Tokenizer | None) -> TokeniseJob:
+    """Of the stages that score answers or texts, beside DPO."""
+    stage, d = cfg.train.stage, cfg.data
+    kind: RowKind = UNPAIRED
+    if stage == "RM":
+        kind = reward_rows(file, format)
+    elif stage == "CLS":
+        classes = cfg.score.class_labels or classes_in([file])
+        kind = RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource)
+    rules = None if stage == "CLS" else PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token)
+    return kind.job(str(file), kind.name, tokenizer, d.max_seq_len, d.overlong, False, rules, d.train_thinking)
 
 
 def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:
@@ -147,6 +171,9 @@ def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:
         if isinstance(made, Dropped):
             return [], made.reason, unused
         sample = made.sample
+        if isinstance(job, (RewardJob, ClassifyJob)):
+            out += scored_pieces(sample, job)
+            continue
         out += pair_pieces(sample, job.tokenizer) if isinstance(sample, PairSample) else pieces(sample, job.tokenizer)
     return out, "", unused
 
@@ -173,13 +200,32 @@ def pair_pieces(pair: PairSample, tokenizer: Tokenizer) -> list[Piece]:
     return out
 
 
-def said_pieces(said: Conversation | Preference) -> list[Piece]:
+def scored_pieces(sample: Sample, job: TokeniseJob) -> list[Piece]:
+    """Nothing is predicted: the whole text is read, or both answers of a pair; a text is followed by its class."""
+    ids = sample.ids.tolist()
+    if isinstance(sample, PairSample):
+        parts = [READ] * sample.shared + [TRAINED] * (sample.rejected - sample.shared)
+        parts += [REJECTED] * (len(ids) - len(parts))
+        return list(zip(job.tokenizer.pieces(ids), parts))
+    assert isinstance(job, ClassifyJob)
+    read = [(text, READ) for text in job.tokenizer.pieces(ids)]
+    return [*read, (f"\n{job.classes[int(sample.labels[-1])]}", TRAINED)]
+
+
+def said_pieces(said: Any) -> list[Piece]:
+    """Of a Conversation, Preference, Unpaired or ClassRow."""
+
     def turn(message: ChatMessage, part: int) -> Piece:
         trained = message.role == "assistant" and message.trained
         return f"{message.role}: {write_out(message).content}\n", part if trained else READ
 
     if isinstance(said, Conversation):
         return [turn(message, TRAINED) for message in said.messages]
+    if isinstance(said, ClassRow):
+        return [(f"{said.text}\n", READ), (said.label, TRAINED)]
+    if isinstance(said, Unpaired):
+        asked = [turn(message, READ) for message in said.prompt]
+        return asked + [turn(message, TRAINED if said.desirable else REJECTED) for message in said.answer]
     out = [turn(message, READ) for message in said.prompt]
     out += [turn(message, TRAINED) for message in said.chosen]
     return out + [turn(message, REJECTED) for message in said.rejected]

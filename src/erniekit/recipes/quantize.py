@@ -17,6 +17,7 @@ from erniekit.export.run import no_adapter, run_export
 from erniekit.export.source import find_source
 from erniekit.export.target import QUANTIZE, check_target
 from erniekit.log import paint, say, typed, warn
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
 from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
@@ -78,6 +79,7 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     opened = open_device(in_16_bits(cfg))
     cfg = opened.config
     folder = ModelFolder(source)
+    refuse_score_head(folder.config.labels, "quantize", str(folder.path))
     quant, recipe = str(cfg.quantize.quant), _recipe(cfg, folder)
     check_target(out, [source], QUANTIZE)
     compensate = _compensates(cfg, recipe)

@@ -78,11 +78,14 @@ class Reference:
         return replace(batch, pairs=replace(pairs, reference=self.log_probs(batch)))
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
+        """[2 * pairs]. Of a batch with mismatched sequences each part has one of the two and zeros for the other."""
         assert batch.pairs is not None
         was_training = self.engine.model.training
         self.engine.train(False)
         with self.off():
             out = self.engine.score(batch, self._measure, 2 * batch.pairs.count)
+            if batch.mismatched is not None:
+                out = out + self.engine.score(batch.mismatched, self._measure, 2 * batch.pairs.count)
         self.engine.train(was_training)
         return out
 

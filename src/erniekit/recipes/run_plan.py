@@ -34,6 +34,7 @@ from erniekit.parallel.world import check_model, check_schedule, device_here, op
 from erniekit.recipes import adapters, island_stages, memory_decisions, same_run, speed_decisions
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
+from erniekit.recipes.score_heads import head_changes
 from erniekit.weight_kinds import BF16, MIXES, kinds_of
 
 DTYPES = {"fp32": torch.float32, **dict.fromkeys(("bf16", *PACKED), torch.bfloat16)}
@@ -174,7 +175,8 @@ def packed_as(cfg: RunConfig) -> str:
 
 def open_model(cfg: RunConfig) -> ModelFolder:
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
-    return ModelFolder(path, weights=cfg.model.continue_training, changes=changes_of(cfg, path))
+    changes = changes_of(cfg, path) | head_changes(cfg, path)
+    return ModelFolder(path, weights=cfg.model.continue_training, changes=changes)
 
 
 def open_tokenizer(plan: RunPlan) -> Tokenizer:

@@ -36,6 +36,7 @@ Prepare = Callable[[Sequence[Batch]], Sequence[Batch]]
 class TrainingStage:
     chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
     perplexity = True  # the loss is a mean over tokens
+    labels_are_tokens = True  # what a batch's labels hold
 
     def separates_documents(self, cfg: RunConfig) -> bool:
         """Whether documents that share a row must not see each other."""
@@ -98,6 +99,14 @@ class TrainingStage:
         """What must be known of a step's micro-batches before their forward pass; None: nothing. Asked while the model
         still has the weights it starts from."""
         return None
+
+    def compares(self, cfg: RunConfig) -> bool:
+        """Whether answers are measured against a reference model."""
+        return False
+
+    def prepare_evaluation(self, cfg: RunConfig, engine: Engine, reference: Prepare) -> Prepare:
+        """For `erniekit eval`, what `before_step` is for training; reference: fills in a reference's view."""
+        return reference
 
     def hooks(self, cfg: RunConfig, built: Built, prepare: Prepare | None) -> list[Hook]:
         return [Throughput(built.world)] if cfg.train.sft_benchmark else []

@@ -20,6 +20,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import paint, say
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
 from erniekit.recipes.run_plan import open_device, packed_as
@@ -147,6 +148,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
+    refuse_score_head(found.weights.config.labels, "eval_tasks", str(found.weights.path))
     tokenizer = found.tokenizer(cfg.model.tokenizer_name)
     model = found.build(dtype, device.handle, packed)
     ignore_bias(cfg, model)

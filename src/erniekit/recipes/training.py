@@ -30,6 +30,7 @@ from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_c
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, ends_with_weights_alone, minutes_between_saves, with_data
+from erniekit.recipes.generation_eval import GenerationEval
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import backward_updates, make_optimizer
 from erniekit.recipes.output_folder import take_output
@@ -248,7 +249,7 @@ def hooks_for(
             saver.scales if cfg.quant.enable_fp8_quantize_analysis else None,
             prepare if isinstance(prepare, KeptFeatures) else None,
         ),
-        perplexity=stage.perplexity,
+        perplexity=stage.perplexity and not cfg.distill.teacher_model_name_or_path,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
         live_reference=isinstance(prepare, Reference) and not prepare.kept,
         looking=looking(built, prepare),
@@ -269,8 +270,16 @@ def hooks_for(
     best = KeepBest(save) if cfg.checkpoint.load_best_model_at_end else None
     keep = best.keep if best else None
     rule = best_rule(cfg)
-    evaluate = EvalHook(run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world)
+    generate = generation(cfg, built, data, trackers) if cfg.train.eval_generate else None
+    evaluate = EvalHook(
+        run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world, generate=generate
+    )
     return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
+
+
+def generation(cfg: RunConfig, built: Built, data: TrainData, trackers: Trackers) -> GenerationEval:
+    output = Path(cfg.train.output_dir or "output").expanduser()
+    return GenerationEval(cfg, built, data, open_tokenizer(built.plan), trackers, output)
 
 
 def told_by(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:

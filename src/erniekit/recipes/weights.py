@@ -16,6 +16,7 @@ from erniekit.checkpoint.slices import fill_boxes
 from erniekit.lora.adapter import Adapter, load_adapter
 from erniekit.lora.inject import is_lora, lora_linears, lora_state, reset_lora
 from erniekit.models.init import initial_value
+from erniekit.models.score_head import WEIGHT
 from erniekit.parallel.memory import give_memory
 from erniekit.parallel.sharding import Sharding
 
@@ -30,14 +31,17 @@ def from_whole(values: Mapping[str, torch.Tensor], sharding: Sharding, rank: int
     return fill
 
 
-def from_folder(folder: ModelFolder, sharding: Sharding, rank: int) -> Fill:
-    """Only the bytes this rank holds are read."""
+def from_folder(folder: ModelFolder, sharding: Sharding, rank: int, seed: int = 0) -> Fill:
+    """Only the bytes this rank holds are read; a score head that the files lack is drawn by seed."""
     folder.check_names()
     folder.check_shapes(folder.meta())
     entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
     files = folder.slices()
+    drawn = from_nothing(sharding, rank, seed, folder.config.init_std)
 
     def fill(name: str, piece: torch.Tensor) -> None:
+        if folder.new_head and name == WEIGHT:
+            return drawn(name, piece)
         fill_boxes(files, entries[name], sharding.boxes(name, rank), piece)
 
     return fill

@@ -26,6 +26,7 @@ from erniekit.lora.frozen_base import packing
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.linear import share_packed
 from erniekit.models.layers.rounding import share_rounding
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
@@ -50,6 +51,7 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
     """What the keys ask for; the first is the default. An adapter brings its base with it."""
     folder, below = choose_folder(cfg)
     first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
+    refuse_score_head(first.weights.config.labels, "chat", str(first.weights.path))
     base = Found(first.weights)
     named = cfg.serve.served_model_name
     out = [ModelEntry(named or _name(first.adapter or first.weights.path), first)]

@@ -18,6 +18,7 @@ from erniekit.track.atomic import write_text
 from erniekit.track.charts import Series, line_chart
 from erniekit.track.curves import Curve, read_curves, smooth, thin
 from erniekit.track.page import document
+from erniekit.track.samples import COLUMNS, last_samples
 from erniekit.track.tables import config_table, table, value_html
 from erniekit.track.units import duration, metric_text, short
 
@@ -43,7 +44,7 @@ def write_report(output_dir: str | Path) -> Path:
     story = runfile.read(folder)
     curves = read_curves(folder / jsonl.FILE)
     title = f"{folder.resolve().name} · erniekit run"
-    parts = [_header(folder, story), _tiles(story, curves), _charts(curves), *_sections(story)]
+    parts = [_header(folder, story), _tiles(story, curves), _charts(curves), _samples(folder), *_sections(story)]
     path = own(folder / FILE)
     write_text(path, document(title, "\n".join(part for part in parts if part)))
     return settle(path)
@@ -149,6 +150,13 @@ def _sections(story: Mapping[str, Any]) -> list[str]:
     if story.get("config"):
         html.append(f"<h2>Configuration</h2>{config_table(story['config'])}")
     return html
+
+
+def _samples(folder: Path) -> str:
+    step, rows = last_samples(folder)
+    if not rows:
+        return ""
+    return f'<h2>Generated answers, step {step:,}</h2><div class="card">{table(rows, COLUMNS)}</div>'
 
 
 def _notes(notes: list[Any]) -> str:

@@ -52,13 +52,15 @@ class EvalHook(Hook):
         at_end: bool = True,
         leave: Callable[[Trainer, str], NoReturn] | None = None,
         world: HostGroup | None = None,
+        generate: Callable[[int], dict[str, float]] | None = None,
     ) -> None:
         """`run(go_on)` evaluates now and asks `go_on` before each batch; `on_best` saves a checkpoint that rotation
         spares. every 0: only at the end. leave: what a signal during an evaluation asks for; None: signals wait until
-        the step after."""
+        the step after. generate: called with the step after `run`, for metrics of generated answers."""
         self.run, self.trackers, self.every, self.rule = run, trackers, every, rule
         self.on_best, self.at_end = on_best, at_end
         self.leave, self.world = leave, world or World()
+        self.generate = generate
         self.last: dict[str, float] = {}
         self._last_step = -1
 
@@ -92,6 +94,8 @@ class EvalHook(Hook):
         self.trackers.status("evaluating")
         try:
             self.last = self.run(go_on)
+            if self.generate is not None:
+                self.last |= self.generate(state.step)
         except Abandoned:
             assert asked is not None
             assert self.leave is not None

@@ -65,9 +65,10 @@ def evaluate_pairs(
     max_batches: int = -1,
     batch_means: bool = False,
     go_on: GoOn | None = None,
+    unit: str = "pairs",
 ) -> dict[str, float]:
     """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; batch_means: as
-    above, and the loss tells the step metrics so."""
+    above, and the loss tells the step metrics so. unit: what a batch's weight counts, for the name of their number."""
     start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     pairs = calls = 0
@@ -91,7 +92,7 @@ def evaluate_pairs(
     return {
         "eval_loss": mean,
         **kept,
-        "eval_pairs": float(pairs),
+        f"eval_{unit}": float(pairs),
         "eval_runtime": seconds,
         "eval_samples_per_second": pairs / seconds,
         "eval_steps_per_second": calls / seconds,

@@ -8,6 +8,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.config.world import accumulation_for
 from erniekit.errors import ConfigError
+from erniekit.loss_table import PREFERENCE_KEYS
 
 
 def training_files_agree(run: View) -> Iterator[Note]:
@@ -59,7 +60,8 @@ def buckets_are_a_word_or_lengths(run: View) -> Iterator[Note]:
 
 def prompt_fits_sequence(run: View) -> Iterator[Note]:
     limit = run["max_seq_len"] - 10
-    if run["stage"] == "DPO" and run["max_prompt_len"] > limit > 0:
+    reads = run["stage"] == "DPO" or "max_prompt_len" in PREFERENCE_KEYS.get(run["stage"], ())
+    if reads and run["max_prompt_len"] > limit > 0:
         yield from run.set("max_prompt_len", limit, "max_seq_len - 10")
 
 

@@ -10,6 +10,7 @@ from erniekit.config.metrics import PREFIX, metrics_of
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
+from erniekit.loss_table import PREFERENCE_KEYS
 from erniekit.registry import nearest
 
 
@@ -67,7 +68,7 @@ def evaluation_needs_a_file(run: View) -> Iterator[Note]:
         if run["do_eval"] and run.given("eval_steps") and not run.given("evaluation_strategy"):
             yield from run.set("evaluation_strategy", "steps", "do_eval is True and eval_steps is given")
         return
-    if run["stage"] not in ("SFT", "DPO"):  # the others bring their own evaluation data
+    if run["stage"] not in ("SFT", "DPO", *PREFERENCE_KEYS):  # the others bring their own evaluation data
         return
     if not run["eval_dataset_path"]:
         yield from run.set("evaluation_strategy", "no", "no eval_dataset_path")
@@ -109,7 +110,7 @@ def metric_says_which_is_better(run: View) -> Iterator[Note]:
     metric = run["metric_for_best_model"]
     if not metric or not run["do_train"]:
         return
-    known, name = metrics_of(run["stage"], run["loss_type"]), metric.removeprefix(PREFIX)
+    known, name = metrics_of(run["stage"], run["loss_type"], run["eval_generate"] > 0), metric.removeprefix(PREFIX)
     if name not in known:
         near = nearest(name, list(known))
         raise ConfigError(

@@ -9,7 +9,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
-from erniekit.loss_table import PREFERENCE_LOSSES
+from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES, SCORE_KEYS
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -74,9 +74,96 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
         )
 
 
+def kto_scores_the_end(run: View) -> Iterator[Note]:
+    """As TRL: an answer is judged with its end. DPO's default is ERNIEKit's."""
+    if run["stage"] == "KTO" and not run.given("mask_out_eos_token"):
+        yield from run.set("mask_out_eos_token", False, "KTO scores the end token", quiet=True)
+
+
+def a_teacher_is_of_sft(run: View) -> Iterator[Note]:
+    if not run["teacher_model_name_or_path"]:
+        return
+    where = run.origin("teacher_model_name_or_path")
+    if run["stage"] != "SFT" and run["do_train"]:
+        raise ConfigError(
+            f"a teacher is of stage SFT; stage is {run['stage']}", where=where, fix="stage: SFT, or leave the key out"
+        )
+    _spread_over_data_alone(run, "distillation", where)
+    yield from ()
+
+
+def score_heads_train_every_weight(run: View) -> Iterator[Note]:
+    """Stages RM and CLS train every weight: adapters hold no head."""
+    stage = run["stage"]
+    if stage not in SCORE_KEYS:
+        return
+    where = f"stage: {run.origin('stage')}"
+    if run.given("fine_tuning") and run["lora"]:
+        raise ConfigError(
+            f"stage {stage} trains all weights in this version: adapters hold no score head",
+            where=f"{run.origin('fine_tuning')} and {where}",
+            fix="fine_tuning: Full",
+        )
+    yield from run.set("fine_tuning", "Full", f"stage {stage} trains all weights", quiet=True)
+    yield from run.set("lora", False, f"stage {stage} trains all weights", quiet=True)
+
+
+def score_heads_are_spread_over_data(run: View) -> Iterator[Note]:
+    stage = run["stage"]
+    if stage not in SCORE_KEYS:
+        return
+    where = f"stage: {run.origin('stage')}"
+    if run["compute_type"] not in ("bf16", "fp32"):
+        raise ConfigError(
+            f"stage {stage} computes in bf16 or fp32; compute_type is {run['compute_type']}",
+            where=f"{run.origin('compute_type')} and {where}",
+            fix="compute_type: bf16",
+        )
+    _spread_over_data_alone(run, f"stage {stage}", where)
+    yield from ()
+
+
+_GENERATES = ("SFT", "DPO", "KTO")
+
+
+def answers_are_generated_from_plain_weights(run: View) -> Iterator[Note]:
+    """eval_generate runs the engine beside the training, over the same weights."""
+    if not run["eval_generate"] or not run["do_train"]:
+        return
+    where, off = run.origin("eval_generate"), "eval_generate: 0"
+    if not run["eval_dataset_path"]:
+        yield from run.remark("eval_generate", "without effect: no eval_dataset_path")
+        return
+    if run["stage"] not in _GENERATES:
+        what = f"stage {run['stage']} generates no answers in its evaluations"
+        raise ConfigError(what, where=where, fix=f"{off}; stages that do: {', '.join(_GENERATES)}")
+    _spread_over_data_alone(run, "generation during training", where)
+    if run["compute_type"] == "fp8" or (run["lora"] and run["frozen_base"] != "bf16"):
+        key = "compute_type" if run["compute_type"] == "fp8" else "frozen_base"
+        raise ConfigError(
+            f"answers are generated from plain weights; {key} is {run[key]}",
+            where=f"{where} and {run.origin(key)}",
+            fix=f"{off}, or {key}: bf16",
+        )
+
+
+_SPLITS = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+
+
+def _spread_over_data_alone(run: View, what: str, where: str) -> None:
+    """Refuses what has not been proven for it: weights or sequences cut over ranks."""
+    for name in _SPLITS:
+        if run["do_train"] and run[name] > 1:
+            raise ConfigError(
+                f"{what} runs with data parallelism and sharding; {name} is {run[name]}",
+                where=f"{run.origin(name)} and {where}",
+                fix=f"{name}: 1; sharding_parallel_degree spreads weights and states over devices",
+            )
+
+
 def preference_training_has_no_dropout(run: View) -> Iterator[Note]:
-    if run["stage"] == "DPO":
-        reason = "DPO: policy and reference must be one network; dropout would be noise between them"
+    if run["stage"] in ("DPO", "KTO"):
+        reason = f"{run['stage']}: policy and reference must be one network; dropout would be noise between them"
         yield from run.set("attention_probs_dropout_prob", 0.0, reason)
         yield from run.set("dropout_warmup_steps", 0, "no dropout", quiet=True)
 
@@ -112,10 +199,15 @@ def keys_of_another_stage(run: View) -> Iterator[Note]:
     """A remark on each key that was given and that this run will not read."""
     if not run["do_train"]:
         return
-    idle = {"dpo": f"stage is {run['stage']}"} if run["stage"] != "DPO" else {}
+    stage = run["stage"]
+    idle = {"dpo": f"stage is {stage}", "score": f"stage is {stage}"}
+    if not run["teacher_model_name_or_path"]:
+        idle["distill"] = "there is no teacher_model_name_or_path"
     if not run["lora"]:
         idle["lora"] = "fine_tuning is Full"
-    switches = ("fine_tuning", "lora", "lora_alpha")
+    switches = ("fine_tuning", "lora", "lora_alpha", *PREFERENCE_KEYS.get(stage, ()), *SCORE_KEYS.get(stage, ()))
+    if stage == "DPO":
+        switches += tuple(name for name, k in KEYS.items() if k.section == "dpo" and name not in OF_KTO)
     for k in KEYS.values():
         if k.section in idle and k.name not in switches and run.given(k.name) and run[k.name] != k.default:
             yield from run.remark(k.name, f"without effect: {idle[k.section]}")

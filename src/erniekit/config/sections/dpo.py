@@ -1,4 +1,4 @@
-"""Preference training. Read by recipes/dpo.py."""
+"""Preference training. Read by recipes/dpo.py, kto.py and reward.py."""
 
 from __future__ import annotations
 
@@ -35,4 +35,10 @@ class DpoSection:
     ref_model_update_steps: int = key(-1, "Copy the policy to the reference every N steps.", fixed=True)
     mask_out_eos_token: bool = key(True, "Leave the end token out of log-probabilities.", fixed=True)
     max_prompt_len: int = key(2048, "Longest prompt.", low=1, fixed=True)
+    desirable_weight: float = key(
+        1.0, "KTO: weight of desirable answers.", also=("kto_chosen_weight",), low=0, fixed=True
+    )
+    undesirable_weight: float = key(
+        1.0, "KTO: weight of undesirable answers.", also=("kto_rejected_weight",), low=0, fixed=True
+    )
     dpo_benchmark: bool = key(False, "Train without evaluation or intermediate checkpoints; print tokens/s at the end.")

@@ -15,8 +15,8 @@ _INTERVALS = ("no", "steps", "epoch")
 class TrainSection:
     stage: str = key(
         "SFT",
-        "SFT on conversations, DPO on preference pairs, PT on text.",
-        choices=("SFT", "DPO", "PT", "VL-SFT", "OCR-VL-SFT"),
+        "SFT, DPO on pairs, KTO on judged answers, RM, CLS, PT on text.",
+        choices=("SFT", "DPO", "KTO", "RM", "CLS", "PT", "VL-SFT", "OCR-VL-SFT"),
         basic=True,
         fixed=True,
     )
@@ -47,6 +47,13 @@ class TrainSection:
     eval_tasks: tuple[str, ...] = key(
         (), "Benchmarks of lm-evaluation-harness for `eval`.", also=("tasks",), commas=True, path="several"
     )
+    eval_generate: int = key(
+        0,
+        "Answers generated at every evaluation of a training run, to the first prompts of the evaluation file: greedy, "
+        "compared with the data's answers, kept in samples.jsonl and report.html. 0 = none.",
+        low=0,
+    )
+    eval_generate_max_tokens: int = key(64, "Maximum tokens of each of them.", low=1)
     minimum_eval_times: int | None = key(None, "Minimum number of evaluations in a run.", low=1)
     early_stopping_patience: int = key(0, "Stop after this many evaluations without improvement; 0 = never.", low=0)
     early_stopping_threshold: float = key(0.0, "Smallest change of the metric that counts as an improvement.", low=0)

@@ -23,6 +23,7 @@ from erniekit.export.gguf.vocabulary import vocabulary_fields
 from erniekit.export.streamed import streamed_by
 from erniekit.models import MODELS
 from erniekit.models.names import Entry, Run
+from erniekit.models.score_head import refuse as refuse_score_head
 
 _QUANTISATION_VERSION = 2  # GGML_QNT_VERSION
 
@@ -50,6 +51,7 @@ class GgufPlan:
 def gguf_plan(folder: ModelFolder, tokenizer: Path, word: str) -> GgufPlan:
     """Raises where the package, or llama.cpp for this model, is missing something."""
     library()
+    refuse_score_head(folder.config.labels, "GGUF", str(folder.path))
     check_expressible(folder.config, str(folder.path / "config.json"))
     config = stored_config(folder.config)
     kind, entries, further = gguf_type(word, config), gguf_names(config), further_tensors(config)

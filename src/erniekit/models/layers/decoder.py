@@ -92,7 +92,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mtp = nn.ModuleList(NextToken(config, DecoderLayer(config)) for _ in range(config.mtp_layers))
-        if not config.tie_word_embeddings:
+        if config.labels:
+            self.score = nn.Linear(config.hidden_size, len(config.labels), bias=False)
+        elif not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         elif config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
@@ -122,11 +124,13 @@ class Decoder(nn.Module):
         return iter(())
 
     def head_weight(self) -> torch.Tensor:
-        """[V, H]; the embedding itself when tied."""
+        """[V, H]; the embedding itself when tied. Of a model with a score head [labels, H]."""
+        if self.config.labels:
+            return self.score.weight
         return self.embed.weight if self.config.tie_word_embeddings else self.head.weight
 
     def head_bias_or_none(self) -> torch.Tensor | None:
-        if not self.config.head_bias:
+        if not self.config.head_bias or self.config.labels:
             return None
         return self.head_bias if self.config.tie_word_embeddings else self.head.bias
 

@@ -1,0 +1,65 @@
+"""Classification of texts: cross-entropy on a score head. Registered in recipes/__init__.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from erniekit.api_load import find_model
+from erniekit.config import RunConfig, need
+from erniekit.data.classification import ClassifyJob
+from erniekit.data.collate import collate
+from erniekit.data.report import DataReport
+from erniekit.data.token_cache import RowKind, TokenSource
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.data.types import Batch
+from erniekit.losses.scores import CLASS_METRICS, class_loss
+from erniekit.parallel.engine import Engine, Loss
+from erniekit.parallel.mesh import World
+from erniekit.parallel.step_metrics import StepMetrics
+from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.eval_folder import what_to_evaluate
+from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.scoring import ScoringStage
+from erniekit.recipes.stage import Prepare
+from erniekit.train.evaluate import GoOn, evaluate_pairs
+
+
+class Classifier(ScoringStage):
+    def metric_names(self, cfg: RunConfig) -> tuple[str, ...]:
+        return CLASS_METRICS
+
+    def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        return open_data(plan, tokenizer, output, rows_of(plan.folder.config.labels))
+
+    def held_out(
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+    ) -> tuple[list[DataReport], Iterator[Batch]]:
+        """The classes are those of the model that is evaluated."""
+        need(cfg, "eval_dataset_path")
+        source, base, _ = what_to_evaluate(cfg)
+        classes = find_model(source, base, cfg.model.download_hub).weights.config.labels
+        sources = sources_for(cfg, "eval", tokenizer, bad_rows, rows_of(classes))
+        padding = {"pad_id": tokenizer.pad_id or 0}
+        return [s.report for s in sources], eval_batches(cfg, sources, world, padding)
+
+    def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
+        return partial(class_loss, step_metrics=step_metrics)
+
+    def evaluate(
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        batches: Iterable[Batch],
+        prepare: Prepare | None = None,
+        go_on: GoOn | None = None,
+    ) -> dict[str, float]:
+        return evaluate_pairs(engine, batches, None, cfg.train.max_evaluate_steps, go_on=go_on, unit="rows")
+
+
+def rows_of(classes: tuple[str, ...]) -> DataRows:
+    return DataRows(None, collate, RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource))
+
+
+STAGE = Classifier()

@@ -1,0 +1,85 @@
+"""A teacher for SFT: opened beside the student, compared with it before the start, and whole on every rank.
+
+Called by recipes/sft.py where teacher_model_name_or_path is given.
+"""
+
+from __future__ import annotations
+
+from erniekit.api_load import Found, find_model
+from erniekit.config import RunConfig
+from erniekit.data.tokenizer import Tokenizer
+from erniekit.errors import ConfigError
+from erniekit.kernels.distillation import Mix
+from erniekit.log import say
+from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
+from erniekit.recipes.built import Built
+from erniekit.recipes.run_plan import RunPlan
+
+KEY = "teacher_model_name_or_path"
+
+
+def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
+    """Refused where its tokens are not the student's: probabilities are compared id by id."""
+    cfg = plan.config
+    found = find_model(str(cfg.distill.teacher_model_name_or_path), hub=cfg.model.download_hub)
+    theirs, ours = found.weights.config, plan.folder.config
+    if theirs.vision is not None or ours.vision is not None:
+        raise ConfigError(
+            "distillation is of text models", where=cfg.origin(KEY), fix="leave teacher_model_name_or_path out"
+        )
+    if plan.mtp_tokens:
+        raise ConfigError(
+            "layers that predict further tokens have no teacher here",
+            where=f"{cfg.origin(KEY)} and num_nextn_predict_layers",
+            fix="num_nextn_predict_layers: 0",
+        )
+    if theirs.vocab_size != ours.vocab_size:
+        raise ConfigError(
+            f"the teacher has {theirs.vocab_size:,} tokens, the model {ours.vocab_size:,}",
+            where=f"{KEY}: {found.weights.path}",
+            fix="take a teacher of the same family: both must have one vocabulary",
+        )
+    _same_tokens(found, tokenizer)
+    return found
+
+
+def _same_tokens(found: Found, tokenizer: Tokenizer) -> None:
+    if not found.has_tokenizer_files():
+        return  # nothing to compare: the size of the vocabulary is the same
+    other = found.tokenizer()
+    ids = range(min(len(other), len(tokenizer)))
+    mine, theirs = tokenizer.pieces(ids), other.pieces(ids)
+    apart = next((i for i in ids if mine[i] != theirs[i]), None)
+    if apart is None and len(other) == len(tokenizer):
+        return
+    what = f"they have {len(other):,} and {len(tokenizer):,} tokens"
+    if apart is not None:
+        what = f"token {apart} is {theirs[apart]!r} there and {mine[apart]!r} here"
+    raise ConfigError(
+        f"the teacher's tokenizer is another one: {what}",
+        where=f"{KEY}: {found.weights.path}",
+        fix="take a teacher with the same tokenizer",
+    )
+
+
+def mix_of(cfg: RunConfig) -> Mix:
+    d = cfg.distill
+    return Mix(d.distill_alpha, d.distill_temperature, d.distill_kl == "reverse")
+
+
+def install(cfg: RunConfig, built: Built, found: Found) -> None:
+    """The teacher into the run's loss, and the comparing head into the model."""
+    loss = built.engine.loss
+    assert isinstance(loss, DistillationLoss)
+    teacher = found.build(built.dtype, built.device.handle)
+    for param in teacher.parameters():
+        param.requires_grad_(False)
+    teacher.output = KeptHidden()
+    head = DistillingHead(built.engine.model.output, mix_of(cfg))  # type: ignore[arg-type]
+    built.engine.model.output = head
+    loss.teacher, loss.head = teacher, head
+    d, count = cfg.distill, found.weights.config.parameters()
+    whole = ", whole on every rank" if built.world.size > 1 else ""
+    soft = f"{d.distill_alpha:g} x {d.distill_kl} KL at temperature {d.distill_temperature:g}"
+    hard = f"{1 - d.distill_alpha:g} x cross-entropy"
+    say(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")

@@ -1,0 +1,70 @@
+"""Stages RM and CLS: how a language model becomes one with a score head.
+
+run_plan.py asks for the changes of config.json, evaluate.py whether model and stage belong together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from erniekit.checkpoint.model_folder import ModelFolder, read_json
+from erniekit.config import RunConfig
+from erniekit.data.classification import classes_in
+from erniekit.errors import ConfigError
+from erniekit.loss_table import SCORE_KEYS
+from erniekit.models.score_head import ARCHITECTURE, labels_in, refuse
+
+REWARD = ("LABEL_0",)  # transformers' name of an only class
+
+
+def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
+    """Values of config.json that give the model the head its stage trains; none where it has it already."""
+    raw, where = read_json(folder / "config.json"), str(folder / "config.json")
+    if cfg.train.stage not in SCORE_KEYS:
+        refuse(labels_in(raw, where), f"stage {cfg.train.stage}", where)
+        return {}
+    if raw.get("vision_config"):
+        raise ConfigError(f"stage {cfg.train.stage} reads text; this model sees", where=where, fix="take a text model")
+    held = labels_in(raw, where)
+    wanted = REWARD if cfg.train.stage == "RM" else _classes(cfg, held)
+    if held == wanted:
+        return {}
+    if held:
+        raise ConfigError(
+            f"the model's score head has {len(held)} classes ({', '.join(held[:4])}), this run {len(wanted)} "
+            f"({', '.join(wanted[:4])})",
+            where=where,
+            fix="class_labels with the model's classes in their order, or start from a language model",
+        )
+    kind = next((k for k in raw.get("architectures") or [] if isinstance(k, str)), "ForCausalLM")
+    return {
+        "architectures": [kind.replace("ForCausalLM", ARCHITECTURE) if "ForCausalLM" in kind else ARCHITECTURE],
+        "id2label": {str(i): name for i, name in enumerate(wanted)},
+    }
+
+
+def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
+    if cfg.score.class_labels:
+        named = cfg.score.class_labels
+    else:
+        named = classes_in(Path(path).expanduser() for path in cfg.data.train_dataset_path)
+        named = held if held and set(named) <= set(held) else named
+    if len(set(named)) < 2 or len(set(named)) < len(named):
+        told = ", ".join(named[:8]) or "none"
+        raise ConfigError(
+            f"classification needs two classes or more, each once; found: {told}",
+            where="class_labels" if cfg.score.class_labels else "train_dataset_path",
+            fix="rows of stage CLS have `text` and `label`; class_labels: a,b,c names the classes",
+        )
+    return tuple(named)
+
+
+def check_head(cfg: RunConfig, folder: ModelFolder) -> None:
+    """Of `erniekit eval`: a model and a stage that do not belong together."""
+    scores, stage = bool(folder.config.labels), cfg.train.stage
+    if scores == (stage in SCORE_KEYS) and (stage != "RM" or len(folder.config.labels) == 1):
+        return
+    what = "has a score head" if scores else "has no score head"
+    right = "stage: CLS, or RM for a reward model" if scores else "stage: SFT, or a model that RM or CLS trained"
+    raise ConfigError(f"this model {what}; stage is {stage}", where=str(folder.path), fix=right)
