@@ -16,6 +16,8 @@ from erniekit.config.view import Rule, View
 RULES: tuple[Rule, ...] = (
     kind.pre_training_files_train_pt,
     kind.pre_training_trains_every_weight,
+    kind.patterns_choose_weights,
+    kind.neftune_is_a_number,
     kind.scratch_means_no_weights,
     kind.erniekit_documents_see_each_other,
     kind.lora_word_means_fine_tuning,

@@ -137,6 +137,7 @@ def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
             layer.mlp.piece = (tp, ranks)
     if hasattr(model, "places"):
         model.places = PlacesInSlice(tp, ranks)
+    model.row_slice = (tp, ranks)  # type: ignore[assignment]
 
 
 class PlacesInSlice(nn.Module):

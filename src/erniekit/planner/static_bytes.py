@@ -135,12 +135,21 @@ def total(shares: Iterable[Share]) -> Share:
     return found
 
 
+def _standard(kind: bool, sparse: tuple[bool, ...], trained: frozenset[str]) -> int:
+    """The layer that stands for all of its kind: where some are frozen, the first of those that train the most."""
+    counts = [0] * len(sparse)
+    for name in trained:
+        if name.startswith("layers."):
+            counts[int(name.split(".")[1])] += 1
+    return max((n for n, held in enumerate(sparse) if held == kind), key=lambda n: (counts[n], -n))
+
+
 class Blocks:
     """The tensors of a model by block: one dense layer, one with experts, and what is around them."""
 
     def __init__(self, sharding: Sharding, sparse: tuple[bool, ...], storing: Storing) -> None:
         self.sharding, self.sparse, self.storing = sharding, sparse, storing
-        first = {kind: sparse.index(kind) for kind in dict.fromkeys(sparse)}
+        first = {kind: _standard(kind, sparse, storing.trained) for kind in dict.fromkeys(sparse)}
         self.names: dict[str, list[str]] = {"embed": [], "front": [], "last": [], "dense": [], "sparse": []}
         for name in sharding.names():
             if name.startswith("layers."):

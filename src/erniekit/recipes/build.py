@@ -16,12 +16,11 @@ from erniekit.log import say
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
-from erniekit.models.vision_parts import freeze
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, weights
+from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, trained_weights, weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
@@ -42,8 +41,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
         say(f"note     {line}")
     whole, model = (folder.spec.cast(folder.meta(), plan.stored_dtype) for _ in range(2))
     for each in (whole, model):
-        expert_layers.set_mtp(cfg, each)
-        freeze(each, cfg.vision.freeze_config)
+        trained_weights.choose(cfg, each)
     start = None
     if plan.lora:
         start = adapters.starting_adapter(cfg, folder, whole) if fill is None else None

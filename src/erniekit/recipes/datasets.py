@@ -15,6 +15,7 @@ from erniekit.config import RunConfig
 from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
+from erniekit.data.embedding_noise import NoiseMaker
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
@@ -51,6 +52,7 @@ class TrainData:
     collate: Callable[..., Batch] = collate  # packs -> Batch; stage DPO has its own
     mtp_tokens: int = 0  # further tokens the model learns to predict
     lengths: tuple[int, ...] = ()  # that joined rows are padded to; none: rows are not joined
+    noise: NoiseMaker | None = None  # on embeddings (NEFTune)
     sizes: np.ndarray | None = None  # tokens of the first micro-batches, padding apart, where rows are joined
 
     @property
@@ -132,6 +134,7 @@ class TrainData:
             prefetch=cfg.data.prefetch_factor,
             collate=self._collate(cfg),
             lengths=self.lengths,
+            noise=self.noise,
             **self.padding(cfg),
         )
 
@@ -249,7 +252,13 @@ def counted(
         accumulation,
         collate=collate,
         mtp_tokens=plan.mtp_tokens,
+        noise=noise_of(plan),
     )
+
+
+def noise_of(plan: RunPlan) -> NoiseMaker | None:
+    alpha = plan.config.tuning.neftune_noise_alpha
+    return NoiseMaker(alpha, plan.folder.config.hidden_size, plan.config.train.seed) if alpha else None
 
 
 def accumulation_by_size(samples: int, packs: int, packs_at_once: int) -> int:

@@ -33,6 +33,7 @@ from erniekit.models.vision_parts import FREEZE_RESAMPLER, FREEZE_VISION
 from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
+from erniekit.recipes import trained_weights
 from erniekit.weight_kinds import BF16
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
@@ -213,6 +214,8 @@ def changed(cfg: RunConfig, keys: dict[str, Any]) -> RunConfig:
 
 def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
     """Of the weights, how many are trained; of adapters as many as there are on every projection."""
+    if cfg.tuning.partial and not cfg.lora.lora:
+        return trained_weights.share(cfg, model)
     return min(1.0, adapter_weights(model, cfg.lora.lora_rank) / parameters(model)) if cfg.lora.lora else 1.0
 
 

@@ -20,12 +20,12 @@ from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.released import RELEASED, released
-from erniekit.models.vision_parts import freeze
 from erniekit.parallel.apply import plain, sharding_of
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
+from erniekit.recipes import trained_weights
 from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import seeing_bytes
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
@@ -72,7 +72,7 @@ def built(cfg: RunConfig, config: DecoderConfig, spec: Any, lora: LoRASettings |
     """The whole model on the meta device as the run stores it on one rank."""
     with torch.device("meta"):
         model = spec.cast(spec.build(config), torch.float32 if four_bytes(cfg) else torch.bfloat16)
-        freeze(model, cfg.vision.freeze_config)
+        trained_weights.choose(cfg, model)
         if lora is not None:
             inject(model, lora, cfg.train.seed)
     return model

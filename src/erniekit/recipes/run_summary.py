@@ -20,7 +20,7 @@ from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
 from erniekit.log import say
 from erniekit.lora.coverage import coverage, coverage_table
-from erniekit.recipes import kernel_table
+from erniekit.recipes import kernel_table, trained_weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
@@ -38,7 +38,9 @@ def version() -> str:
 def show_plan(plan: RunPlan) -> None:
     cfg, folder, device, world = plan.config, plan.folder, plan.device, plan.world
     c = folder.config
-    how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if plan.lora else "all weights"
+    how = "chosen weights" if cfg.tuning.partial else "all weights"
+    if plan.lora:
+        how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}"
     say(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     weights = f"{short(c.parameters())} weights"
@@ -83,6 +85,9 @@ def show_saves(cfg: RunConfig, data: TrainData) -> None:
 
 
 def show_coverage(built: Built) -> list[Any]:
+    if built.plan.config.tuning.partial and not built.lora:
+        say(f"train    {trained_weights.described(built.plan.config, built.whole)}")
+        return [{"group": "chosen weights", "trainable": built.trainable(), "total": built.total()}]
     if not built.lora:
         resting = built.folder.config.mtp_layers and not built.mtp_tokens
         but = " but the layers that predict further tokens: num_nextn_predict_layers trains those" if resting else ""

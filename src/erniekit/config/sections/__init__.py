@@ -19,6 +19,7 @@ from erniekit.config.sections.quantize import QuantizeSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
+from erniekit.config.sections.tuning import TuningSection
 from erniekit.config.sections.vision import VisionSection
 
 SECTIONS: dict[str, type] = {
@@ -26,6 +27,7 @@ SECTIONS: dict[str, type] = {
     "data": DataSection,
     "train": TrainSection,
     "lora": LoraSection,
+    "tuning": TuningSection,
     "optim": OptimSection,
     "precision": PrecisionSection,
     "memory": MemorySection,
