@@ -55,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     optimiser.moments_have_one_name,
     optimiser.masters_are_of_16_bit_weights,
     optimiser.backward_updates_one_micro_batch,
+    optimiser.muon_is_for_whole_weights,
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
     frozen.compute_type_decides_the_base,

@@ -60,7 +60,8 @@ class BatchLoader:
         collate: Callable[..., Batch] = collate,
         noise: Callable[[Batch, Sequence[Pack]], Batch] | None = None,
     ) -> None:
-        """noise: what embeddings get (embedding_noise.py). lengths: rows of a micro-batch are joined and padded to one of these, instead of to `pad_to` each."""
+        """lengths: rows of a micro-batch are joined and padded to one of these, instead of to `pad_to` each.
+        noise: adds to a batch what its embeddings get in training (embedding_noise.py)."""
         assert 0 <= dp_rank < dp_size
         self.stream, self.sources = stream, sources
         self.batch_size, self.accumulation = batch_size, accumulation

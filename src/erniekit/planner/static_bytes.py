@@ -33,6 +33,7 @@ class Storing:
     shards_away: bool = False  # sharding: offload
     in_backward: bool = False  # updates inside backward
     reference: bool = False  # a second copy of the weights, for DPO
+    one_moment: frozenset[str] = frozenset()  # trained with an average alone, fp32 (Muon)
     fused: bool = True  # an update that takes gradients in 16 bit
 
 
@@ -102,6 +103,8 @@ def _master(storing: Storing, shape: tuple[int, ...]) -> float:
 
 def _moments(sharding: Sharding, name: str, local: tuple[int, ...], storing: Storing) -> float:
     count = prod(local)
+    if name in storing.one_moment:
+        return 4.0 * count
     block = _block(sharding, name) if storing.moments == "8bit" else 0
     if storing.moments == "8bit" and block:
         return 2.0 * count + 3 * 4 * local[0] * -(-local[1] // block)

@@ -20,6 +20,7 @@ from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.released import RELEASED, released
+from erniekit.optim.muon import by_muon
 from erniekit.parallel.apply import plain, sharding_of
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.world import layout_of
@@ -84,7 +85,7 @@ def four_bytes(cfg: RunConfig) -> bool:
 
 def storing_of(cfg: RunConfig, model: Any) -> Storing:
     named = [(plain(name), param) for name, param in model.named_parameters()]
-    wide = four_bytes(cfg)
+    wide, muon = four_bytes(cfg), cfg.optim.optim == "muon"
     base = cfg.lora.frozen_base if cfg.lora.packed_base else ""
     return Storing(
         trained=frozenset(name for name, param in named if param.requires_grad),
@@ -97,6 +98,7 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
         shards_away="offload" in cfg.parallel.sharding,
         in_backward=cfg.optim.update_in_backward,
         reference=live_copy(cfg),
+        one_moment=frozenset(n for n, p in named if by_muon(n, p.shape)) if muon else frozenset(),
     )
 
 
@@ -189,9 +191,9 @@ def levers(cfg: RunConfig, job: Job) -> list[Lever]:
 
     if job.recompute != "full":
         out.append(Lever({"recompute": True, "recompute_granularity": "full"}, replace(job, recompute="full"), "time"))
-    if storing.compute == 2 and storing.masters == "fp32":
+    if storing.compute == 2 and storing.masters == "fp32" and not storing.one_moment:
         stored({"master_weights": "exact16"}, "nothing", masters="exact16")
-    if storing.moments != "8bit":
+    if storing.moments != "8bit" and not storing.one_moment:
         stored({"optim_states": "8bit"}, "moments rounded", moments="8bit")
     if not storing.optimiser_away:
         stored({"offload_optim": True}, "time, host memory", optimiser_away=True)

@@ -16,6 +16,7 @@ from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.trained_names import set_trained
 from erniekit.models.vision_parts import freeze
+from erniekit.optim.muon import by_muon
 from erniekit.recipes.expert_settings import mtp_tokens
 
 
@@ -43,6 +44,15 @@ def share(cfg: RunConfig, config: DecoderConfig) -> float:
     choose(cfg, model)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, on in counts if on) / sum(n for n, _ in counts)
+
+
+def muon_share(cfg: RunConfig, config: DecoderConfig) -> float:
+    """Of the trained weights, how many Muon updates."""
+    with torch.device("meta"):
+        model = MODELS.get(config.family).build(config)
+    choose(cfg, model)
+    counts = [(p.numel(), by_muon(n, p.shape)) for n, p in model.named_parameters() if p.requires_grad]
+    return sum(n for n, on in counts if on) / max(1, sum(n for n, _ in counts))
 
 
 def described(cfg: RunConfig, model: nn.Module) -> str:
