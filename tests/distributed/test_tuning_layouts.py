@@ -52,3 +52,23 @@ def test_experts_on_ranks_of_their_own_draw_the_curve_of_one_process(
     spread = dict(use_expert_parallel=True, expert_parallel_degree=2)
     out = go(ranks, place, name, f"experts-{name}", **keys, **spread)
     assert curve(out) == pytest.approx(curve(alone), abs=1e-4)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {"dora": dict(use_dora=True), "pissa": dict(lora_init="pissa")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dora", "fsdp2"),
+        *(pytest.param("dora", n, marks=pytest.mark.full) for n in ("dp2", "pp2", "cp2")),
+        *(pytest.param("pissa", n, marks=pytest.mark.full) for n in ("fsdp2", "tp2", "pp2", "tp2fsdp2")),
+    ],
+)
+def test_adapters_with_lengths_or_principal_starts_draw_the_curve_of_one_process(
+    kind: str, name: str, ranks: Ranks, place: Path
+) -> None:
+    keys = dict(fine_tuning="LoRA", max_steps=3, **ADAPTERS[kind])
+    alone = go(ranks, place, "one", f"{kind}-one-{name}", **keys)
+    out = go(ranks, place, name, f"{kind}-{name}", **keys)
+    assert curve(out) == pytest.approx(curve(alone), abs=2e-6)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.note import Note
-from erniekit.config.rules import batch, frozen, kind, layout, optimiser, schedule, stages
+from erniekit.config.rules import adapters, batch, frozen, kind, layout, optimiser, schedule, stages
 from erniekit.config.sources import Sources
 from erniekit.config.view import Rule, View
 
@@ -62,6 +62,8 @@ RULES: tuple[Rule, ...] = (
     frozen.a_base_is_written_with_its_products,
     frozen.a_packed_base_is_of_adapters,
     frozen.products_fit_the_base,
+    adapters.dora_is_of_plain_weights,
+    adapters.pissa_starts_new_adapters,
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
     stages.preference_training_has_no_dropout,

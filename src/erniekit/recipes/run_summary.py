@@ -40,7 +40,8 @@ def show_plan(plan: RunPlan) -> None:
     c = folder.config
     how = "chosen weights" if cfg.tuning.partial else "all weights"
     if plan.lora:
-        how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}"
+        kind = "DoRA" if plan.lora.dora else "LoRA by PiSSA" if plan.lora.pissa else "LoRA"
+        how = f"{kind} rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}"
     say(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     weights = f"{short(c.parameters())} weights"
