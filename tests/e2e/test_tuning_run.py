@@ -42,3 +42,21 @@ def test_noise_is_in_training_alone_and_a_resumed_run_draws_the_same(train: Call
     assert abs(losses(tmp_path / "whole")[0] - losses(tmp_path / "plain")[0]) > 1e-4
     probes = [ModelFolder(tmp_path / name).build().train()(torch.arange(9)[None]) for name in ("whole", "parts")]
     assert torch.equal(*probes), "a model outside of a training step has no noise"
+
+
+def test_a_mixture_that_changes_and_a_curriculum_resume_exactly(
+    train: Callable, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = rows.read_text().splitlines()
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for number, file in enumerate(files):
+        numbered = ({**json.loads(line), "hard": -k} for k, line in enumerate(lines[number::2]))
+        file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in numbered))
+    keys = dict(
+        train_dataset_path=",".join(map(str, files)), mix_schedule="3=0/1", train_dataset_prob="1,0", packing=False,
+        curriculum="hard", max_steps=5, save_steps=3, doctor="off", gradient_accumulation_steps=1, max_bad_fraction=1,
+    )  # fmt: skip
+    train(tmp_path / "whole", **keys)
+    train(tmp_path / "parts", **keys, resume_from_checkpoint=tmp_path / "whole" / "checkpoint-3")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[3:]
+    assert "mix      from step 1: 1/0; from step 3: 0/1" in capsys.readouterr().out

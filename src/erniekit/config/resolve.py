@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.note import Note
-from erniekit.config.rules import adapters, batch, frozen, kind, layout, optimiser, schedule, stages
+from erniekit.config.rules import adapters, batch, frozen, kind, layout, optimiser, order, schedule, stages
 from erniekit.config.sources import Sources
 from erniekit.config.view import Rule, View
 
@@ -45,6 +45,8 @@ RULES: tuple[Rule, ...] = (
     batch.training_files_agree,
     batch.evaluation_files_agree,
     batch.buckets_are_a_word_or_lengths,
+    order.mixtures_change_at_steps,
+    order.a_curriculum_orders_rows,
     batch.prompt_fits_sequence,
     batch.script_batch_size_counts,
     batch.batch_size_sets_per_device,

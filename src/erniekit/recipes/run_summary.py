@@ -13,6 +13,7 @@ import torch
 
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
+from erniekit.data.staged import StagedPacks
 from erniekit.devices.base import Device
 from erniekit.kernels import broken, cudnn_packed, flash4
 from erniekit.kernels.available import installed
@@ -73,6 +74,9 @@ def show_data(data: TrainData) -> None:
         f"steps    {data.max_steps} of {data.packs_per_step} packs; {data.packs_per_epoch:,} packs of "
         f"{data.stream.max_seq_len} tokens an epoch, {min(fill, 1):.0%} full"
     )
+    if isinstance(data.stream, StagedPacks):
+        steps = [(pack // data.packs_per_step + 1, shares) for pack, shares in data.stream.stages]
+        say("mix      " + "; ".join(f"from step {n:,}: {'/'.join(f'{s:g}' for s in shares)}" for n, shares in steps))
     if data.lengths:
         each = ", ".join(f"{length:,}" for length in data.lengths)
         say(f"rows     joined, padded to {each} tokens: {data.padded_share:.1%} padding (length_buckets)")
