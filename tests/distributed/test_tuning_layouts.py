@@ -60,8 +60,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {"dora": dict(use_dora=True), "pissa": dic
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("dora", "fsdp2"),
-        *(pytest.param("dora", n, marks=pytest.mark.full) for n in ("dp2", "pp2", "cp2")),
+        *(pytest.param("dora", n, marks=pytest.mark.full) for n in ("fsdp2", "dp2", "pp2", "cp2")),
         *(pytest.param("pissa", n, marks=pytest.mark.full) for n in ("fsdp2", "tp2", "pp2", "tp2fsdp2")),
     ],
 )
