@@ -73,6 +73,7 @@ class SpreadModel(Protocol):
     layers: Any  # one DecoderBlock for each layer of the model
     mtp: Any  # layers that predict further tokens, each with a `block`; empty where there are none
     mtp_weight: float  # of their losses; 0: they rest
+    row_slice: tuple[int, int]  # which slice of every row is here, of how many
     first: bool  # has the embedding; a pipeline stage may have neither
     last: bool  # has the head
     records: list[dict[Any, Any]] | None  # what blocks tell of each micro-batch, where it is read

@@ -21,7 +21,7 @@ from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import expert_layers, expert_settings
+from erniekit.recipes import expert_layers, expert_settings, trained_weights
 from erniekit.train.step import TrainStep
 from parity.test_layouts import LENGTH, packs, whole_value
 from support.ranks import Ranks
@@ -47,7 +47,7 @@ def train(axes: dict[str, Any], words: list[str]) -> dict[str, Any]:
     world, spec, device, cfg = World(layout, rank), MODELS.get("ernie4_5_moe"), pick("cpu"), load(words)
     with torch.device("meta"):
         model = spec.build(CONFIG)
-    expert_layers.set_mtp(cfg, model)
+    trained_weights.set_mtp(cfg, model)
     sharding = sharding_of(model, spec.plan, layout)
 
     def fill(name: str, piece: torch.Tensor) -> None:

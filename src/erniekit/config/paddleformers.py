@@ -63,8 +63,6 @@ IGNORED: dict[str, str] = {name: reason for reason, names in _REASONS.items() fo
 
 # Its keys that would change a result and that nothing here does: refused, unless they are off.
 NO_COUNTERPART: dict[str, str] = {
-    "neftune": "there is no noise on embeddings",
-    "neftune_noise_alpha": "there is no noise on embeddings",
     "custom_register_path": "no code of a recipe is run; a template belongs into the model's tokenizer files",
     "new_special_tokens_path": "add the tokens to the tokenizer and the model first",
     "binpacking": "packs are made by greedy_intokens",

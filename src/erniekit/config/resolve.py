@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.note import Note
-from erniekit.config.rules import batch, frozen, kind, layout, optimiser, schedule, stages
+from erniekit.config.rules import adapters, batch, frozen, kind, layout, optimiser, order, schedule, stages
 from erniekit.config.sources import Sources
 from erniekit.config.view import Rule, View
 
 RULES: tuple[Rule, ...] = (
     kind.pre_training_files_train_pt,
     kind.pre_training_trains_every_weight,
+    kind.patterns_choose_weights,
+    kind.neftune_is_a_number,
     kind.scratch_means_no_weights,
     kind.erniekit_documents_see_each_other,
     kind.lora_word_means_fine_tuning,
@@ -44,6 +46,8 @@ RULES: tuple[Rule, ...] = (
     batch.training_files_agree,
     batch.evaluation_files_agree,
     batch.buckets_are_a_word_or_lengths,
+    order.mixtures_change_at_steps,
+    order.a_curriculum_orders_rows,
     batch.prompt_fits_sequence,
     batch.script_batch_size_counts,
     batch.batch_size_sets_per_device,
@@ -54,12 +58,15 @@ RULES: tuple[Rule, ...] = (
     optimiser.moments_have_one_name,
     optimiser.masters_are_of_16_bit_weights,
     optimiser.backward_updates_one_micro_batch,
+    optimiser.muon_is_for_whole_weights,
     stages.rslora_plus_is_three_keys,
     stages.alpha_follows_rank,
     frozen.compute_type_decides_the_base,
     frozen.a_base_is_written_with_its_products,
     frozen.a_packed_base_is_of_adapters,
     frozen.products_fit_the_base,
+    adapters.dora_is_of_plain_weights,
+    adapters.pissa_starts_new_adapters,
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
     stages.kto_scores_the_end,

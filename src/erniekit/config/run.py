@@ -35,6 +35,7 @@ from erniekit.config.sections.score import ScoreSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
+from erniekit.config.sections.tuning import TuningSection
 from erniekit.config.sections.vision import VisionSection
 from erniekit.errors import ConfigError
 
@@ -71,6 +72,7 @@ class RunConfig:
     data: DataSection
     train: TrainSection
     lora: LoraSection
+    tuning: TuningSection
     optim: OptimSection
     precision: PrecisionSection
     memory: MemorySection

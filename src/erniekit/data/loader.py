@@ -58,8 +58,10 @@ class BatchLoader:
         pad_to: int | None = None,
         lengths: Sequence[int] = (),
         collate: Callable[..., Batch] = collate,
+        noise: Callable[[Batch, Sequence[Pack]], Batch] | None = None,
     ) -> None:
-        """lengths: rows of a micro-batch are joined and padded to one of these, instead of to `pad_to` each."""
+        """lengths: rows of a micro-batch are joined and padded to one of these, instead of to `pad_to` each.
+        noise: adds to a batch what its embeddings get in training (embedding_noise.py)."""
         assert 0 <= dp_rank < dp_size
         self.stream, self.sources = stream, sources
         self.batch_size, self.accumulation = batch_size, accumulation
@@ -70,6 +72,7 @@ class BatchLoader:
         if lengths:
             self._collate = partial(collate_joined, lengths=lengths, collate=collate)
             self._padding = {"pad_id": pad_id}
+        self._noise = noise
         self._consumed = start_pack
         self._end = len(stream) if stream.epochs is not None else None
         self._pool: ThreadPoolExecutor | None = None
@@ -133,7 +136,8 @@ class BatchLoader:
         if not packs:
             assert self._end is not None
             packs = [_untrained(self._pack(self._end - 1))]
-        return self._collate(packs, **self._padding)
+        batch = self._collate(packs, **self._padding)
+        return batch if self._noise is None else self._noise(batch, packs)
 
     def _pack(self, number: int) -> Pack:
         members = self.stream[number]

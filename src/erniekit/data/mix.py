@@ -18,6 +18,7 @@ from erniekit.errors import ConfigError, DataError
 
 STRATEGIES = ("random", "concat", "interleave_under", "interleave_over")
 BLOCK = 1024  # positions that share one exact division among the sources
+COUNTED = 1 << 16  # positions that are counted at once
 SMALLEST_SHARE = Fraction(1, 2**20)  # a block must hold at least one draw of every source
 _PASS, _TABLE = 0, 1  # keep the two uses of one seed apart
 
@@ -63,7 +64,12 @@ class SampleOrder:
         seed: int = 0,
         shuffle: bool = True,
         strategy: str = "random",
+        drawn: Sequence[int] = (),
+        keys: Sequence[np.ndarray] = (),
+        ordered_passes: int | None = None,
     ) -> None:
+        """drawn: of each source, draws that were made before position 0. keys: of each source, numbers that its samples
+        are ordered by, equal ones as they would be without, in the first `ordered_passes` passes; None: in all."""
         if strategy not in STRATEGIES:
             raise ConfigError(
                 f"unknown mix_strategy {strategy!r}",
@@ -75,9 +81,11 @@ class SampleOrder:
             raise ConfigError(f"{len(sizes)} sources but {len(probs)} probabilities", where="train_dataset_prob")
         share = shares(probs)
         self.seed, self.shuffle = seed, shuffle
+        self._keys, self._ordered_passes = list(keys), ordered_passes
         self._live = [s for s, p in enumerate(share) if p > 0]  # source numbers stay the caller's
         self._sizes = [int(sizes[s]) for s in self._live]
         self._share = [share[s] for s in self._live]
+        self._drawn = [int(drawn[s]) if drawn else 0 for s in self._live]
         for s, size in zip(self._live, self._sizes):
             if size < 1:
                 raise DataError(f"source {s + 1} has no usable sample", fix="set its probability to 0 or fix the file")
@@ -107,6 +115,14 @@ class SampleOrder:
     def epoch_size(self) -> int:
         return sum(self._draws)
 
+    def draws(self, positions: int, sources: int) -> list[int]:
+        """Of each of so many sources, how often it is drawn in the first positions."""
+        counts = np.zeros(sources, dtype=np.int64)
+        for start in range(0, positions, COUNTED):
+            source, index = self.take(start, min(COUNTED, positions - start))
+            counts += np.bincount(source[index >= 0], minlength=sources)
+        return [int(count) for count in counts]
+
     def __getitem__(self, position: int) -> tuple[int, int]:
         source, index = self.take(position, 1)
         return int(source[0]), int(index[0])
@@ -127,7 +143,7 @@ class SampleOrder:
     def _walk(self, k: int, first: int, count: int) -> np.ndarray:
         """Draws [first, first + count) of live source k, pass after pass."""
         size, parts = self._sizes[k], []
-        if not self.shuffle:
+        if not self.shuffle and not self._keys:
             return np.arange(first, first + count) % size
         while count > 0:
             number, offset = divmod(first, size)
@@ -144,8 +160,13 @@ class SampleOrder:
         return self._random
 
     def _permutation(self, k: int, number: int) -> np.ndarray:
-        # the source's own number, so that a zero-probability neighbour changes nothing
-        return self._seeded(_PASS, self._live[k], number).permutation(self._sizes[k]).astype(np.int32)
+        order = np.arange(self._sizes[k], dtype=np.int32)
+        if self.shuffle:
+            # the source's own number, so that a zero-probability neighbour changes nothing
+            order = self._seeded(_PASS, self._live[k], number).permutation(self._sizes[k]).astype(np.int32)
+        if self._keys and (self._ordered_passes is None or number < self._ordered_passes):
+            order = order[np.argsort(self._keys[self._live[k]][order], kind="stable")]
+        return order
 
     def _before(self, block: int) -> list[int]:
         """Draws of each live source in all blocks before this one: differences of rounded running shares, so
@@ -165,7 +186,7 @@ class SampleOrder:
             counts = self._draws
             passes = [-(-n // size) for n, size in zip(counts, self._sizes)]  # every epoch starts with a whole pass
             first = [number * p * size for p, size in zip(passes, self._sizes)]
-        walks = [self._walk(k, first[k], counts[k]) for k in range(len(counts))]
+        walks = [self._walk(k, self._drawn[k] + first[k], counts[k]) for k in range(len(counts))]
         if len(counts) == 1:
             return np.broadcast_to(np.int64(self._live[0]), counts[0]), walks[0]
         place = self._arrange(counts, number)

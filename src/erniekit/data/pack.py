@@ -139,6 +139,13 @@ class PackStream:
                 pass
             return self._first[bisect_left(self._starts, epoch * self._epoch)]
 
+    def positions_before(self, pack: int) -> int:
+        """Of the order, those that the windows of all packs before this one take."""
+        with self._lock:
+            while self._first[-1] < pack and self._advance():
+                pass
+            return self._starts[bisect_left(self._first, pack)]
+
     def _advance(self) -> bool:
         """Count the packs of the next unseen window; False at the end of a bounded stream."""
         start = self._starts[-1]

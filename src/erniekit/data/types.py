@@ -151,6 +151,13 @@ class Shown(NamedTuple):
     squares: int = 0  # sum over frames that are looked at of their squared patch counts
 
 
+class EmbeddingNoise(NamedTuple):
+    """Of each token, what its noise is drawn from and how large that is at most; 0 on padding."""
+
+    keys: torch.Tensor  # int32 [B, L]
+    sizes: torch.Tensor  # float32 [B, L]
+
+
 class More(NamedTuple):
     """What only some models or stages ask of a batch, beside its tokens."""
 
@@ -163,6 +170,7 @@ class More(NamedTuple):
     modality: torch.Tensor | None = None  # of Batch
     vision_tokens: int | None = None  # of Batch
     members: torch.Tensor | None = None  # of Batch
+    noise: EmbeddingNoise | None = None  # of Batch
 
 
 @dataclass
@@ -193,6 +201,7 @@ class Batch:
     members: torch.Tensor | None = None
     # stage KTO: the prompts with other rows' answers, measured before the step; stays in host memory until then
     mismatched: Batch | None = None
+    noise: EmbeddingNoise | None = None  # on embeddings, in training; None: there is none
 
     @property
     def rows(self) -> int:
@@ -207,7 +216,7 @@ class Batch:
     def more(self) -> More:
         told = (self.num_label_tokens, self.beside_pictures)
         of_pictures = (self.modality, self._vision_tokens())
-        return More(self.real, self.shared, self.future, *told, self.vision, *of_pictures, members=self.members)
+        return More(self.real, self.shared, self.future, *told, self.vision, *of_pictures, self.members, self.noise)
 
     def _vision_tokens(self) -> int | None:
         """Counted on the host alone: on a device it would wait for what is computed there."""
@@ -252,7 +261,7 @@ class Batch:
 
 TENSORS = (
     "input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future", "vision", "modality",
-    "members",
+    "members", "noise",
 )  # fmt: skip
 
 

@@ -43,16 +43,16 @@ def draws(place: TensorPart, step: torch.Tensor, rows: int, columns: int, which:
     device = step.device
     number = torch.arange(rows, dtype=torch.int32, device=device) if place.rows is None else place.rows
     column = torch.arange(columns, dtype=torch.int32, device=device) + place.first_column
-    row_key = mix(number * _signed(ROW) + _signed(place.salt))
-    start = mix(row_key[:, None] ^ (column * _signed(COLUMN)))
+    row_key = mix(number * signed(ROW) + signed(place.salt))
+    start = mix(row_key[:, None] ^ (column * signed(COLUMN)))
     if which:
-        start = mix(start + _signed(SALTS[1]))
-    return start + step.to(torch.int32) * _signed(TURN)
+        start = mix(start + signed(SALTS[1]))
+    return start + step.to(torch.int32) * signed(TURN)
 
 
 def mix(h: torch.Tensor) -> torch.Tensor:
     for shift, factor in SPREADS:
-        h = (h ^ _shifted(h, shift)) * _signed(factor)
+        h = (h ^ _shifted(h, shift)) * signed(factor)
     return h ^ _shifted(h, LAST_SHIFT)
 
 
@@ -68,5 +68,5 @@ def _shifted(h: torch.Tensor, shift: int) -> torch.Tensor:
     return (h >> shift) & ((1 << 32 - shift) - 1)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word

@@ -16,6 +16,7 @@ from erniekit.lora.inject import PairShape, lora_linears, lora_state, wrap
 from erniekit.lora.layers import Pair
 from erniekit.lora.projections import Projection, projections, short_names, word_of
 from erniekit.lora.settings import LoRASettings
+from erniekit.lora_scale import alpha_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class LowRank:
     A: torch.Tensor  # [r, in]
     B: torch.Tensor  # [rows, r]
     scale: float
+    magnitude: torch.Tensor | None = None  # [rows]: DoRA, the length that each row of the sum is brought to
 
     @property
     def rank(self) -> int:
@@ -48,13 +50,18 @@ class Adapter:
     def settings(self, model: nn.Module, shared_a: bool = False) -> LoRASettings:
         """The settings `inject` needs to go on training this adapter."""
         targets = tuple(short_names(list(self.updates), model))
-        return LoRASettings(self.rank, self.alpha, self.rslora, self.lora_plus_scale, targets, shared_a)
+        return LoRASettings(self.rank, self.alpha, self.rslora, self.lora_plus_scale, targets, shared_a, self.dora)
+
+    @property
+    def dora(self) -> bool:
+        return any(update.magnitude is not None for update in self.updates.values())
 
 
 def combined(adapters: Sequence[Adapter]) -> Adapter:
     """One adapter that adds what all of them add: ranks stacked, [A_1; A_2] and [s_1 B_1, s_2 B_2] in fp32."""
     if len(adapters) == 1:
         return adapters[0]
+    refuse_dora_among(adapters)
     updates = {}
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.updates):
         found = [adapter.updates[name] for adapter in adapters if name in adapter.updates]
@@ -63,6 +70,16 @@ def combined(adapters: Sequence[Adapter]) -> Adapter:
     rank = max(update.rank for update in updates.values())
     where = " and ".join(adapter.where for adapter in adapters)
     return Adapter(updates, rank, float(rank), base=adapters[0].base, where=where)
+
+
+def refuse_dora_among(adapters: Sequence[Adapter]) -> None:
+    """What several adapters add can be summed; lengths that each row is brought to cannot."""
+    if len(adapters) > 1 and (found := next((a for a in adapters if a.dora), None)) is not None:
+        raise CheckpointError(
+            "a DoRA adapter sets the length of each row and cannot be merged together with others",
+            where=found.where,
+            fix="merge it alone first, and the others into the result",
+        )
 
 
 def adapter_of(
@@ -77,12 +94,16 @@ def adapter_of(
     updates = {}
     for name, module in lora_linears(model):
         for key, pair in module.pairs().items():
-            A, B = (values[f"{name}.lora.{key}.{side}"].detach() for side in "AB")
-            for expert, part, a, b in pair.updates(A, B):
-                updates[by_place[name, part, expert]] = LowRank(a, b, pair.scale)
-    return Adapter(
-        updates, settings.rank, settings.alpha, settings.rslora, settings.lora_plus_scale, base, "this model"
-    )
+            of = {side: values[f"{name}.lora.{key}.{side}"].detach() for side, _ in pair.named_parameters()}
+            A, B = of["A"], of["B"]
+            if pair.starts:  # as PEFT converts PiSSA: twice the rank, on the model's own weights
+                A, B = torch.cat((A, of["A0"])), torch.cat((B, of["B0"]), dim=1)
+            for expert, part, a, b, magnitude in pair.updates(A, B, of.get("magnitude")):
+                updates[by_place[name, part, expert]] = LowRank(a, b, pair.scale, magnitude)
+    rank, alpha = settings.rank, settings.alpha
+    if settings.pissa:
+        rank, alpha = 2 * rank, alpha_of(settings.scaling, 2 * rank, settings.rslora)
+    return Adapter(updates, rank, alpha, settings.rslora, settings.lora_plus_scale, base, "this model")
 
 
 def attach(model: nn.Module, adapter: Adapter, shared_a: bool = False) -> list[Projection]:
@@ -92,7 +113,7 @@ def attach(model: nn.Module, adapter: Adapter, shared_a: bool = False) -> list[P
     """
     present = places(model, adapter)
     _check_experts(model, present, adapter)
-    wrap(model, {p: PairShape(u.rank, u.scale) for p, u in present.items()}, shared_a)
+    wrap(model, {p: PairShape(u.rank, u.scale, u.magnitude is not None) for p, u in present.items()}, shared_a)
     if not next(model.parameters()).is_meta:
         load_adapter(model, adapter)
     for _, module in lora_linears(model):
@@ -132,10 +153,17 @@ def _fill(pair: Pair, found: list[LowRank | None], module: str, adapter: Adapter
             fix=f"set lora_target_modules to what it was trained with: {' '.join(_parts(adapter))}",
         )
     first = updates[0]
-    if any(u.rank != pair.rank or abs(u.scale - pair.scale) > 1e-6 * pair.scale for u in updates):
+    if any((u.magnitude is None) != (pair.magnitude is None) for u in updates):
+        has = first.magnitude is not None
+        raise CheckpointError(
+            f"the adapter is {'DoRA' if has else 'plain LoRA'}, and this run trains {'plain LoRA' if has else 'DoRA'}",
+            where=adapter.where,
+            fix=f"set use_dora: {has}",
+        )
+    if any(u.rank != pair.whole_rank or abs(u.scale - pair.scale) > 1e-6 * pair.scale for u in updates):
         raise CheckpointError(
             f"the adapter has rank {first.rank} and scale {first.scale:g}; "
-            f"this run asks for rank {pair.rank} and scale {pair.scale:g}",
+            f"this run asks for rank {pair.whole_rank} and scale {pair.scale:g}",
             where=adapter.where,
             fix=f"set lora_rank: {adapter.rank}, lora_alpha: {adapter.alpha:g}, rslora: {adapter.rslora}",
         )
@@ -145,8 +173,15 @@ def _fill(pair: Pair, found: list[LowRank | None], module: str, adapter: Adapter
             where=adapter.where,
             fix="leave out compat: erniekit to go on training it",
         )
-    pair.A.copy_(torch.cat([u.A for u in updates[::each]]))
-    pair.B.copy_(torch.cat([u.B for u in updates]))
+    A, B = torch.cat([u.A for u in updates[::each]]), torch.cat([u.B for u in updates])
+    if pair.starts:
+        (A, first_A), (B, first_B) = A.split(pair.rank), B.split(pair.rank, dim=1)
+        pair.A0.copy_(first_A)
+        pair.B0.copy_(first_B)
+    pair.A.copy_(A)
+    pair.B.copy_(B)
+    if pair.magnitude is not None:
+        pair.magnitude.copy_(torch.cat([u.magnitude for u in updates if u.magnitude is not None]))
 
 
 def _check_experts(model: nn.Module, present: dict[Projection, LowRank], adapter: Adapter) -> None:

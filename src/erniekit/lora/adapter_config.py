@@ -23,6 +23,7 @@ ONE_FILE = 1e6  # GB: PEFT and ERNIEKit look for an adapter in a single file
 MAX_PATTERN = 1024  # characters
 _REPEATS = re.compile(r"(?<!\\)[*+{]")
 _SIDE = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.\w+)?(?:\.weight)?")
 
 
 def config_fields(path: Path) -> dict[str, Any]:
@@ -84,6 +85,18 @@ def paired(tensors: dict[str, torch.Tensor], where: str) -> dict[str, tuple[torc
     if lone is not None:
         raise CheckpointError(f"{lone} has only one of lora_A and lora_B", where=where, fix="the file is incomplete")
     return {name: (pair["A"], pair["B"]) for name, pair in sides.items()}
+
+
+def magnitudes(tensors: dict[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
+    """Layer name -> DoRA's row lengths, taken out of `tensors`."""
+    found = {}
+    for key in [key for key in tensors if _MAGNITUDE.fullmatch(key)]:
+        match, tensor = _MAGNITUDE.fullmatch(key), tensors.pop(key)
+        assert match is not None
+        if tensor.ndim != 1 or not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{key} is no list of row lengths", where=where, fix=_AGAIN)
+        found[match[1].removeprefix("base_model.model.")] = tensor
+    return found
 
 
 def patterns_of(value: Any, where: str) -> dict[str, float]:

@@ -106,7 +106,7 @@ def _adapters(model: nn.Module) -> tuple[dict[tuple[str, str], int], dict[str, i
     for name, module in lora_linears(model):
         for pair in module.pairs().values():
             ranks.update({(name, part): pair.rank for part, _ in pair.parts})
-            sizes[name] = sizes.get(name, 0) + pair.A.numel() + pair.B.numel()
+            sizes[name] = sizes.get(name, 0) + sum(p.numel() for p in (pair.A, pair.B, pair.magnitude) if p is not None)
     return ranks, sizes
 
 

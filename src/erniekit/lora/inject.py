@@ -11,20 +11,35 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from erniekit.lora.layers import SHARED, LoRALayer, LoRARouter, Pair, experts_of, kind_of, layer_parts, weight_like
-from erniekit.lora.projections import Projection, select
+from erniekit.errors import ConfigError
+from erniekit.lora.dora import DoRALinear
+from erniekit.lora.layers import (
+    SHARED,
+    LoRALayer,
+    LoRALinear,
+    LoRARouter,
+    Pair,
+    experts_of,
+    kind_of,
+    layer_parts,
+    weight_like,
+)
+from erniekit.lora.projections import Projection, config_of, select
 from erniekit.lora.settings import LoRASettings
 
 
 class PairShape(NamedTuple):
     rank: int
     scale: float
+    magnitudes: bool = False  # DoRA
+    starts: bool = False  # PiSSA
 
 
 def inject(model: nn.Module, settings: LoRASettings, seed: int) -> list[Projection]:
     """Adapters on every projection the settings name; all other weights frozen. Returns what was adapted."""
     chosen = select(model, settings.targets)
-    wrap(model, {p: PairShape(settings.rank, settings.scaling) for p in chosen}, settings.shared_a)
+    shape = PairShape(settings.rank, settings.scaling, settings.dora, settings.pissa)
+    wrap(model, dict.fromkeys(chosen, shape), settings.shared_a)
     reset_lora(model, seed)
     return chosen
 
@@ -43,17 +58,41 @@ def wrap(model: nn.Module, shapes: dict[Projection, PairShape], shared_a: bool) 
     for name, named in by_module.items():
         parts = list(named.values())
         base = model.get_submodule(name)
-        kind, weight = kind_of(base), weight_like(base, usual)
+        kind, weight, shape = kind_of(base), weight_like(base, usual), shapes[parts[0]]
         assert kind is not None, f"{name} is adapted already"
+        if shape.magnitudes or shape.starts:
+            kind = _of_linears(kind, shape, parts[0], model)
         # A router keeps fp32 weights in a 16-bit model; its adapters are saved with all others, so they are as those.
         dtype = usual if kind is LoRARouter else None
         groups = [(SHARED, parts)] if shared_a and len(parts) > 1 else [(p.part, [p]) for p in parts]
         pairs = {
-            key: Pair(tuple((p.part, p.rows) for p in group), *shapes[group[0]], weight, experts_of(base), dtype)
+            key: Pair(
+                tuple((p.part, p.rows) for p in group),
+                *shapes[group[0]][:2],
+                weight,
+                experts_of(base),
+                dtype,
+                shape.starts,
+                shape.magnitudes,
+            )
             for key, group in groups
         }
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, kind(base, layer_parts(base, parts[0].part), pairs))
+
+
+def _of_linears(kind: type[LoRALayer], shape: PairShape, p: Projection, model: nn.Module) -> type[LoRALayer]:
+    """DoRA and PiSSA are of plain linears; PEFT has DoRA, in a model with experts, on attention alone."""
+    sparse = config_of(model).moe is not None
+    if kind is LoRALinear and not (shape.magnitudes and sparse and ".self_attn." not in p.public):
+        return DoRALinear if shape.magnitudes else kind
+    what = "use_dora" if shape.magnitudes else "lora_init: pissa"
+    where = "attention" if shape.magnitudes and sparse else "attention, dense and shared feed-forward layers"
+    raise ConfigError(
+        f"{what} does not adapt {p.public}: in this model it is for {where}",
+        where="lora_target_modules",
+        fix="lora_target_modules: q_proj,k_proj,v_proj,o_proj, or leave it to plain LoRA",
+    )
 
 
 def reset_lora(model: nn.Module, seed: int) -> None:
@@ -67,10 +106,10 @@ def reset_lora(model: nn.Module, seed: int) -> None:
             if pair.A.is_meta:
                 continue
             names = [f"{name}.{e}" if pair.experts > 1 else name for e in range(pair.experts)]
-            pair.reset(*(_generator(f"{seed}/{each}.lora.{key}.A") for each in names))
+            pair.reset(*(generator_of(f"{seed}/{each}.lora.{key}.A") for each in names))
 
 
-def _generator(name: str) -> torch.Generator:
+def generator_of(name: str) -> torch.Generator:
     digest = hashlib.sha256(name.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

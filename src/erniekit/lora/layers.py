@@ -31,6 +31,8 @@ class Pair(nn.Module):
     """y += scale * B A x on the rows of `parts` ((public name, rows), in row order).
 
     experts: so many updates of that shape, A [experts * r, in] and B [experts * rows, r], expert after expert.
+    starts: PiSSA, whose A and B begin as a part of the weight; A0 and B0 are what they began as, B0 negated, and take
+    that part off the weight again: y += scale * (B A + B0 A0) x. magnitudes: DoRA's, of each row (dora.py).
     """
 
     def __init__(
@@ -41,12 +43,30 @@ class Pair(nn.Module):
         like: torch.Tensor,
         experts: int = 1,
         dtype: torch.dtype | None = None,
+        starts: bool = False,
+        magnitudes: bool = False,
     ) -> None:
         super().__init__()
         self.parts, self.rank, self.scale, self.experts = parts, rank, scale, experts
         dtype = dtype or like.dtype
         self.A = nn.Parameter(torch.zeros(experts * rank, like.shape[1], dtype=dtype, device=like.device))
         self.B = nn.Parameter(torch.zeros(experts * self.rows, rank, dtype=dtype, device=like.device))
+        self.starts = starts
+        if starts:
+            self.A0, self.B0 = (nn.Parameter(torch.zeros_like(side), requires_grad=False) for side in (self.A, self.B))
+        rows = torch.zeros(self.rows, dtype=dtype, device=like.device)
+        self.magnitude = nn.Parameter(rows) if magnitudes else None
+
+    @property
+    def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The A and the B of all that is added, [whole rank, in] and [rows, whole rank]."""
+        if not self.starts:
+            return self.A, self.B
+        return torch.cat((self.A, self.A0)), torch.cat((self.B, self.B0), dim=1)
+
+    @property
+    def whole_rank(self) -> int:
+        return 2 * self.rank if self.starts else self.rank
 
     @property
     def rows(self) -> int:
@@ -62,12 +82,16 @@ class Pair(nn.Module):
             A.copy_(torch.empty(A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
         self.B.zero_()
 
-    def updates(self, A: torch.Tensor, B: torch.Tensor) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor]]:
-        """(expert, part, its A [r, in], its B [rows, r]) of the whole matrices, which need not be this pair's own."""
+    def updates(
+        self, A: torch.Tensor, B: torch.Tensor, magnitude: torch.Tensor | None = None
+    ) -> Iterator[tuple[int, str, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """(expert, part, its A [r, in], its B [rows, r], its magnitudes) of the whole matrices, which need not be this
+        pair's own."""
         rows = [n for _, n in self.parts]
-        for expert, (a, b) in enumerate(zip(A.split(self.rank), B.split(self.rows), strict=True)):
-            for (part, _), b_part in zip(self.parts, b.split(rows)):
-                yield expert, part, a, b_part
+        sizes: Sequence[torch.Tensor | None] = [None] * len(rows) if magnitude is None else magnitude.split(rows)
+        for expert, (a, b) in enumerate(zip(A.split(self.whole_rank), B.split(self.rows), strict=True)):
+            for (part, _), b_part, size in zip(self.parts, b.split(rows), sizes):
+                yield expert, part, a, b_part, size
 
 
 class LoRALayer(nn.Module):
@@ -117,11 +141,15 @@ class LoRALinear(LoRALayer):
         y: torch.Tensor = self.base(x)
         if not self.active:
             return y
-        pairs = list(self.pairs().values())
+        return self._added(y, self._products(x))
+
+    def _products(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """B A x of every pair."""
+        sides = [pair.sides for pair in self.pairs().values()]
         # One GEMM for the A side of all pairs: [T, in] -> [T, sum of ranks].
-        A = pairs[0].A if len(pairs) == 1 else torch.cat([pair.A for pair in pairs])
-        low = F.linear(x, A).split([pair.rank for pair in pairs], dim=-1)
-        return self._added(y, [F.linear(low_pair, pair.B) for low_pair, pair in zip(low, pairs)])
+        A = sides[0][0] if len(sides) == 1 else torch.cat([A for A, _ in sides])
+        low = F.linear(x, A).split([A.shape[0] for A, _ in sides], dim=-1)
+        return [F.linear(low_pair, B) for low_pair, (_, B) in zip(low, sides)]
 
     def row_updates(self) -> list[RowUpdate]:
         rows, start = {}, 0
@@ -129,7 +157,7 @@ class LoRALinear(LoRALayer):
             rows[part] = (start, start + n)
             start += n
         return [
-            RowUpdate(pair.A, pair.B, pair.scale, tuple(rows[part] for part, _ in pair.parts))
+            RowUpdate(*pair.sides, pair.scale, tuple(rows[part] for part, _ in pair.parts))
             for pair in self.pairs().values()
         ]
 

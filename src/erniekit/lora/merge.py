@@ -1,4 +1,5 @@
-"""Folding adapters into weights: base + scale * B @ A in fp32, rounded to the weight's dtype once.
+"""Folding adapters into weights: base + scale * B @ A in fp32, with DoRA at its rows' trained lengths, rounded to the
+weight's dtype once.
 
 Called by export/run.py tensor by tensor, and by chat for a model in memory.
 """
@@ -11,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from erniekit.lora.adapter import Adapter, LowRank, places
+from erniekit.lora.adapter import Adapter, LowRank, places, refuse_dora_among
+from erniekit.lora.dora import SHORTEST
 from erniekit.lora.inject import lora_linears
 from erniekit.lora.projections import projections
 
@@ -26,6 +28,7 @@ class WeightUpdate(NamedTuple):
 
 def row_updates(model: nn.Module, *adapters: Adapter) -> dict[str, list[WeightUpdate]]:
     """Our weight names -> what the adapters add to them. `model` may be on the meta device: only names are read."""
+    refuse_dora_among(adapters)
     out: dict[str, list[WeightUpdate]] = {}
     for adapter in adapters:
         for place, update in places(model, adapter).items():
@@ -36,7 +39,10 @@ def row_updates(model: nn.Module, *adapters: Adapter) -> dict[str, list[WeightUp
 def merged_in_fp32(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> torch.Tensor:
     out = weight.to(torch.float32, copy=True)
     for start, stop, update in updates:
-        out[start:stop].addmm_(update.B.to(out), update.A.to(out), alpha=update.scale)
+        rows = out[start:stop].addmm_(update.B.to(out), update.A.to(out), alpha=update.scale)
+        if update.magnitude is not None:
+            lengths = torch.linalg.vector_norm(rows, dim=1).clamp(min=SHORTEST)
+            rows.mul_((update.magnitude.to(out) / lengths)[:, None])
     return out
 
 
@@ -51,9 +57,9 @@ def fold(model: nn.Module) -> nn.Module:
     for name, module in lora_linears(model):
         updates = []
         for pair in module.pairs().values():
-            for expert, part, A, B in pair.updates(pair.A, pair.B):
+            for expert, part, A, B, magnitude in pair.updates(*pair.sides, pair.magnitude):
                 rows = by_place[name, part, expert]
-                updates.append(WeightUpdate(rows.start, rows.stop, LowRank(A, B, pair.scale)))
+                updates.append(WeightUpdate(rows.start, rows.stop, LowRank(A, B, pair.scale, magnitude)))
         module.base.weight.copy_(merged_tensor(module.base.weight, updates))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.base)

@@ -99,6 +99,10 @@ def read_paddle(folder: Path, model: nn.Module) -> Adapter:
 
 def write_paddle(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
     """Where a fused linear's parts have an A each, ranks are stacked: [A_q; A_k; A_v] with a block-structured B."""
+    if adapter.dora:
+        raise CheckpointError(
+            "ERNIEKit's adapter files have no place for DoRA's row lengths", where="save_format", fix="save_format: hf"
+        )
     placed = {p.public: u for p, u in places(model, adapter).items()}
     linears = {n: f for n, f in fused_linears(model).items() if any(p.public in placed for p in f.parts)}
     found = {n: [placed.get(p.public) for p in f.parts] for n, f in linears.items()}

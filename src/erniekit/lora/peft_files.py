@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from erniekit.lora.adapter import Adapter, LowRank
 from erniekit.lora.adapter_config import (
     ONE_FILE,
     config_fields,
+    magnitudes,
     paired,
     patterns_of,
     plain_number,
@@ -33,7 +35,6 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 
 # Values of PEFT's config that change what the adapter computes, in ways these layers do not.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "use_dora": bool,
     "lora_bias": bool,
     "modules_to_save": bool,
     "trainable_token_indices": bool,
@@ -76,7 +77,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
-        "use_dora": False,
+        "use_dora": adapter.dora,
     }
     # Parts that share an A each get a copy: PEFT knows no sharing.
     tensors = {
@@ -84,6 +85,8 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         for name, update in updates.items()
         for side, value in (("A", update.A), ("B", update.B))
     }
+    lengths = {name: update.magnitude for name, update in updates.items() if update.magnitude is not None}
+    tensors |= {f"{PREFIX}{name}.lora_magnitude_vector": value for name, value in lengths.items()}
     write_shards(folder, WEIGHTS.removesuffix(".safetensors"), tensors.items(), ONE_FILE)
     write_json(folder / CONFIG, config)
     return [folder / WEIGHTS, folder / CONFIG]
@@ -112,9 +115,11 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
         found = LoRASettings(rank, alpha if own is None else float(own), whole.rslora).scaling
         return whole.scaling if abs(found - whole.scaling) < 1e-9 * found else found  # one way to write a number
 
+    tensors = read_tensors(folder, [WEIGHTS])
+    lengths = magnitudes(tensors, str(folder))
     updates: dict[str, LowRank] = {}
     parameters = {p.public: peft_experts.parameter_of(p) for p in projections(model)}
-    for name, (A, B) in paired(read_tensors(folder, [WEIGHTS]), str(folder)).items():
+    for name, (A, B) in paired(tensors, str(folder)).items():
         r, group = A.shape[0], peft_experts.fused_of(name, model, A, B)
         if group:
             experts = len({p.expert for p in group})
@@ -125,4 +130,12 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
                 updates[name] = LowRank(A, B, scale(2 * r, fused))  # stacked with its other half
             else:
                 updates[name] = LowRank(A, B, scale(r, name, fused))
+    dora = bool(config.get("use_dora"))
+    if set(lengths) != (set(updates) if dora else set()):
+        raise CheckpointError(
+            f"use_dora is {dora}; {len(lengths)} of {len(updates)} adapted layers have row lengths",
+            where=where,
+            fix="the file is incomplete: download or copy the adapter again",
+        )
+    updates |= {name: replace(updates[name], magnitude=value) for name, value in lengths.items()}
     return Adapter(updates, rank, alpha, whole.rslora, 1.0, config.get("base_model_name_or_path"), str(folder))

@@ -20,6 +20,8 @@ class LoRASettings:
     lora_plus_scale: float = 1.0  # learning rate of B as a multiple of A's
     targets: tuple[str, ...] | None = None  # public names or regexes; None: all the family's projections
     shared_a: bool = False  # one A for all parts of a fused linear, as ERNIEKit trains
+    dora: bool = False  # each row has a trained length as well
+    pissa: bool = False  # A and B begin as the principal part of the weight, which is taken off it
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -44,10 +46,12 @@ class LoRASettings:
         lora_plus_scale: float = 1.0,
         targets: Sequence[str] | None = None,
         shared_a: bool = False,
+        dora: bool = False,
+        pissa: bool = False,
     ) -> LoRASettings:
         """From the keys as typed, by the rules of lora_scale.py."""
         if rslora_plus:
             rslora, lora_plus_scale, alpha = True, RSLORA_PLUS_SCALE, RSLORA_ALPHA
         if alpha == DERIVED_ALPHA:
             alpha, _ = default_alpha(rank, rslora)
-        return cls(rank, alpha, rslora, lora_plus_scale, tuple(targets) if targets else None, shared_a)
+        return cls(rank, alpha, rslora, lora_plus_scale, tuple(targets) if targets else None, shared_a, dora, pissa)

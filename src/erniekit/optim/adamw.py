@@ -65,17 +65,17 @@ class AdamW:
         for group in groups:
             for name, param in zip(group.names, group.params):
                 self.params[name], self.group_of[name] = param, group
-                self.places[name] = self.storage.place(name, _own(param.detach()))
+                self.places[name] = self.storage.place(name, own_memory(param.detach()))
                 if param.dtype == torch.float32:
                     self.masters[name] = self._summed[name] = param
                 else:
                     self._add_master(name, param)
-        self.fused = FusedAdamW() if fits(_own(param.detach()) for param in self.params.values()) else None
+        self.fused = FusedAdamW() if fits(own_memory(param.detach()) for param in self.params.values()) else None
         self._clip: torch.Tensor | None = None  # what the next fused update multiplies gradients by
         self.last_norm: torch.Tensor | None = None  # of the last sound step's gradients, where in_backward.py updates
 
     def _add_master(self, name: str, param: nn.Parameter) -> None:
-        value = _own(param.detach())
+        value = own_memory(param.detach())
         kind = self.storage.master_of(value)
         if kind == "fp32":
             self.masters[name] = self.home.room(value.shape, value.device).copy_(value)
@@ -92,13 +92,13 @@ class AdamW:
     @property
     def bytes_a_weight(self) -> float:
         """What a checkpoint holds of a trained weight beside the weight itself."""
-        count = sum(_own(p.detach()).numel() for p in self.params.values())
+        count = sum(own_memory(p.detach()).numel() for p in self.params.values())
         held = 0.0
         for name, param in self.params.items():
-            value = _own(param.detach())
+            value = own_memory(param.detach())
             kind = self.storage.master_of(value)
             each = {"own": 4 * self.low_precision, "fp32": 4, "exact16": 2, "none": 0}[kind]
-            kinds = self.storage.state_kinds(tuple(value.shape), self.places[name]).values()
+            kinds = self._kinds(name).values()
             held += each * value.numel() + sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds)
         return held / max(1, count)
 
@@ -117,7 +117,7 @@ class AdamW:
         for name, param in self.params.items():
             if name not in found:
                 # Of an fp32 parameter spread as it is itself; of a 16-bit one this rank's own.
-                like = param if self._summed[name] is param else _own(param)
+                like = param if self._summed[name] is param else own_memory(param)
                 self._summed[name].grad = torch.zeros_like(like.detach(), dtype=torch.float32)
         return self.gradients() if len(found) < len(self.params) else found
 
@@ -131,7 +131,7 @@ class AdamW:
 
     def gradient_norm(self) -> torch.Tensor:
         if self.fused is not None:
-            return self.fused.norm("all", [_own(grad) for grad in self._gathered().values()])
+            return self.fused.norm("all", [own_memory(grad) for grad in self._gathered().values()])
         return norm_reference(list(self.gradients().values()))
 
     def clip(self, norm: torch.Tensor, limit: float) -> None:
@@ -142,7 +142,7 @@ class AdamW:
         if self.fused is not None:
             self._clip = factor  # a sweep over all gradients less
         else:
-            torch._foreach_mul_([_own(g) for g in self.gradients().values()], factor)
+            torch._foreach_mul_([own_memory(g) for g in self.gradients().values()], factor)
 
     def step(self, lr: float, good: torch.Tensor | None = None) -> None:
         """good: where `fused` is there, a number on the device that says by 0 that nothing may change."""
@@ -152,11 +152,11 @@ class AdamW:
             names = [n for n in group.names if n in grads]
             rates = self._rates(group, lr)
             if not self._one_by_one:
-                self._update(names, [_own(grads[n]) for n in names], rates, self._clip, good)
+                self._update(names, [own_memory(grads[n]) for n in names], rates, self._clip, good)
                 continue
             for k, name in enumerate(names):
                 after = names[k + 1 : k + 1 + self.home.ahead]
-                self._update([name], [_own(grads[name])], rates, self._clip, good, after=after)
+                self._update([name], [own_memory(grads[name])], rates, self._clip, good, after=after)
         self._clip = None
 
     @property
@@ -180,13 +180,13 @@ class AdamW:
     ) -> None:
         """One parameter from its gradient, which is let go. good: 0 leaves it as it is. count: what is added to its
         number of updates even so. after: the parameters that are next."""
-        grad = _own(self._summed[name].grad)
+        grad = own_memory(self._summed[name].grad)
         self._update([name], [grad], self._rates(self.group_of[name], lr), scale, good, count, after)
         self.drop_gradient(name)
 
     def gradient_of(self, name: str) -> torch.Tensor | None:
         grad = self._summed[name].grad
-        return None if grad is None else _own(grad)
+        return None if grad is None else own_memory(grad)
 
     def drop_gradient(self, name: str) -> None:
         self.params[name].grad = self._summed[name].grad = None
@@ -264,7 +264,7 @@ class AdamW:
         return state
 
     def _slot(self, name: str, grad: torch.Tensor, here: Mapping[str, torch.Tensor]) -> Slot:
-        value, place = _own(self.params[name].detach()), self.places[name]
+        value, place = own_memory(self.params[name].detach()), self.places[name]
         own, blocks = value.dtype == torch.float32, self.storage.blocks(place)
         by_place = blocks or not (own or "master" in here or REMAINDER in here)
         average, square = (here[key] for key in MOMENTS)
@@ -277,11 +277,15 @@ class AdamW:
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self._states:
-            param = _own(self.params[name].detach())
-            kinds = self.storage.state_kinds(tuple(param.shape), self.places[name])
+            param = own_memory(self.params[name].detach())
+            kinds = self._kinds(name)
             made = {k: self.home.room(shape, param.device, dtype).zero_() for k, (shape, dtype) in kinds.items()}
             self._states[name] = {"step": torch.zeros((), device=param.device), **made}
         return self._states[name]
+
+    def _kinds(self, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> shape and dtype of what an update keeps of a parameter beside its master."""
+        return self.storage.state_kinds(tuple(own_memory(self.params[name].detach()).shape), self.places[name])
 
     def zero_grad(self) -> None:
         for name, holder in self._summed.items():
@@ -294,7 +298,7 @@ class AdamW:
         with torch.no_grad():
             for name, master in self.masters.items():
                 if master is not self.params[name]:
-                    master.copy_(_own(self.params[name]))
+                    master.copy_(own_memory(self.params[name]))
             for remainder in self.remainders.values():
                 remainder.zero_()
 
@@ -325,7 +329,7 @@ class AdamW:
             if name in self.remainders:
                 yield f"{name}/{REMAINDER}", self.remainders[name]
             elif name in self.masters and (self.low_precision or self.masters[name] is not param):
-                yield name, _own(self.masters[name].detach())
+                yield name, own_memory(self.masters[name].detach())
 
     @torch.no_grad()
     def load(self, steps: int, moments: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> list[str]:
@@ -334,14 +338,18 @@ class AdamW:
         self.home.settle()
         missing = []
         for name, param in self.params.items():
-            if not self._load_master(name, _own(param), masters):
+            if not self._load_master(name, own_memory(param), masters):
                 missing.append(name)
             if steps:
-                state = self._state(name)
-                state["step"].fill_(steps)
-                if not load_moments(name, state, self.places[name], moments):
-                    missing.append(f"{name}/{MOMENTS[0]}")
+                self._state(name)["step"].fill_(steps)
+                if lacking := self._load_state(name, moments):
+                    missing.append(lacking)
         return missing
+
+    def _load_state(self, name: str, stored: Mapping[str, torch.Tensor]) -> str:
+        """What the checkpoint lacks of it; empty: nothing."""
+        found = load_moments(name, self._state(name), self.places[name], stored)
+        return "" if found else f"{name}/{MOMENTS[0]}"
 
     def _load_master(self, name: str, value: torch.Tensor, masters: Mapping[str, torch.Tensor]) -> bool:
         """False: there is none, and this parameter needs one."""
@@ -351,14 +359,14 @@ class AdamW:
                 self.remainders[name].copy_(masters[rest])
             elif kind != "none":
                 whole = exact_master.join(value.to(torch.bfloat16).cpu(), masters[rest].cpu())
-                _own(self.masters[name]).copy_(whole)
+                own_memory(self.masters[name]).copy_(whole)
         elif name in masters:
             if name in self.remainders:
                 weight, remainder = exact_master.split(masters[name])
                 value.copy_(weight)
                 self.remainders[name].copy_(remainder)
             elif kind != "none":
-                _own(self.masters[name]).copy_(masters[name])
+                own_memory(self.masters[name]).copy_(masters[name])
         else:
             return kind in ("own", "none")
         return True
@@ -366,7 +374,7 @@ class AdamW:
 
 def _sum(param: torch.Tensor, holder: Sum) -> None:
     """Takes a 16-bit gradient the moment autograd finishes it; the second is the first to need fp32."""
-    grad = _own(param.grad)  # type: ignore[arg-type]
+    grad = own_memory(param.grad)  # type: ignore[arg-type]
     if holder.grad is None:
         holder.grad = grad
     elif holder.grad.dtype == torch.float32:
@@ -376,7 +384,7 @@ def _sum(param: torch.Tensor, holder: Sum) -> None:
     param.grad = None
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor that fully_shard spread."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor

@@ -62,6 +62,8 @@ def split(batch: Any, rank: int, ranks: int, picture_tokens: CountTokens | None 
         parts["vision"] = _pictures_here(batch.vision, tokens, batch.input_ids.shape, rank, ranks)
     if batch.pairs is not None:
         parts["pairs"] = replace(batch.pairs, segment=take(batch.pairs.segment, rank, ranks))
+    if batch.noise is not None:
+        parts["noise"] = type(batch.noise)(*(take(t, rank, ranks) for t in batch.noise))
     if batch.future is not None:
         parts["future"] = type(batch.future)(*(take(t, rank, ranks) for t in (batch.future.ids, batch.future.labels)))
     return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True).counted()

@@ -136,9 +136,11 @@ class Sharding:
         return share(width, self.layout.tp, tp_rank)
 
     def _adapter_cut(self, name: str, tp_rank: int) -> Cut | None:
-        """`<linear>.lora.<part | shared>.<A | B>`: B follows its linear's rows, A its columns; the other is whole."""
+        """`<linear>.lora.<part | shared>.<A | B>`: B follows its linear's rows, A its columns; the other is whole.
+        A0 and B0, what those began as, are cut as they are."""
         module, _, rest = name.partition(".lora.")
-        part, side = rest.rsplit(".", 1)
+        part, word = rest.rsplit(".", 1)
+        side = word[0]
         rule, shape = self._rules[name], self.shapes[name]
         if not rule.splits_output:
             if rule.is_whole or side == "B":

@@ -91,8 +91,8 @@ def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, t
     elif hasattr(module, "parts"):
         module.parts = ((module.parts[0][0], base.out_features),)  # type: ignore[assignment,index]
     for key, pair in pairs_of(module).items():
-        for side in "AB":
-            setattr(pair, side, local_like(getattr(pair, side), sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
+        for side, param in list(pair.named_parameters()):
+            setattr(pair, side, local_like(param, sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
         rows = dict(module.parts)  # type: ignore[arg-type]
         pair.parts = tuple((part, rows[part]) for part, _ in pair.parts)
 
@@ -137,6 +137,7 @@ def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
             layer.mlp.piece = (tp, ranks)
     if hasattr(model, "places"):
         model.places = PlacesInSlice(tp, ranks)
+    model.row_slice = (tp, ranks)  # type: ignore[assignment]
 
 
 class PlacesInSlice(nn.Module):

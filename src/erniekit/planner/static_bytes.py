@@ -33,6 +33,7 @@ class Storing:
     shards_away: bool = False  # sharding: offload
     in_backward: bool = False  # updates inside backward
     reference: bool = False  # a second copy of the weights, for DPO
+    one_moment: frozenset[str] = frozenset()  # trained with an average alone, fp32 (Muon)
     fused: bool = True  # an update that takes gradients in 16 bit
 
 
@@ -102,6 +103,8 @@ def _master(storing: Storing, shape: tuple[int, ...]) -> float:
 
 def _moments(sharding: Sharding, name: str, local: tuple[int, ...], storing: Storing) -> float:
     count = prod(local)
+    if name in storing.one_moment:
+        return 4.0 * count
     block = _block(sharding, name) if storing.moments == "8bit" else 0
     if storing.moments == "8bit" and block:
         return 2.0 * count + 3 * 4 * local[0] * -(-local[1] // block)
@@ -135,12 +138,21 @@ def total(shares: Iterable[Share]) -> Share:
     return found
 
 
+def _standard(kind: bool, sparse: tuple[bool, ...], trained: frozenset[str]) -> int:
+    """The layer that stands for all of its kind: where some are frozen, the first of those that train the most."""
+    counts = [0] * len(sparse)
+    for name in trained:
+        if name.startswith("layers."):
+            counts[int(name.split(".")[1])] += 1
+    return max((n for n, held in enumerate(sparse) if held == kind), key=lambda n: (counts[n], -n))
+
+
 class Blocks:
     """The tensors of a model by block: one dense layer, one with experts, and what is around them."""
 
     def __init__(self, sharding: Sharding, sparse: tuple[bool, ...], storing: Storing) -> None:
         self.sharding, self.sparse, self.storing = sharding, sparse, storing
-        first = {kind: sparse.index(kind) for kind in dict.fromkeys(sparse)}
+        first = {kind: _standard(kind, sparse, storing.trained) for kind in dict.fromkeys(sparse)}
         self.names: dict[str, list[str]] = {"embed": [], "front": [], "last": [], "dense": [], "sparse": []}
         for name in sharding.names():
             if name.startswith("layers."):

@@ -33,7 +33,20 @@ def decide(cfg: RunConfig, folder: ModelFolder) -> tuple[LoRASettings | None, li
     start = starting_adapter(cfg, folder, model)
     assert start is not None
     settings = settings_from(start, cfg, model)
+    if settings.dora:
+        _check_dora(cfg, start)
     return settings, list(_notes(cfg, settings))
+
+
+def _check_dora(cfg: RunConfig, start: Adapter) -> None:
+    """As config/rules/adapters.py has it, for an adapter that is DoRA whatever the keys say."""
+    whole = cfg.parallel.tensor_parallel_degree <= 1 and not cfg.lora.packed_base
+    if not whole or cfg.precision.compute_type == "fp8" or cfg.quant.use_fp8:
+        raise ConfigError(
+            "the adapter is DoRA, which trains on plain weights without tensor parallelism",
+            where=f"lora_path: {start.where}",
+            fix="tensor_parallel_degree: 1, frozen_base: bf16 and no fp8, or merge it first with erniekit export",
+        )
 
 
 def settings_of(cfg: RunConfig) -> LoRASettings:
@@ -45,6 +58,8 @@ def settings_of(cfg: RunConfig) -> LoRASettings:
         lora_plus_scale=cfg.lora.lora_plus_scale,
         targets=cfg.lora.lora_target_modules or None,
         shared_a=cfg.compat.shared_lora_a,
+        dora=cfg.lora.use_dora,
+        pissa=cfg.lora.lora_init == "pissa",
     )
 
 
@@ -65,9 +80,10 @@ def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASetti
         "lora_rank": (cfg.lora.lora_rank, own.rank),
         "lora_alpha": (cfg.lora.lora_alpha, own.alpha),
         "rslora": (cfg.lora.rslora, own.rslora),
+        "use_dora": (cfg.lora.use_dora, own.dora),
     }
     for name, (value, held) in asked.items():
-        key = "rslora_plus" if by_plus and name != "lora_rank" and not cfg.given(name) else name
+        key = "rslora_plus" if by_plus and name in ("lora_alpha", "rslora") and not cfg.given(name) else name
         if cfg.given(key) and value != held:
             because = f" ({key} is True)" if key != name else ""
             raise ConfigError(
@@ -90,6 +106,7 @@ def _notes(cfg: RunConfig, settings: LoRASettings) -> Iterator[Note]:
         "lora_rank": settings.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else cfg.lora.lora_alpha,
         "rslora": settings.rslora,
+        "use_dora": settings.dora,
         "lora_plus_scale": settings.lora_plus_scale,
         "lora_target_modules": settings.targets or (),
     }

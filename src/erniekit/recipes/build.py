@@ -16,12 +16,12 @@ from erniekit.log import say
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
-from erniekit.models.vision_parts import freeze
 from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
 from erniekit.parallel.expert import dispatch_of
+from erniekit.parallel.mesh import Layout
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, weights
+from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, trained_weights, weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
@@ -42,8 +42,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
         say(f"note     {line}")
     whole, model = (folder.spec.cast(folder.meta(), plan.stored_dtype) for _ in range(2))
     for each in (whole, model):
-        expert_layers.set_mtp(cfg, each)
-        freeze(each, cfg.vision.freeze_config)
+        trained_weights.choose(cfg, each)
     start = None
     if plan.lora:
         start = adapters.starting_adapter(cfg, folder, whole) if fill is None else None
@@ -110,9 +109,33 @@ def _values(
         base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
     low_rank = None
     if plan.lora:
-        low_rank = weights.from_whole(weights.whole_adapters(whole, seed, start), sharding, rank)
+        low_rank = weights.from_whole(_adapters(plan, whole, start), sharding, rank)
     fill = weights.base_and_adapters(base, low_rank)
     return weights.rounded(fill, dtypes) if dtypes else fill
+
+
+def _adapters(plan: RunPlan, whole: nn.Module, start: Adapter | None) -> dict[str, torch.Tensor]:
+    """Their first values, whole, on every rank. What is decomposed is decomposed once: other machines might round
+    otherwise."""
+    assert plan.lora is not None
+    cfg, world = plan.config, plan.world
+    seed = cfg.train.seed
+    if start is not None or not (plan.lora.pissa or plan.lora.dora):
+        return weights.whole_adapters(whole, seed, start)
+    table = sharding_of(whole, plan.folder.spec.plan, Layout())
+    if cfg.model.continue_training:
+        fill = weights.from_folder(plan.folder, table, 0)
+    else:
+        fill = weights.from_nothing(table, 0, seed, plan.folder.config.init_std)
+
+    def weight_of(name: str) -> torch.Tensor:
+        weight = torch.empty(table.shape(name), dtype=plan.dtype)
+        fill(name, weight)
+        return weight
+
+    values = weights.whole_adapters(whole, seed, None, weight_of if world.is_main else None, cfg.lora.pissa_iterations)
+    shared: dict[str, torch.Tensor] = world.broadcast(values)
+    return shared
 
 
 def _unsharded_dtypes(plan: RunPlan) -> dict[str, torch.dtype]:

@@ -15,11 +15,13 @@ from erniekit.config import RunConfig
 from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
+from erniekit.data.embedding_noise import NoiseMaker
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.staged import LENGTH, StagedPacks, difficulties
 from erniekit.data.token_cache import RowKind, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
@@ -51,6 +53,7 @@ class TrainData:
     collate: Callable[..., Batch] = collate  # packs -> Batch; stage DPO has its own
     mtp_tokens: int = 0  # further tokens the model learns to predict
     lengths: tuple[int, ...] = ()  # that joined rows are padded to; none: rows are not joined
+    noise: NoiseMaker | None = None  # on embeddings (NEFTune)
     sizes: np.ndarray | None = None  # tokens of the first micro-batches, padding apart, where rows are joined
 
     @property
@@ -132,6 +135,7 @@ class TrainData:
             prefetch=cfg.data.prefetch_factor,
             collate=self._collate(cfg),
             lengths=self.lengths,
+            noise=self.noise,
             **self.padding(cfg),
         )
 
@@ -168,16 +172,46 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows 
         kind = CompatPackStream if rows is None else CompatPairStream
         stream: PackStream = kind(order, lengths, d.max_seq_len, **options)
     else:
-        plain = SampleOrder(
-            [len(s) for s in sources], probs, seed=t.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
-        )
-        stream = PackStream(plain, lengths, d.max_seq_len, **options)
+        stream = plain_stream(plan, sources, probs, options)
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
     bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
     evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, rows) if wants_eval else []
     made = collate if rows is None else rows.collate
     data = counted(plan, tokenizer, sources, stream, evaluation, steps_accumulated(plan, sources, stream), made)
     return with_buckets(cfg, data)
+
+
+def plain_stream(
+    plan: RunPlan, sources: Sequence[TokenSource], probs: Sequence[float], options: dict[str, Any]
+) -> PackStream:
+    """In an order of its own, with what mix_schedule and curriculum make of it."""
+    cfg, d = plan.config, plan.config.data
+    lengths, sizes = [source.lengths for source in sources], [len(source) for source in sources]
+    keys: list[np.ndarray] = []
+    if d.curriculum:
+        keys = [difficulty_of(source, d.curriculum) for source in sources]
+
+    def order_of(shares: Sequence[float], drawn: Sequence[int]) -> SampleOrder:
+        return SampleOrder(
+            sizes, shares, seed=cfg.train.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy, drawn=drawn,
+            keys=keys, ordered_passes=d.curriculum_epochs or None,
+        )  # fmt: skip
+
+    stream = PackStream(order_of(probs, ()), lengths, d.max_seq_len, **options)
+    if not d.mix_stages:
+        return stream
+    accumulation = steps_accumulated(plan, sources, stream)
+    per_step = cfg.train.per_device_train_batch_size * plan.world.layout.data_ranks * accumulation
+    stages = [(per_step * (step - 1), shares) for step, shares in d.mix_stages]
+    if stages[0][0]:
+        stages.insert(0, (0, tuple(probs)))
+    return StagedPacks(stages, order_of, lengths, d.max_seq_len, **options)
+
+
+def difficulty_of(source: TokenSource, curriculum: str) -> np.ndarray:
+    if curriculum == LENGTH:
+        return source.lengths[: len(source)]
+    return difficulties(source.path, curriculum, [source.row(i) for i in range(len(source))])
 
 
 def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
@@ -257,7 +291,13 @@ def counted(
         accumulation,
         collate=collate,
         mtp_tokens=plan.mtp_tokens,
+        noise=noise_of(plan),
     )
+
+
+def noise_of(plan: RunPlan) -> NoiseMaker | None:
+    alpha = plan.config.tuning.neftune_noise_alpha
+    return NoiseMaker(alpha, plan.folder.config.hidden_size, plan.config.train.seed) if alpha else None
 
 
 def accumulation_by_size(samples: int, packs: int, packs_at_once: int) -> int:

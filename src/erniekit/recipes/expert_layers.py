@@ -1,6 +1,6 @@
 """What a model with experts, or with layers that predict further tokens (MTP), is given beyond a dense one.
 
-Called by recipes/build.py and training.py, in this order: `set_mtp`, `install`, `balance_hook`.
+Called by recipes/build.py and training.py, `install` first, then `balance_hook`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,10 @@ from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.recompute import recompute_blocks
 from erniekit.recipes.built import Built
-from erniekit.recipes.expert_settings import IGNORED, bias_step, mtp_tokens, weights_of
+from erniekit.recipes.expert_settings import IGNORED, bias_step, weights_of
 from erniekit.train.expert_balance import ExpertBalance
 
 TEXT, VISION = "text", "vision"
-
-
-def set_mtp(cfg: RunConfig, model: Any) -> None:
-    """MTP layers are trained with their loss weight, or frozen and saved unchanged."""
-    if not model.config.mtp_layers:
-        return
-    trained = mtp_tokens(cfg, model.config) > 0
-    model.mtp_weight = cfg.model.multi_token_pred_lambda if trained else 0.0
-    model.mtp.requires_grad_(trained)
 
 
 def install(cfg: RunConfig, engine: Engine) -> None:
@@ -97,9 +88,11 @@ def balance_hook(cfg: RunConfig, built: Built) -> ExpertBalance | None:
     if moe is None:
         return None
     step = bias_step(cfg, config)
+    routed = [n for n, p in built.parameters() if ".router." in n and p.requires_grad]
+    trained = {int(name.split(".")[1]) for name in routed}  # of a frozen router the bias stays, too
     biases = {}
     for name, param in built.parameters():
-        if step and name.endswith(("router.bias", "correction.bias")):
+        if step and name.endswith(("router.bias", "correction.bias")) and int(name.split(".")[1]) in trained:
             biases[int(name.split(".")[1])] = (local(param.detach()), built.sharding.boxes(name, world.rank))
     layers = [i for i in range(config.num_layers) if config.sparse(i)]
     # Without sequence parallelism tensor-parallel ranks route the same tokens.

@@ -19,6 +19,7 @@ from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
     GRADIENT_BYTES,
+    MOMENT_BYTES,
     OPTIMIZER_BYTES,
     WEIGHT_BYTES,
     adapter_weights,
@@ -33,6 +34,7 @@ from erniekit.models.vision_parts import FREEZE_RESAMPLER, FREEZE_VISION
 from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
+from erniekit.recipes import trained_weights
 from erniekit.weight_kinds import BF16
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
@@ -52,6 +54,8 @@ LADDER: tuple[dict[str, Any], ...] = (
     {**LIGHT, "master_weights": "none", "update_in_backward": True},
 )
 
+MUON_LADDER: tuple[dict[str, Any], ...] = ({"offload_optim": True}, {"optim": "adamw", **LIGHT})
+
 
 def check_backward_updates(cfg: RunConfig, world: World) -> None:
     if cfg.optim.update_in_backward and world.size > 1:
@@ -65,10 +69,18 @@ def check_backward_updates(cfg: RunConfig, world: World) -> None:
 def kept_bytes(cfg: RunConfig, model: DecoderConfig) -> tuple[float, float]:
     """Of a trained weight on the device: the optimiser's states, and the gradient."""
     away = cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer
-    states = 0.0 if away else optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
+    states = 0.0 if away else states_bytes(cfg, model)
     if cfg.optim.update_in_backward:
         return states, GRADIENT_BYTES / model.num_layers  # a layer's at a time
     return states, SUMMED_BYTES if cfg.train.gradient_accumulation_steps > 1 else GRADIENT_BYTES
+
+
+def states_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
+    """Of a trained weight, on average: masters and moments. Muon's matrices have an average alone."""
+    each = optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
+    if cfg.optim.optim != "muon":
+        return each
+    return each - MOMENT_BYTES["fp32"] / 2 * trained_weights.muon_share(cfg, model)
 
 
 def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
@@ -124,7 +136,7 @@ def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int, seeing: 
 def host_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     """What offloaded states take of the host's memory."""
     away = cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer
-    each = optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
+    each = states_bytes(cfg, model)
     return parameters(model) * trained_share(cfg, model) * each if away else 0.0
 
 
@@ -145,7 +157,7 @@ def advise(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, h
 
 
 def advice(cfg: RunConfig, limit: float, host: float, model: DecoderConfig) -> str:
-    for keys in LADDER:
+    for keys in LADDER if cfg.optim.optim != "muon" else MUON_LADDER:
         tried = changed(cfg, keys)
         if least_bytes(tried, model) <= limit and host_bytes(tried, model) <= host:
             missing = {key: value for key, value in keys.items() if cfg[key] != value}
@@ -213,6 +225,8 @@ def changed(cfg: RunConfig, keys: dict[str, Any]) -> RunConfig:
 
 def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
     """Of the weights, how many are trained; of adapters as many as there are on every projection."""
+    if cfg.tuning.partial and not cfg.lora.lora:
+        return trained_weights.share(cfg, model)
     return min(1.0, adapter_weights(model, cfg.lora.lora_rank) / parameters(model)) if cfg.lora.lora else 1.0
 
 

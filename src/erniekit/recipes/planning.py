@@ -20,12 +20,13 @@ from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.released import RELEASED, released
-from erniekit.models.vision_parts import freeze
+from erniekit.optim.muon import by_muon
 from erniekit.parallel.apply import plain, sharding_of
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
+from erniekit.recipes import trained_weights
 from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import seeing_bytes
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
@@ -72,7 +73,7 @@ def built(cfg: RunConfig, config: DecoderConfig, spec: Any, lora: LoRASettings |
     """The whole model on the meta device as the run stores it on one rank."""
     with torch.device("meta"):
         model = spec.cast(spec.build(config), torch.float32 if four_bytes(cfg) else torch.bfloat16)
-        freeze(model, cfg.vision.freeze_config)
+        trained_weights.choose(cfg, model)
         if lora is not None:
             inject(model, lora, cfg.train.seed)
     return model
@@ -84,7 +85,7 @@ def four_bytes(cfg: RunConfig) -> bool:
 
 def storing_of(cfg: RunConfig, model: Any) -> Storing:
     named = [(plain(name), param) for name, param in model.named_parameters()]
-    wide = four_bytes(cfg)
+    wide, muon = four_bytes(cfg), cfg.optim.optim == "muon"
     base = cfg.lora.frozen_base if cfg.lora.packed_base else ""
     return Storing(
         trained=frozenset(name for name, param in named if param.requires_grad),
@@ -97,6 +98,7 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
         shards_away="offload" in cfg.parallel.sharding,
         in_backward=cfg.optim.update_in_backward,
         reference=live_copy(cfg),
+        one_moment=frozenset(n for n, p in named if by_muon(n, p.shape)) if muon else frozenset(),
     )
 
 
@@ -190,9 +192,9 @@ def levers(cfg: RunConfig, job: Job) -> list[Lever]:
 
     if job.recompute != "full":
         out.append(Lever({"recompute": True, "recompute_granularity": "full"}, replace(job, recompute="full"), "time"))
-    if storing.compute == 2 and storing.masters == "fp32":
+    if storing.compute == 2 and storing.masters == "fp32" and not storing.one_moment:
         stored({"master_weights": "exact16"}, "nothing", masters="exact16")
-    if storing.moments != "8bit":
+    if storing.moments != "8bit" and not storing.one_moment:
         stored({"optim_states": "8bit"}, "moments rounded", moments="8bit")
     if not storing.optimiser_away:
         stored({"offload_optim": True}, "time, host memory", optimiser_away=True)

@@ -31,7 +31,7 @@ from erniekit.parallel.cuda_graphs import Graphed
 from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
 from erniekit.parallel.world import check_model, check_schedule, device_here, open_world
-from erniekit.recipes import adapters, island_stages, memory_decisions, same_run, speed_decisions
+from erniekit.recipes import adapters, island_stages, memory_decisions, same_run, speed_decisions, trained_weights
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
 from erniekit.recipes.score_heads import head_changes
@@ -192,6 +192,8 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     folder, model_notes = as_built(folder, cfg)
     model = folder.config
     further = mtp_tokens(cfg, model)
+    if cfg.tuning.partial:
+        trained_weights.choose(cfg, folder.meta())  # refuses patterns that match nothing
     world.layout = island_stages.cut(cfg, device, world, model)
     world.layout = check_model(world.layout, model.num_layers, model.moe.experts if model.moe else 0)
     check_schedule(cfg.parallel.pp_schedule, world.layout, further > 0, cfg.parallel.pp_runner)

@@ -10,6 +10,7 @@ from typing import Any
 
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
+from erniekit.data.staged import StagedPacks
 from erniekit.devices.base import Device
 from erniekit.kernels import broken, cudnn_packed, flash4
 from erniekit.kernels.available import installed
@@ -18,7 +19,7 @@ from erniekit.kernels.selection import Choice
 from erniekit.log import say
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.printable import counted
-from erniekit.recipes import kernel_table, repeat
+from erniekit.recipes import kernel_table, repeat, trained_weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
 from erniekit.recipes.datasets import TrainData, minutes_between_saves
@@ -36,7 +37,10 @@ def version() -> str:
 def show_plan(plan: RunPlan) -> None:
     cfg, folder, device, world = plan.config, plan.folder, plan.device, plan.world
     c = folder.config
-    how = f"LoRA rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}" if plan.lora else "all weights"
+    how = "chosen weights" if cfg.tuning.partial else "all weights"
+    if plan.lora:
+        kind = "DoRA" if plan.lora.dora else "LoRA by PiSSA" if plan.lora.pissa else "LoRA"
+        how = f"{kind} rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}"
     say(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
     if plan.lora and cfg.lora.lora_path:
         own = f"rank {cfg.lora.lora_rank} and alpha {cfg.lora.lora_alpha} are its own"
@@ -68,10 +72,13 @@ def show_data(data: TrainData) -> None:
             say(f"{label if k == 0 else '':<9}{line}")
     fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
     say(
-        f"steps    {counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each; "
+        f"train    {counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each; "
         f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
         f"{100 * min(fill, 1):.0f} % filled"
     )
+    if isinstance(data.stream, StagedPacks):
+        steps = [(pack // data.packs_per_step + 1, shares) for pack, shares in data.stream.stages]
+        say("mix      " + "; ".join(f"from step {n:,}: {'/'.join(f'{s:g}' for s in shares)}" for n, shares in steps))
     if data.lengths:
         each = ", ".join(f"{length:,}" for length in data.lengths)
         say(f"rows     joined, padded to {each} tokens: {data.padded_share:.1%} padding (length_buckets)")
@@ -85,6 +92,9 @@ def show_saves(cfg: RunConfig, data: TrainData) -> None:
 
 
 def show_coverage(built: Built) -> list[Any]:
+    if built.plan.config.tuning.partial and not built.lora:
+        say(f"train    {trained_weights.described(built.plan.config, built.whole)}")
+        return [{"group": "chosen weights", "trainable": built.trainable(), "total": built.total()}]
     if not built.lora:
         resting = built.folder.config.mtp_layers and not built.mtp_tokens
         but = " but the layers that predict further tokens: num_nextn_predict_layers trains those" if resting else ""

@@ -15,11 +15,13 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.slices import fill_boxes
 from erniekit.lora.adapter import Adapter, load_adapter
 from erniekit.lora.inject import is_lora, lora_linears, lora_state, reset_lora
+from erniekit.lora.start_values import start_from_weights
 from erniekit.models.init import initial_value
 from erniekit.models.score_head import WEIGHT
 from erniekit.parallel.memory import give_memory
 from erniekit.parallel.sharding import Sharding
 
+WeightOf = Callable[[str], torch.Tensor]  # a whole weight by our name
 Fill = Callable[[str, torch.Tensor], None]  # (name, this rank's piece of it)
 
 
@@ -77,13 +79,18 @@ def rounded(fill: Fill, dtypes: Mapping[str, torch.dtype]) -> Fill:
     return fill_rounded
 
 
-def whole_adapters(model: nn.Module, seed: int, adapter: Adapter | None) -> dict[str, torch.Tensor]:
-    """All adapters' starting values; they are small, so every rank makes them whole. The model is left on meta."""
+def whole_adapters(
+    model: nn.Module, seed: int, adapter: Adapter | None, weight_of: WeightOf | None = None, iterations: int = 0
+) -> dict[str, torch.Tensor]:
+    """All adapters' starting values; they are small, so every rank makes them whole. The model is left on meta.
+    weight_of: for those that begin as a part of the weights below them; iterations: as start_from_weights has it."""
     for _, module in lora_linears(model):
         give_memory(module.lora, torch.device("cpu"))
     reset_lora(model, seed)
     if adapter is not None:
         load_adapter(model, adapter)
+    elif weight_of is not None:
+        start_from_weights(model, weight_of, seed, iterations)
     values = {name: tensor.detach() for name, tensor in lora_state(model).items()}  # keeps the memory that meta leaves
     for _, module in lora_linears(model):
         module.lora.to("meta")

@@ -85,7 +85,9 @@ class _Page:
 UNSET: dict[str, Any] = {"output_dir": "", "sharding_parallel_degree": -1}
 
 
-_TRAIN = ("model", "data", "train", "lora", "optim", "precision", "memory", "checkpoint", "tracking", "parallel")
+_TRAIN = (
+    "model", "data", "train", "lora", "tuning", "optim", "precision", "memory", "checkpoint", "tracking", "parallel",
+)  # fmt: skip
 _FOR_TRAIN = ("nproc_per_node", "devices", "max_restarts")
 _TRAIN_NEEDS = ("model_name_or_path", "train_dataset_path")
 _PAGES: dict[str, _Page] = {

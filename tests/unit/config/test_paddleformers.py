@@ -36,6 +36,8 @@ recompute_method: uniform
 recompute_num_layers: 1
 offload_queue: true
 neftune: false
+neftune_noise_alpha: 5.0
+custom_register_path: null
 """
 
 
@@ -60,7 +62,8 @@ def test_its_recipe_is_read_and_each_renamed_key_leaves_a_note(tmp_path):
     assert f"tensor_parallel_degree: 2 (tensor_model_parallel_size of PaddleFormers, {file}:15)" in notes
     ignored = {item.key: item.reason for item in cfg.ignored}
     assert "own template" in ignored["template"]
-    assert ignored["neftune"] == "off, as always here"
+    assert cfg.tuning.neftune is False
+    assert ignored["custom_register_path"] == "off, as always here"
     assert any("tensor_model_parallel_size" in line for line in report(cfg))
 
 
@@ -97,5 +100,5 @@ def test_a_later_word_may_use_another_name(tmp_path):
 
 
 def test_what_would_change_a_result_and_has_no_counterpart_is_refused_with_the_reason():
-    found = error("neftune_noise_alpha=5")
-    assert "no noise on embeddings" in found.fix
+    found = error("binpacking=True")
+    assert "packs are made by greedy_intokens" in found.fix

@@ -203,7 +203,7 @@ def test_adapted_experts_answer_as_experts_with_the_updates_in_their_weights(
             getattr(held, name).active = active
         starts = {part: k * rows for k, (part, _) in enumerate(base.parts)}
         for pair in pairs.values() if active else ():
-            for expert, part, A, B in pair.updates(pair.A, pair.B):
+            for expert, part, A, B, _ in pair.updates(pair.A, pair.B):
                 put = torch.zeros_like(whole[name])
                 put[expert, starts[part] : starts[part] + rows] = 1.0
                 spread = torch.zeros(*whole[name].shape[1:]).index_copy(

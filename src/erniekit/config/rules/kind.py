@@ -9,6 +9,7 @@ from erniekit.config.view import View
 from erniekit.errors import ConfigError
 
 _ALGOS = {"fp8": "fp8linear", "wint8": "weight_only_int8", "wint4/8": "weight_only_mix", "nf4": "nf4"}
+NEFTUNE_ALPHA = 5.0  # the paper's first choice
 _INT4 = "weight_only_int4"  # no compute_type has it
 
 
@@ -25,6 +26,40 @@ def pre_training_files_train_pt(run: View) -> Iterator[Note]:
 def pre_training_trains_every_weight(run: View) -> Iterator[Note]:
     if run["stage"] == "PT" and not run.given("fine_tuning") and not run.given("lora"):
         yield from run.set("fine_tuning", "Full", "pre-training trains every weight")
+
+
+def patterns_choose_weights(run: View) -> Iterator[Note]:
+    """train_only and freeze choose among the model's own weights, which LoRA leaves frozen."""
+    keys = [name for name in ("train_only", "freeze") if run[name]]
+    if not keys:
+        return
+    if not run.given("fine_tuning") and not run.given("lora"):
+        yield from run.set("fine_tuning", "Full", f"{keys[0]} chooses among the model's own weights")
+    elif run["fine_tuning"] == "LoRA" or run["lora"]:
+        raise ConfigError(
+            f"{keys[0]} chooses among the model's own weights; LoRA trains none of them",
+            where=run.origin(keys[0]),
+            fix="fine_tuning: Full, or lora_target_modules to choose where adapters go",
+        )
+
+
+def neftune_is_a_number(run: View) -> Iterator[Note]:
+    """PaddleFormers has a switch beside the number. Noise is for the rows of SFT: a reference must not see it, and
+    pictures are no embeddings of tokens."""
+    if run["neftune"] is False:
+        yield from run.set("neftune_noise_alpha", 0.0, "neftune is False")
+        return
+    if not run["neftune"] and not run["neftune_noise_alpha"]:
+        return
+    if run["stage"] != "SFT":
+        asked = "neftune_noise_alpha" if run["neftune_noise_alpha"] else "neftune"
+        raise ConfigError(
+            f"noise on embeddings is for stage: SFT, and stage is {run['stage']}",
+            where=run.origin(asked),
+            fix=f"leave {asked} out",
+        )
+    if not run["neftune_noise_alpha"]:
+        yield from run.set("neftune_noise_alpha", NEFTUNE_ALPHA, "neftune is True")
 
 
 def scratch_means_no_weights(run: View) -> Iterator[Note]:

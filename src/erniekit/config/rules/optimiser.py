@@ -62,6 +62,32 @@ def backward_updates_one_micro_batch(run: View) -> Iterator[Note]:
     yield from run.set("grad_clip", "previous", reason)
 
 
+MUON_KEYS = ("muon_momentum", "muon_learning_rate", "muon_scale")
+
+
+def muon_is_for_whole_weights(run: View) -> Iterator[Note]:
+    """What Muon does not do is refused by name."""
+    if run["optim"] != "muon":
+        for name in MUON_KEYS:
+            if run.given(name) and run["do_train"]:
+                yield from run.remark(name, f"without effect: optim is {run['optim']}")
+        return
+    where = run.origin("optim")
+    if run["lora"]:
+        raise ConfigError(
+            "optim: muon steps along directions of whole weight matrices; LoRA trains none",
+            where=where,
+            fix="fine_tuning: Full, or optim: adamw",
+        )
+    for name, wanted in (("optim_states", "fp32"), ("master_weights", "fp32"), ("update_in_backward", False)):
+        if run[name] != wanted:
+            raise ConfigError(
+                f"optim: muon keeps fp32 averages and masters and updates after backward; {name} is {run[name]}",
+                where=f"{where} and {run.origin(name)}",
+                fix=f"{name}: {wanted}, or optim: adamw; offload_optim: True moves states to host memory",
+            )
+
+
 def compressed_states_are_saved_as_they_are(run: View) -> Iterator[Note]:
     if run["optim_states"] == "8bit" and run["ckpt_quant_stage"] != "O0":
         yield from run.set("ckpt_quant_stage", "O0", "optim_states is 8bit: saved as they are, bit for bit")

@@ -21,6 +21,7 @@ from erniekit.config.sections.score import ScoreSection
 from erniekit.config.sections.serve import ServeSection
 from erniekit.config.sections.tracking import TrackingSection
 from erniekit.config.sections.train import TrainSection
+from erniekit.config.sections.tuning import TuningSection
 from erniekit.config.sections.vision import VisionSection
 
 SECTIONS: dict[str, type] = {
@@ -28,6 +29,7 @@ SECTIONS: dict[str, type] = {
     "data": DataSection,
     "train": TrainSection,
     "lora": LoraSection,
+    "tuning": TuningSection,
     "optim": OptimSection,
     "precision": PrecisionSection,
     "memory": MemorySection,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.config.mix_schedule import Stage, stages_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ class DataSection:
         choices=("random", "concat", "interleave_under", "interleave_over"),
         fixed=True,
     )
+    mix_schedule: tuple[str, ...] = key(
+        (),
+        "Shares that change at steps, as step=share/share for several of train_dataset_path: 500=0.5/0.5,2000=0.2/0.8. "
+        "train_dataset_prob holds before the first.",
+        fixed=True,
+    )
+    curriculum: str = key(
+        "", "Order training rows from low to high: by length (in tokens), or by a column of numbers.", fixed=True
+    )
+    curriculum_epochs: int = key(
+        1, "Passes over the rows that curriculum orders; later ones are shuffled. 0: all.", low=0, fixed=True
+    )
     num_samples_each_epoch: int = key(
         6000000,
         "Samples per epoch under compat: erniekit; otherwise an epoch is one pass over the rows.",
@@ -116,6 +129,11 @@ class DataSection:
         None, "Prefixes, comma-separated or in a file, instead of input_dir.", path="prefix_list"
     )
     data_weights: str | None = key(None, "Weights of these prefixes, comma-separated or in a file.", path="numbers")
+
+    @property
+    def mix_stages(self) -> tuple[Stage, ...]:
+        """First steps and shares of mix_schedule."""
+        return stages_of(self.mix_schedule)
 
     @property
     def joins_rows(self) -> bool:

@@ -23,6 +23,21 @@ class LoraSection:
     rslora: bool = key(False, "Scale by alpha/sqrt(rank) instead of alpha/rank.", fixed=True)
     lora_plus_scale: float = key(1.0, "LoRA+: learning rate of B as a multiple of A's.", low=0, fixed=True)
     rslora_plus: bool = key(False, "rslora with lora_plus_scale 4 and lora_alpha 4.", fixed=True)
+    use_dora: bool = key(
+        False, "DoRA: train the length of each adapted row as well. On linear layers, without tensor parallelism.",
+        fixed=True,
+    )  # fmt: skip
+    lora_init: str = key(
+        "default",
+        "default: B is zero. pissa: A and B begin as the largest singular directions of each weight; saved as plain "
+        "LoRA of twice the rank.",
+        choices=("default", "pissa"),
+        fixed=True,
+    )
+    pissa_iterations: int = key(
+        0, "Steps of a randomised decomposition for lora_init: pissa, quicker for large weights; 0 is exact.", low=0,
+        fixed=True,
+    )  # fmt: skip
     frozen_base: str = key(
         BF16,
         "Frozen weights of adapted layers: bf16 keeps them in compute_type; the others pack them into 8 or 4 bits as "

@@ -48,8 +48,20 @@ class OptimSection:
     power: float = key(1.0, "Exponent of polynomial.", low=0, fixed=True)
     optim: str = key(
         "adamw",
-        "Optimiser: adamw, or adamw_custom (ERNIEKit's name for optim_states: bf16 in host memory).",
-        choices=("adamw", "adafactor", "adamw_mini", "adamw_custom"),
+        "Optimiser: adamw; muon = orthogonalised updates for the matrices inside the layers, AdamW for the rest; "
+        "adamw_custom = ERNIEKit's name for adamw with optim_states: bf16 in host memory.",
+        choices=("adamw", "muon", "adafactor", "adamw_mini", "adamw_custom"),
+        fixed=True,
+    )
+    muon_momentum: float = key(0.95, "Momentum of optim: muon.", low=0, high=1, fixed=True)
+    muon_learning_rate: float | None = key(
+        None, "Peak learning rate of Muon's matrices; default: learning_rate.", low=0, fixed=True
+    )
+    muon_scale: str = key(
+        "match_adamw",
+        "Size of Muon's updates: match_adamw makes them as large as AdamW's, so that one learning_rate serves both; "
+        "original is sqrt(max(1, rows / columns)), with a muon_learning_rate of about 0.02.",
+        choices=("match_adamw", "original"),
         fixed=True,
     )
     optim_states: str = key(

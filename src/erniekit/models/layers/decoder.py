@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.kernels.cross_entropy import CHUNK
+from erniekit.kernels.embedding_noise import with_noise
 from erniekit.kernels.packed_attention import for_kernel
 from erniekit.kernels.rope import cos_sin, cos_sin_of_axes, inverse_frequencies
 from erniekit.models.config import DecoderConfig
@@ -99,6 +100,7 @@ class Decoder(nn.Module):
         elif config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.output = LocalHead()
+        self.row_slice = (0, 1)  # which slice of every row is here, of how many (sequence parallelism)
         self.first = self.last = True  # a pipeline stage may be neither
         self.mtp_weight = 0.0  # of the losses further ahead; 0: those layers rest
         self.records: list[dict[tuple[str, int], Any]] | None = None  # one a micro-batch, where they are read
@@ -116,8 +118,13 @@ class Decoder(nn.Module):
         return embedded
 
     def embed_batch(self, ids: torch.Tensor, more: Any) -> torch.Tensor:
-        """What the layers start from, [B, L, H]: here the tokens' embeddings."""
-        return self.embed_ids(ids)
+        """What the layers start from, [B, L, H]: here the tokens' embeddings, in training with the batch's noise."""
+        x_BLH = self.embed_ids(ids)
+        noise = None if more is None else more.noise
+        if noise is None or not self.training or not torch.is_grad_enabled():
+            return x_BLH
+        rank, ranks = self.row_slice
+        return with_noise(x_BLH, *(of_row.chunk(ranks, dim=1)[rank] for of_row in noise))
 
     def front(self) -> Iterator[nn.Module]:
         """Blocks in front of the layers, on the first stage, each gathered by itself where weights are spread."""

@@ -92,7 +92,14 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
     for path in named.values():  # the engine loads them: only the files can be looked at here
         check_files(path, weights.path, cfg.lora.override_base)
     meta = weights.meta()
-    rank = max((max(u.rank for u in read_adapter(path, meta).updates.values()) for path in named.values()), default=0)
+    adapters = {path: read_adapter(path, meta) for path in named.values()}
+    if (dora := next((path for path, adapter in adapters.items() if adapter.dora), None)) is not None:
+        raise ConfigError(
+            f"{program.name} does not serve DoRA adapters",
+            where=str(dora),
+            fix="erniekit export merges it into its base",
+        )
+    rank = max((max(u.rank for u in adapter.updates.values()) for adapter in adapters.values()), default=0)
     sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is told before a minute of loading
     port = sock.getsockname()[1]
     sock.close()

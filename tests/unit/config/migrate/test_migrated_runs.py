@@ -208,11 +208,11 @@ def test_every_run_of_a_script_becomes_a_recipe(migrate):
 
 
 def test_a_recipe_of_paddleformers_turns_recompute_on_in_its_own_way(migrate):
-    text = "tensor_model_parallel_size: 2\nrecompute_granularity: full\nrecompute_method: uniform\nneftune: true\n"
+    text = "tensor_model_parallel_size: 2\nrecompute_granularity: full\nrecompute_method: uniform\nbinpacking: true\n"
     (run,) = migrate(text, "theirs.yaml")
     assert (run.values["recompute"], run.values["tensor_parallel_degree"]) == (True, 2)
     assert "tensor_model_parallel_size 2" in remarks(run, "changed")
-    assert "neftune true" in remarks(run, "no counterpart")
+    assert "binpacking true" in remarks(run, "no counterpart")
 
 
 @pytest.mark.parametrize("text", ["", "echo hello\n", "python other.py --x 1\n", "# erniekit train x.yaml\n"])
