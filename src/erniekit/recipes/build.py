@@ -21,7 +21,7 @@ from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, weights
+from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, own_loss, weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
@@ -85,6 +85,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
             dispatch=dispatch_of(cfg.moe.moe_multimodal_dispatch_use_allgather),
         ),
     )
+    own_loss.install(stage.own_loss, engine, cfg)
     engine.step_metrics = step_metrics
     expert_layers.install(cfg, engine)
     engine.train()

@@ -36,6 +36,7 @@ from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.schedule import make_schedule
+from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
@@ -57,10 +58,17 @@ from erniekit.train.trainer import Trainer
 from erniekit.train.watchdog import Watchdog
 
 
-def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
-    """launch: the name of the launcher's run this process is a rank of, the same for all its restarts."""
+def train(
+    stage: TrainingStage,
+    cfg: RunConfig,
+    command: Sequence[str] = (),
+    launch: str = "",
+    session: Session | None = None,
+) -> RunResult:
+    """launch: the name of the launcher's run this process is a rank of, the same for all its restarts. session: what a
+    Python session adds."""
     try:
-        return run(stage, cfg, command, launch)
+        return run(stage, cfg, command, launch, session or Session())
     except Preempted as stopped:
         again = f"\nnext: {typed(*without_secrets(command[1:]))}" if command and command[0] == "erniekit" else ""
         raise Preempted(f"{stopped}{again}") from None
@@ -73,7 +81,7 @@ def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), lau
         gc.collect()  # trainer and hooks refer to each other: a notebook's next run needs the memory now
 
 
-def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
+def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str, session: Session) -> RunResult:
     started = time.perf_counter()
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
     plan = plan_run(cfg)
@@ -83,10 +91,11 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     run_summary.show_plan(plan)
     record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
+    session.write_rows(output, world)
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
-    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog, ExitStack() as ends:
+    with held, Signals() as signals, trackers_for(cfg, output, record, session) as trackers, dog, ExitStack() as ends:
         dog.phase("prepare")
         signals.preparing = True
         disks = resume.look_at_disks(output, world)
@@ -120,7 +129,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
         # Nothing is refused from here on.
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
-        hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
+        hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare, session.hooks)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
             state=state,
@@ -155,7 +164,7 @@ def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:
     )
 
 
-def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
+def trackers_for(cfg: RunConfig, output: Path, record: RunRecord, session: Session) -> Trackers:
     return make_trackers(
         cfg.tracking.report_to,
         output,
@@ -167,6 +176,7 @@ def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
         wandb_http_proxy=cfg.tracking.wandb_http_proxy,
         explicit=cfg.given("report_to"),
         record=record,
+        more=session.trackers,
     )
 
 
@@ -223,9 +233,11 @@ def hooks_for(
     saver: Saver,
     trackers: Trackers,
     prepare: Prepare | None,
+    own: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Log first, so that a step's numbers are out before its checkpoint and its evaluation; only what belongs to the
-    update itself comes before. Save before evaluating: a step must be safe before hours may pass."""
+    update itself comes before. Save before evaluating: a step must be safe before hours may pass. own: a Python
+    session's, before a save, which then holds what they changed."""
     loads = expert_layers.balance_hook(cfg, built)
     log = LogHook(
         trackers,
@@ -255,7 +267,7 @@ def hooks_for(
     minutes, alone = minutes_between_saves(cfg), ends_with_weights_alone(cfg)
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes, alone)
     if not data.evaluation:
-        return [*watch, log, save, *sweep]
+        return [*watch, log, *own, save, *sweep]
 
     evaluations = count()
 
@@ -266,7 +278,7 @@ def hooks_for(
     keep = best.keep if best else None
     rule = best_rule(cfg)
     evaluate = EvalHook(run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world)
-    return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
+    return [*watch, log, *own, *([best] if best else []), save, evaluate, *sweep]
 
 
 def told_by(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:
