@@ -1,4 +1,4 @@
-"""Model: what `erniekit.load` gives. Logits by calling it, text by `generate` and `chat`, through the embedded engine."""
+"""Model: what `erniekit.load` gives. Logits by calling it, text by `generate` and `chat` (the embedded engine)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from erniekit.api.tokenizer import TextTokenizer, check_messages
 from erniekit.api_load import Found, dtype_of, find_model
@@ -49,10 +48,9 @@ class Model:
 
     def __init__(self, found: Found, dtype: torch.dtype | None, device: torch.device) -> None:
         self._found = found
-        tokenizer = (
-            found.tokenizer() if found.has_tokenizer_files() else None
-        )  # broken ones fail before weights are read
-        self.tokenizer: TextTokenizer = TextTokenizer.over(tokenizer) if tokenizer is not None else None  # type: ignore[assignment]
+        self.tokenizer: Any = None  # a TextTokenizer, where the folder has one
+        if found.has_tokenizer_files():  # broken ones fail before weights are read
+            self.tokenizer = TextTokenizer.over(found.tokenizer())
         base = Found(found.weights).build(dtype, device)
         self._base, self.module = base, base
         if found.adapter is not None:
@@ -184,7 +182,7 @@ class Model:
         self.close()
 
     def _need_tokenizer(self) -> TextTokenizer:
-        if self.tokenizer is None:
+        if not isinstance(self.tokenizer, TextTokenizer):
             raise CheckpointError(
                 f"{self.folder} holds a model without a tokenizer",
                 where=str(self.folder),

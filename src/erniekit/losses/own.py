@@ -1,7 +1,7 @@
 """A loss function of the user's own: what each trained token costs, in the place of its cross-entropy.
 
-recipes/own_loss.py puts `OwnLossHead` into a model's `output` slot, so that it is computed where the head's weights are,
-in every layout; it is summed and divided as the built-in loss. n trained tokens, V vocab.
+recipes/own_loss.py puts `OwnLossHead` into a model's `output` slot, so that it is computed where the head's weights
+are, in every layout; it is summed and divided as the built-in loss. n trained tokens, V vocab.
 """
 
 from __future__ import annotations
@@ -105,10 +105,8 @@ class OwnLossHead(nn.Module):
             rows = hidden.flatten(0, 1)[places]
             # Without a trained token there is still a graph: gradients are summed over ranks that may have some.
             total = rows.sum().float() * 0.0
-            for start in range(0, len(places), chunk):
-                total = total + self._of_logits(
-                    rows[start : start + chunk], weight, bias, targets[start : start + chunk]
-                )
+            for x, y in zip(rows.split(chunk), targets.split(chunk)):
+                total = total + self._of_logits(x, weight, bias, y) if len(y) else total
         else:
             losses = self.inner.token_losses(hidden, weight, labels, bias, ignore, chunk, count)
             total = losses.sum() * 0.0
@@ -119,7 +117,7 @@ class OwnLossHead(nn.Module):
     def _of_logits(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Of one chunk; its logits are computed again in the backward pass, so that those of all never exist at once."""
+        """Of one chunk, whose logits are computed again in the backward pass: those of all never exist at once."""
 
         def summed(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return self.own(logits=F.linear(rows, weight, bias).float(), labels=targets).sum()

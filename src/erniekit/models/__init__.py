@@ -1,5 +1,5 @@
 """MODELS: the families this version trains, and how a config.json finds its own. One line here adds a model, or an
-entry point of the group `erniekit.models` in an installed package: its name is the model_type, its value a ModelSpec."""
+entry point of the group `erniekit.models`: its name is the model_type, its value a ModelSpec."""
 
 from __future__ import annotations
 

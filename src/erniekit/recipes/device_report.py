@@ -18,7 +18,7 @@ from typing import Any
 
 from erniekit import capabilities
 from erniekit.config import RunConfig
-from erniekit.devices import AUTO, DEVICES, FAMILIES, OTHERS, DeviceEntry, device_entry, named, table
+from erniekit.devices import AUTO, DEVICES, FAMILIES, DeviceEntry, device_entry, named, table
 from erniekit.devices.base import CLAIMED_BY, Finding
 from erniekit.devices.probes import WITHOUT
 from erniekit.log import paint, say

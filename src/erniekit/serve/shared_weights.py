@@ -1,4 +1,4 @@
-"""One set of weights in several trees of modules: of a base and its adapters, or of a model and the engine that runs it.
+"""One set of weights in several trees of modules: a base and its adapters, or a model and the engine that runs it.
 
 Used by loaded_models.py and by the Python interface (api/model.py).
 """

@@ -50,7 +50,7 @@ class Trainer:
         return self.step.engine.model
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step, as finished: saved, and evaluated where it is. On several ranks all must ask."""
+        """Ends the run after this step, as finished: with a save and a result. On several ranks all must ask."""
         self.stop_reason = self.stop_reason or reason
 
     def fit(self) -> None:
