@@ -195,7 +195,7 @@ class Model:
         tokenizer = self._need_tokenizer()
         if isinstance(prompt, str):
             ids, chat = tokenizer.encode(prompt), False
-        elif prompt and all(isinstance(one, int) for one in prompt):
+        elif isinstance(prompt, Sequence) and prompt and all(isinstance(one, int) for one in prompt):
             ids, chat = list(prompt), False
             if max(ids) >= self.config.vocab_size or min(ids) < 0:
                 raise DataError(

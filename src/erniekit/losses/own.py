@@ -105,8 +105,9 @@ class OwnLossHead(nn.Module):
             rows = hidden.flatten(0, 1)[places]
             # Without a trained token there is still a graph: gradients are summed over ranks that may have some.
             total = rows.sum().float() * 0.0
+            kept = len(places) <= chunk
             for x, y in zip(rows.split(chunk), targets.split(chunk)):
-                total = total + self._of_logits(x, weight, bias, y) if len(y) else total
+                total = total + self._of_logits(x, weight, bias, y, kept) if len(y) else total
         else:
             losses = self.inner.token_losses(hidden, weight, labels, bias, ignore, chunk, count)
             total = losses.sum() * 0.0
@@ -115,14 +116,15 @@ class OwnLossHead(nn.Module):
         return total if scale is None else total * scale
 
     def _of_logits(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, kept: bool
     ) -> torch.Tensor:
-        """Of one chunk, whose logits are computed again in the backward pass: those of all never exist at once."""
+        """Of one chunk. Unless kept, its logits are computed again in the backward pass: those of all chunks never
+        exist at once."""
 
         def summed(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return self.own(logits=F.linear(rows, weight, bias).float(), labels=targets).sum()
 
-        if not torch.is_grad_enabled():
+        if kept or not torch.is_grad_enabled():
             return summed(rows, weight, bias)
         from torch.utils.checkpoint import checkpoint
 
