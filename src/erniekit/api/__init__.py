@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from erniekit.api.model import Generation, Model, load
-    from erniekit.api.plugins import plugins
+    from erniekit.api.installed import plugins
     from erniekit.api.run_folder import TrainingRun
     from erniekit.api.training import train
     from erniekit.errors import ErnieKitError
@@ -32,7 +32,7 @@ NAMES = {
     "Tracker": "erniekit.track",
     "TrainingRun": "erniekit.api.run_folder",
     "load": "erniekit.api.model",
-    "plugins": "erniekit.api.plugins",
+    "plugins": "erniekit.api.installed",
     "run": "erniekit.recipes.run",
     "train": "erniekit.api.training",
 }

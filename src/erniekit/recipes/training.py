@@ -19,9 +19,12 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
+from erniekit.data.formats import FORMATS
 from erniekit.devices import pick
 from erniekit.errors import Preempted
 from erniekit.log import typed, without_secrets
+from erniekit.loss_table import TOKEN_LOSSES
+from erniekit.models import MODELS
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
@@ -40,7 +43,7 @@ from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
-from erniekit.track import Trackers, make_trackers
+from erniekit.track import TRACKERS, Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
 from erniekit.train.best import KeepBest
 from erniekit.train.drift import ReplicaDrift, replicated
@@ -89,6 +92,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     if cfg.train.doctor == "on":
         doctor.check_vocabulary(folder, tokenizer)
     run_summary.show_plan(plan)
+    for table in (MODELS, FORMATS, TOKEN_LOSSES, TRACKERS):
+        table.installed()  # says which entry points of installed packages are refused
     record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
     session.write_rows(output, world)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +130,7 @@ def test_the_same_call_resumes_with_the_same_rows_and_loss_and_no_others(
     whole = erniekit.train(**{**keys, "output_dir": tmp_path / "whole"}, data=ROWS, loss=smoothed)
     half = erniekit.train(**keys, data=ROWS, loss=smoothed, callbacks=[Stop()])
     assert half.steps == 2
-    with pytest.raises(ConfigError, match="token_loss: 'python:.*smoothed' -> 'cross_entropy'"):
+    with pytest.raises(ConfigError, match=r"token_loss: 'python:.*smoothed' -> 'cross_entropy'"):
         erniekit.train(**keys, data=ROWS)
     with pytest.raises(ConfigError, match="train data"):
         erniekit.train(**keys, data=ROWS[:-1], loss=smoothed)
