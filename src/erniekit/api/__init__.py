@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from erniekit.api.model import Generation, Model, load
     from erniekit.api.installed import plugins
+    from erniekit.api.model import Generation, Model, load
     from erniekit.api.run_folder import TrainingRun
     from erniekit.api.training import train
     from erniekit.errors import ErnieKitError

@@ -71,10 +71,12 @@ class Model:
 
     @property
     def device(self) -> torch.device:
+        """Where its weights are."""
         return next(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of its weights."""
         return next(self.module.parameters()).dtype
 
     def __repr__(self) -> str:
@@ -119,16 +121,23 @@ class Model:
     ) -> Any:
         """Text that follows a prompt.
 
-        prompt: a text to continue, a list of messages ({"role": ..., "content": ...}) to answer, a list of token ids;
-        or a list of any of these, which are computed together, `batch_size` at once.
-        temperature, top_p, top_k, the penalties, stop and min_tokens: as the keys of `erniekit chat`; temperature=0
-        always takes the likeliest token. seed: the same answer each time; each prompt of a batch has its own.
-        stream: an iterator of pieces of text as they come; of (number of the prompt, piece) for a batch.
-        details: `Generation` objects instead of text; logprobs: with the log-probability of each token.
-        tools: functions the model may call. variables: what the chat template reads, such as enable_thinking=True.
-
         Returns text, or a list of texts for a batch. Messages are answered with their thought left out, which
         `details=True` has.
+
+        prompt: a text to continue, a list of messages ({"role": ..., "content": ...}) to answer, or a list of token
+            ids; or a list of any of these, which are computed together
+        max_new_tokens, min_tokens: longest and shortest answer
+        temperature, top_p, top_k: how the next token is drawn, as in `erniekit chat`; temperature=0 always takes the
+            likeliest
+        repetition_penalty, frequency_penalty, presence_penalty: against tokens that were said
+        stop: a text, or several, that end the answer and are left out of it
+        seed: the same answer each time; each prompt of a batch has its own
+        stream: an iterator of pieces of text as they come; of (number of the prompt, piece) for a batch
+        details: `Generation` objects instead of text
+        logprobs: with the log-probability of each token, in the details
+        batch_size: prompts that are computed at once
+        tools: functions the model may call, in OpenAI's form
+        variables: what the chat template reads, such as enable_thinking=True
         """
         single, prompts = _listed(prompt)
         tokenizer = self._need_tokenizer()
@@ -249,9 +258,13 @@ def load(
 ) -> Model:
     """Opens a model on this disk: a base, an adapter, a merged export, a checkpoint-N or the output_dir of a run.
 
-    dtype: as stored when not given; bf16 and fp32 work as names. device: torch's words (cpu, cuda, cuda:1) or a word of
-    the key `device`, such as auto. base: the model an adapter sits on, when the place its config names is gone; another
-    one than it was trained on is refused without override_base. Adapters stay beside the weights.
+    A damaged or incomplete tokenizer is an error; adapters stay beside the weights.
+
+    folder: of a base, an adapter, a checkpoint or a run
+    dtype: as stored when not given; bf16 and fp32 work as names
+    device: torch's words (cpu, cuda, cuda:1) or a word of the key `device`, such as auto
+    base: the model an adapter sits on, when the place its config names is gone
+    override_base: takes another base than the adapter was trained on
     """
     return Model(find_model(folder, base, override_base=override_base), dtype_of(dtype), _device(device))
 

@@ -156,13 +156,18 @@ class TrainingRun:
         return self.model.chat(message, system, **settings)
 
     def export(self, **keys: Any) -> Path:
-        """The folder that `erniekit export` makes of this run, adapters merged: by default output_dir/export. keys:
-        those of `erniekit export`, such as format="gguf" or quant="wint4"."""
+        """The folder that `erniekit export` makes of this run, adapters merged: by default output_dir/export.
+
+        keys: those of `erniekit export`, such as format="gguf" or quant="wint4"
+        """
         return run("export", **{"output_dir": self.output_dir, **keys}).output_dir
 
     def plot(self, *names: str, path: str | Path | None = None) -> Plot:
-        """Curves over steps, the loss when no metric is named; one of training and of evaluation in one picture. path:
-        also written there, as SVG."""
+        """Curves over steps, of training and evaluation in one picture; needs no plotting package.
+
+        names: of metrics; the loss when none is named
+        path: also written there, as SVG
+        """
         curves = read_curves(self.output_dir / jsonl.FILE)
         pictures = []
         for name in names or ("loss",):

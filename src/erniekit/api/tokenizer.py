@@ -58,8 +58,10 @@ class TextTokenizer(Tokenizer):
     ) -> Encoding:
         """Ids of one text, or of each of several.
 
-        add_special_tokens: the token that opens a text of this model, if it has one. padding: True to the longest,
-        "max_length" to max_length. truncation: cut at max_length. return_tensors: "pt" or "np"; lists without.
+        add_special_tokens: the token that opens a text of this model, if it has one
+        padding: True to the longest, "max_length" to max_length
+        truncation: cut at max_length
+        return_tensors: "pt" or "np"; lists when not given
         """
         single = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
@@ -130,9 +132,10 @@ class TextTokenizer(Tokenizer):
     ) -> Any:
         """A conversation (or several) in the model's chat form: ids, or text with tokenize=False.
 
-        With add_generation_prompt the ids are those a server generates from and those training begins an answer with.
-        tools: functions the model may call. variables: what else the template reads, such as enable_thinking.
-        return_dict: an Encoding with the attention mask.
+        add_generation_prompt: the ids are those a server generates from and those training begins an answer with
+        tools: functions the model may call
+        variables: what else the template reads, such as enable_thinking
+        return_dict: an Encoding with the attention mask
         """
         single = bool(conversation) and isinstance(conversation[0], Mapping)
         talks: list[Any] = [conversation] if single else list(conversation)

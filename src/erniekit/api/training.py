@@ -28,18 +28,19 @@ def train(
 ) -> TrainingRun:
     """Trains in this process, on one device, and returns the run.
 
-    recipe: a .yaml or .json file, or a mapping of keys. keys: any key of `erniekit train`, as Python values; they win
-    over the recipe's.
-    data, eval_data: rows as a list of dicts, a Hugging Face Dataset, a pandas DataFrame or any iterable of dicts, which
-    is read to its end; or the path of a file, or several. Rows have the forms that files have (docs/data.md). They
-    are written to output_dir, so that the run can be resumed, by the same call, and reports on them.
-    callbacks: `erniekit.Hook` objects (moments of the loop), `erniekit.Tracker` objects (what is logged), or functions
-    that are called with each step's `erniekit.StepResult`.
-    loss: a function of `logits` [n, V] or `logprobs` [n], and `labels` [n], of n trained tokens, by these names; it
-    returns the loss of each, [n]. They are summed and divided by the trained tokens of the whole step, as the built-in
-    loss is, whatever the micro-batches. It may be called several times a step, with some of the tokens each time.
+    The same call again goes on from the last checkpoint. Errors are `erniekit.ErnieKitError` with `what`, `where` and
+    `fix`.
 
-    Errors are `erniekit.ErnieKitError` with `what`, `where` and `fix`.
+    recipe: a .yaml or .json file, or a mapping of keys
+    data, eval_data: rows as a list of dicts, a Hugging Face Dataset, a pandas DataFrame or any iterable of dicts, which
+        is read to its end; or the path of a file, or several. Rows have the forms that files have (docs/data.md); they
+        are written to output_dir, so that the run can be resumed and reports on them
+    callbacks: `erniekit.Hook` objects (moments of the loop), `erniekit.Tracker` objects (what is logged), or functions
+        that are called with each step's `erniekit.StepResult`
+    loss: a function of `logits` [n, V] or `logprobs` [n], and `labels` [n], of n trained tokens, by these names; it
+        returns the loss of each, [n]. They are summed and divided by the trained tokens of the whole step, as the
+        built-in loss is, whatever the micro-batches. It is called with some of a step's tokens at a time
+    keys: any key of `erniekit train`, as Python values; they win over the recipe's
     """
     hooks, trackers = sorted_callbacks(callbacks)
     own = None if loss is None else TokenLoss.of(loss, _name(loss))

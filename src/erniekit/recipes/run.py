@@ -101,7 +101,14 @@ def _check_export(cfg: RunConfig) -> None:
 
 
 def run(command: str, *args: Any, **keys: Any) -> RunResult:
-    """What a notebook calls: run("train", "recipe.yaml", max_steps=3)."""
+    """Any command that ends with a result: train, eval, export, quantize or split.
+
+    `run("eval", "out", eval_dataset_path="rows.jsonl")` gives a RunResult with output_dir, metrics, steps and
+    next_commands.
+
+    args: recipes or words as on the command line
+    keys: any key of the command
+    """
     from erniekit.export.split import run_split
     from erniekit.recipes.quantize import run_quantize
 
@@ -113,4 +120,6 @@ def run(command: str, *args: Any, **keys: Any) -> RunResult:
         "quantize": run_quantize,
         "split": run_split,
     }
+    if command not in table:
+        raise ConfigError(f"{command!r} is not a command that run() has", where="run", fix="one of " + ", ".join(table))
     return table[command](load(words, command), ["erniekit", command, *words])

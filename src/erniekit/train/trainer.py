@@ -19,6 +19,8 @@ from erniekit.train.step import Launched, StepResult, TrainStep
 
 
 class Trainer:
+    """The training loop, as hooks see it: `model`, `state` (step, tokens, best_metric, ...), `max_steps`, `stop`."""
+
     def __init__(
         self,
         step: TrainStep,

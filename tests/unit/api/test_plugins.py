@@ -168,9 +168,7 @@ def test_a_broken_package_costs_one_line_that_names_it_and_nothing_else(
     for table, kind in ((MODELS, "model"), (FORMATS, "dataset type"), (TRACKERS, "tracker")):
         with pytest.raises(ConfigError, match=f"{kind}.*'sad' of the installed package sad-kit 1.0 does not load"):
             table.get("sad")
-    with pytest.raises(
-        DeviceError, match=r"package sad-kit 1.0 does not load: ImportError: no libsad"
-    ):
+    with pytest.raises(DeviceError, match=r"package sad-kit 1.0 does not load: ImportError: no libsad"):
         pick("sad")
     capsys.readouterr()
     assert pick("auto").vendor == "cpu"
