@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ class Model:
         """
         single, prompts = _listed(prompt)
         tokenizer = self._need_tokenizer()
+        tokenizer.check_variables(variables, tools, Model.generate)
         given = dict(
             max_new_tokens=max_new_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
             repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -204,8 +206,8 @@ class Model:
         tokenizer = self._need_tokenizer()
         if isinstance(prompt, str):
             ids, chat = tokenizer.encode(prompt), False
-        elif isinstance(prompt, Sequence) and prompt and all(isinstance(one, int) for one in prompt):
-            ids, chat = list(prompt), False
+        elif isinstance(prompt, Sequence) and prompt and all(map(_is_id, prompt)):
+            ids, chat = [int(one) for one in prompt], False
             if max(ids) >= self.config.vocab_size or min(ids) < 0:
                 raise DataError(
                     f"token {max(ids)} is not in the vocabulary of {self.config.vocab_size}",
@@ -294,8 +296,12 @@ def _listed(prompt: Any) -> tuple[bool, list[Any]]:
             where="generate",
             fix="a text, a list of messages, a list of token ids, or a list of these",
         )
-    single = isinstance(prompt[0], (Mapping, int))
+    single = isinstance(prompt[0], Mapping) or _is_id(prompt[0])
     return single, [prompt] if single else list(prompt)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _stream(engine: TextEngine, jobs: list[GenerationJob], answers: list[TextAnswer], single: bool) -> Iterator[Any]:

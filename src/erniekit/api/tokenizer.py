@@ -5,12 +5,16 @@ Used by api/model.py. The ids are those of training: what is written here is rea
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from erniekit.data.compiled_template import BUILT_IN
 from erniekit.data.template import prompt_ids, prompt_text
 from erniekit.data.tokenizer import BEGIN, Tokenizer, load_tokenizer
 from erniekit.errors import ConfigError, DataError
+from erniekit.registry import nearest
 
 
 class Encoding(dict[str, Any]):
@@ -137,6 +141,7 @@ class TextTokenizer(Tokenizer):
         variables: what else the template reads, such as enable_thinking
         return_dict: an Encoding with the attention mask
         """
+        self.check_variables(variables, tools, type(self).apply_chat_template)
         single = bool(conversation) and isinstance(conversation[0], Mapping)
         talks: list[Any] = [conversation] if single else list(conversation)
         for talk in talks:
@@ -147,6 +152,20 @@ class TextTokenizer(Tokenizer):
         rows = [prompt_ids(talk, self, tools, variables=variables, ask=add_generation_prompt) for talk in talks]
         made = self._padded(rows, single, padding, None, "left" if add_generation_prompt else "right", return_tensors)
         return made if return_dict else made["input_ids"]
+
+    def check_variables(self, variables: Mapping[str, Any], tools: Any, asked: Any) -> None:
+        """Refuses what the chat template does not read: a mistyped setting would do nothing. asked: the function whose
+        settings they may have been meant for."""
+        template = (self.tool_template if tools else None) or self.chat_template or BUILT_IN
+        known = [name for name in inspect.signature(asked).parameters if name not in ("self", "variables")]
+        for name in variables:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                near = nearest(name, known)
+                raise ConfigError(
+                    f"{name!r} is neither a setting here nor read by this model's chat template",
+                    where=asked.__name__,
+                    fix=f"did you mean {near[0]}?" if near else "settings: " + ", ".join(known),
+                )
 
     def _padded(
         self,

@@ -109,6 +109,8 @@ def test_a_model_is_also_the_pair_of_its_module_and_tokenizer(model: erniekit.Mo
         ("a", {"temperature": 9}, "temperature"),
         ("a", {"top_p": "high"}, "top_p"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens"),
+        (TALK, {"max_tokens": 3}, "did you mean max_new_tokens?"),
+        ([True], {}, "no mapping"),
     ],
 )
 def test_what_is_no_prompt_or_setting_is_refused_by_name(model: erniekit.Model, prompt, settings, why: str) -> None:
