@@ -53,7 +53,7 @@ def load(
     """
     found = find_model(folder, base, override_base=override_base)
     tokenizer = found.tokenizer() if found.has_tokenizer_files() else None  # broken ones fail before weights are read
-    return found.build(_dtype(dtype), device), tokenizer
+    return found.build(dtype_of(dtype), device), tokenizer
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _same(one: Path, other: Path) -> bool:
     return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
-def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(given, str):
         return given
     if given not in DTYPES:

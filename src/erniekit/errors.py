@@ -16,6 +16,7 @@ class ErnieKitError(Exception):
         super().__init__(self.what)
 
     def lines(self) -> list[str]:
+        """What a terminal shows: error, where and fix."""
         out = [f"error: {self.what}"]
         if self.where:
             out.append(f"where: {self.where}")

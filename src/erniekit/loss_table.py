@@ -1,12 +1,27 @@
-"""PREFERENCE_LOSSES: every `loss_type` of preference training and what it needs. No torch: config/ reads it too.
+"""The losses by name: `loss_type` of preference training, `token_loss` elsewhere. No torch: config/ reads it too.
 
-Its keys are the choices of `loss_type`, its facts decide config's rules and what is logged; losses/dpo.py has one
-function under each name.
+The keys of PREFERENCE_LOSSES are the choices of `loss_type`, its facts decide config's rules and what is logged;
+losses/dpo.py has one function under each name. losses/own.py says what a token loss is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from erniekit.registry import Registry
+
+CROSS_ENTROPY = "cross_entropy"
+IN_SESSION = "python:"  # begins the name of a function that a Python session gave: only that session has it
+
+
+class TokenLosses(Registry):
+    """Names of installed packages; and those of Python sessions, so that a stored run can be read."""
+
+    def __contains__(self, name: str) -> bool:
+        return name.startswith(IN_SESSION) or super().__contains__(name)
+
+
+TOKEN_LOSSES = TokenLosses("token loss", {CROSS_ENTROPY: ""}, group="erniekit.losses")
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,21 @@
 """Registry: name -> "module:attr", imported on first use, so a table can be read without importing what it lists.
 
-With a group, entry points of that group in installed packages count as well. They are looked for only where a name is
-not in the table: that reads the metadata of every installed package.
+With a group, entry points of that group in installed packages count as well. A name of the table itself is found
+without looking for them: that reads the metadata of every installed package (some 40 ms).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from erniekit.errors import ConfigError
+from erniekit.log import warn
 
 
 def nearest(name: str, known: Iterator[str] | list[str], count: int = 1) -> list[str]:
@@ -19,29 +23,111 @@ def nearest(name: str, known: Iterator[str] | list[str], count: int = 1) -> list
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
 
 
+@dataclass(frozen=True)
+class Plugin:
+    """An entry point of an installed distribution."""
+
+    group: str  # erniekit.models, erniekit.losses, ...
+    name: str
+    value: str  # module:attr, or a module
+    distribution: str  # its name and version
+
+    def load(self, kind: str) -> Any:
+        """What it names. A package that does not import is an error of one line that names it."""
+        module, _, attr = self.value.partition(":")
+        try:
+            found = import_module(module)
+            for part in filter(None, attr.split(".")):
+                found = getattr(found, part)
+            return found
+        except Exception as error:  # it is another program: anything may come out of it
+            raise self.error(kind, f"does not load: {type(error).__name__}: {error}") from error
+
+    def error(self, kind: str, problem: str) -> ConfigError:
+        return ConfigError(
+            f"{kind} {self.name!r} of the installed package {self.distribution} {problem}",
+            where=f"entry point {self.group}: {self.name} = {self.value}",
+            fix=f"update or uninstall {self.distribution.partition(' ')[0]}",
+        )
+
+
+def installed_plugins(group: str) -> list[Plugin]:
+    """The entry points of a group, of every distribution on sys.path."""
+    return [plugin for plugin in _all_plugins(tuple(sys.path)) if plugin.group == group]
+
+
+@lru_cache(maxsize=4)
+def _all_plugins(path: tuple[str, ...]) -> tuple[Plugin, ...]:
+    """path: sys.path as it is now; the answer changes with it."""
+    from importlib.metadata import entry_points
+
+    known, found = entry_points(), []
+    for group in sorted(group for group in known.groups if group.startswith("erniekit.")):
+        for entry in known.select(group=group):
+            dist = entry.dist
+            named = f"{dist.metadata['Name']} {dist.version}" if dist is not None else "(unknown)"
+            found.append(Plugin(group, entry.name, entry.value, named))
+    return tuple(found)
+
+
+@lru_cache
+def _warn_clash(kind: str, plugin: Plugin, others: tuple[str, ...]) -> None:
+    """Once a process for each."""
+    known = f"also brought by {', '.join(others)}" if others else "built in"
+    warn(f"{plugin.distribution}: its {kind} {plugin.name!r} is not used, that name is {known}")
+
+
 class Registry:
-    def __init__(self, kind: str, entries: dict[str, str], group: str = "") -> None:
-        self.kind, self._entries, self._group = kind, dict(entries), group
+    """group: of entry points that add to the table. check: (name, what an entry point gave) -> what is wrong with it,
+    or nothing."""
+
+    def __init__(
+        self,
+        kind: str,
+        entries: dict[str, str],
+        group: str = "",
+        check: Callable[[str, Any], str] | None = None,
+    ) -> None:
+        self.kind, self.group = kind, group
+        self._entries, self._check = dict(entries), check
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries or name in self._installed()
-
-    def _installed(self) -> dict[str, str]:
-        """Adds what installed packages bring, once."""
-        group, self._group = self._group, ""
-        if group:
-            from importlib.metadata import entry_points
-
-            self._entries = {**{found.name: found.value for found in entry_points(group=group)}, **self._entries}
-        return self._entries
+        return name in self._entries or name in self.installed()
 
     def __iter__(self) -> Iterator[str]:
+        """The names of the table itself."""
         return iter(self._entries)
 
+    def names(self) -> list[str]:
+        """The table's and those that installed packages add."""
+        return [*self._entries, *self.installed()]
+
+    def installed(self) -> dict[str, Plugin]:
+        """What installed packages add. A name that is built in, or that two packages bring, is refused with a line."""
+        found: dict[str, list[Plugin]] = {}
+        for plugin in installed_plugins(self.group) if self.group else ():
+            found.setdefault(plugin.name, []).append(plugin)
+        for name, plugins in found.items():
+            for plugin in plugins if name in self._entries or len(plugins) > 1 else ():
+                others = () if name in self._entries else (p.distribution for p in plugins if p is not plugin)
+                _warn_clash(self.kind, plugin, tuple(others))
+        return {n: plugins[0] for n, plugins in found.items() if n not in self._entries and len(plugins) == 1}
+
+    def distribution(self, name: str) -> str:
+        """The package that brings a name; empty where it is built in."""
+        return "" if name in self._entries else self.installed()[name].distribution
+
     def get(self, name: str) -> Any:
-        if name not in self:
-            near = nearest(name, list(self._entries))
-            hint = f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(self._entries)
+        if name in self._entries:
+            module, _, attr = self._entries[name].partition(":")
+            return getattr(import_module(module), attr)
+        plugin = self.installed().get(name)
+        if plugin is None:
+            known = self.names()
+            near = nearest(name, known)
+            hint = f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(known)
             raise ConfigError(f"unknown {self.kind} {name!r}", fix=hint)
-        module, _, attr = self._entries[name].partition(":")
-        return getattr(import_module(module), attr)
+        found = plugin.load(self.kind)
+        if self._check is not None and (problem := self._check(name, found)):
+            raise plugin.error(self.kind, problem)
+        return found

@@ -8,6 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunResult:
+    """What a finished command gives: its folder, its numbers, and what to type next."""
+
     output_dir: Path
     metrics: dict[str, float] = field(default_factory=dict)
     steps: int = 0

@@ -35,7 +35,7 @@ def data_parser() -> argparse.ArgumentParser:
     """cli/commands.py has the same in its table."""
     parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .gz of either, .parquet")
-    parser.add_argument("--type", choices=list(FORMATS), help="read as this format instead of detecting it")
+    parser.add_argument("--type", choices=FORMATS, help="read as this format instead of detecting it")
     parser.add_argument("--model", metavar="DIR", help="count the tokens of rows with pictures as this model does")
     parser.add_argument("--pixels", type=int, metavar="N", help="most pixels of a picture; the model's own")
     parser.add_argument("--length", type=int, default=8192, metavar="N", help="which rows would be cut; 8192")

@@ -94,8 +94,10 @@ def prompt_ids(
     whole: bool = False,
     variables: Mapping[str, Any] | None = None,
     most: int | None = None,
+    ask: bool = True,
 ) -> list[int]:
     """Ids to generate from: equal to the training prefix, token for token. variables: what else the template reads.
+    ask: for an answer; else the messages alone, as one string.
 
     `whole` encodes the rendering as one string, as servers that know only the template do. The two differ where an
     earlier answer merges with the space of `Assistant: ` in front of it. It is also done where a template must render
@@ -104,8 +106,8 @@ def prompt_ids(
     """
     asked = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
     ready = _Rendering(asked, tokenizer, variables)
-    parts = None if whole or uses_tools(asked) else _cut(ready, ask=True)
-    texts = [ready.render(ready.messages, True)] if parts is None else [text for part in parts for text in part]
+    parts = None if whole or not ask or uses_tools(asked) else _cut(ready, ask=True)
+    texts = [ready.render(ready.messages, ask)] if parts is None else [text for part in parts for text in part]
     if most is not None:
         least = tokenizer.least_tokens(sum(len(text) - text.count(ready.mark) for text in texts))
         if least > most:
@@ -118,9 +120,15 @@ def prompt_ids(
     return out
 
 
-def prompt_text(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, ask: bool = True) -> str:
+def prompt_text(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    ask: bool = True,
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """What the template writes for them; ask: and for the answer to begin."""
-    ready = _Rendering(Conversation(tuple(map(_message, messages))), tokenizer)
+    ready = _Rendering(Conversation(tuple(map(_message, messages)), tuple(tools or ())), tokenizer, variables)
     return ready.render(ready.messages, ask).replace(ready.mark, "")
 
 

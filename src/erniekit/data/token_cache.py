@@ -6,6 +6,7 @@ recipes/ open their sources here; the loader asks a TokenSource for samples, the
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -229,8 +230,19 @@ def _key(job: TokeniseJob, content: str) -> str:
         "thinking": job.thinking,
         "pairs": asdict(job.pairs) if job.pairs else None,
         **job.more_key(),
+        **_reader_key(job.format),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _reader_key(format: str) -> dict[str, str]:
+    """Of a format that an installed package brings: with another version or another text it may read rows otherwise."""
+    package = FORMATS.distribution(format) if format in FORMATS else ""
+    if not package:
+        return {}
+    source = inspect.getsourcefile(FORMATS.get(format))
+    text = Path(source).read_bytes() if source else b""
+    return {"reader": f"{package} {hashlib.blake2b(text, digest_size=16).hexdigest()}"}
 
 
 def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:

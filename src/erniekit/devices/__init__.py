@@ -1,7 +1,8 @@
 """DEVICES: the words of the key `device` -> the file that drives each. Imports no torch: config and launcher read it.
 
 A word names a vendor, not torch's device type: five vendors' builds of torch call their cards cuda. FAMILIES are words
-that several vendors share. docs/adding-a-device.md says what a device's file holds.
+that several vendors share. A package adds a word by an entry point of the group `erniekit.devices`.
+docs/adding-a-device.md says what a device's file holds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import DeviceError
+from erniekit.log import warn
+from erniekit.registry import Registry
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -32,17 +35,49 @@ class DeviceEntry:
     visible: str = ""  # the variable that says which of the machine's devices are ours
     files: str = ""  # its device files in /dev, one for each device; counted without asking a driver
     also_visible: tuple[str, ...] = ()  # variables that the vendor's own scripts set in its place
+    package: str = ""  # the installed package whose entry point brings it
 
     @property
     def variables(self) -> tuple[str, ...]:
         return (self.visible, *self.also_visible) if self.visible else ()
+
+    @property
+    def origin(self) -> str:
+        return f"{self.module}, " + (
+            f"of the installed package {self.package}" if self.package else f"named by {OTHERS}"
+        )
 
     def load(self) -> Any:
         try:
             return import_module(self.module)
         except ModuleNotFoundError as error:
             fix = f"word=module with commas between; check {OTHERS} and PYTHONPATH"
-            raise DeviceError(f"no device can be read from {self.module!r}: {error}", where=OTHERS, fix=fix) from error
+            if not self.package:
+                named = f"no device can be read from {self.module!r}: {error}"
+                raise DeviceError(named, where=OTHERS, fix=fix) from error
+            raise self._broken(error) from error
+        except Exception as error:
+            if not self.package:
+                raise
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> DeviceError:
+        return DeviceError(
+            f"the device {self.module!r} of the installed package {self.package} does not load: "
+            f"{type(error).__name__}: {error}",
+            where="entry point erniekit.devices",
+            fix=f"update or uninstall {self.package.partition(' ')[0]}",
+        )
+
+    def present(self) -> bool:
+        """Whether torch finds one. Of an installed package that does not load: no, after one line that names it."""
+        try:
+            return bool(self.load().present())
+        except DeviceError as error:
+            if not self.package:
+                raise
+            warn(error.what)
+            return False
 
     def count_visible(self, env: Mapping[str, str]) -> int:
         """Devices of this machine that are ours, without asking the driver: by variable, else by device file."""
@@ -105,17 +140,34 @@ DEVICES: dict[str, DeviceEntry] = {
 # gpu: whatever vendor's card torch calls cuda. xpu: Kunlunxin in Paddle, Intel in torch; what is present is taken.
 FAMILIES = {"gpu": ("iluvatar", "metax", "kunlunxin", "amd", "nvidia"), "xpu": ("kunlunxin", "intel")}
 
+# What installed packages add: `word = module`, or `word = module:VARIABLE` with the variable of `visible`.
+INSTALLED = Registry("device", {word: entry.module for word, entry in DEVICES.items()}, group="erniekit.devices")
+
+
+def table() -> dict[str, DeviceEntry]:
+    """DEVICES, with what installed packages add in front: who installs a device wants `auto` to take it."""
+    found = {}
+    for word, plugin in INSTALLED.installed().items():
+        module, _, visible = plugin.value.partition(":")
+        found[word] = DeviceEntry(module, visible, package=plugin.distribution)
+    return {**found, **DEVICES}
+
+
+def device_entry(word: str) -> DeviceEntry:
+    """Of a word; installed packages are only looked at where it is none of DEVICES."""
+    return DEVICES[word] if word in DEVICES else table()[word]
+
 
 def accelerators() -> Iterator[tuple[str, DeviceEntry]]:
     """What `auto` may take before the CPU, in its order."""
-    return ((word, entry) for word, entry in DEVICES.items() if word != "cpu" and word not in FAMILIES)
+    return ((word, entry) for word, entry in table().items() if word != "cpu" and word not in FAMILIES)
 
 
 def named(word: str, env: Mapping[str, str]) -> str:
     """The word of a `device` value: of `auto`, what a variable says if one does."""
     if word == AUTO:
         said = (env.get(name, "").partition(":")[0] for name in CHOSEN_BY)
-        return next((each for each in said if each in DEVICES), AUTO)
+        return next((each for each in said if each and (each in DEVICES or each in INSTALLED)), AUTO)
     return word
 
 
@@ -129,7 +181,7 @@ def entry_of(word: str, env: Mapping[str, str]) -> DeviceEntry:
         brought = [entry for entry in known if not entry.module.startswith(_OURS)]
         known = [*brought, DEVICES["gpu"], *known]  # CUDA_VISIBLE_DEVICES alone: NVIDIA's files are counted, too
     else:
-        return DEVICES[word]
+        return device_entry(word)
     visible = (entry for entry in known if entry.count_visible(env))
     return next(visible, next((entry for entry in known if entry.visible), DEVICES["cpu"]))
 
@@ -144,10 +196,10 @@ def pick(word: str = AUTO, no_cuda: bool = False) -> Device:
     word = "cpu" if no_cuda else named(word, os.environ)
     asked = word
     if word == AUTO:
-        word = next((name for name, entry in accelerators() if entry.load().present()), "cpu")
+        word = next((name for name, entry in accelerators() if entry.present()), "cpu")
     elif word in FAMILIES:
         word = next((each for each in FAMILIES[word] if DEVICES[each].load().present()), FAMILIES[word][-1])
-    module = DEVICES[word].load()
+    module = device_entry(word).load()
     if not module.present():
         raise _absent(asked, module)
     made: Device = module.make()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from erniekit.devices import DEVICES
+from erniekit.devices import DEVICES, INSTALLED
 from erniekit.errors import ConfigError
 from erniekit.registry import nearest
 
@@ -31,7 +31,7 @@ def _island(word: str, where: str) -> DeviceIsland:
     if found is None or not int(found[2]) or (found[3] and not float(found[3])) or (found[4] and not float(found[4])):
         raise ConfigError(f"{word!r} is no island", where=where, fix=FIX)
     device, ranks, speed, memory = found.groups()
-    if device not in DEVICES:
+    if device not in DEVICES and device not in INSTALLED:
         near = nearest(device, list(DEVICES))
         fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(DEVICES)}"
         raise ConfigError(f"no device {device!r}", where=where, fix=fix)

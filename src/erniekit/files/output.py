@@ -18,6 +18,7 @@ from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.files.unwritable import way_out
 
 RUN = "run"
+ROWS = "rows"  # use of a file of rows that a Python session gave: written before the run and only read by it
 # What a run writes beside its checkpoints, and the files of a final model.
 RUN_FILES = (
     "run.json", "metrics.jsonl", "report.html", "train_results.json", "eval_results.json", "all_results.json",
@@ -134,7 +135,8 @@ def _refuse_overlap(output: Path, key: str, path: Path) -> None:
 def _refuse_own_file(output: Path, key: str, path: Path, entries: Mapping[str, RecordEntry]) -> None:
     """A dataset that is one of the run's own files, such as its list of bad rows, would be rewritten as it is read."""
     real, ours = Path(os.path.realpath(path)), Path(os.path.realpath(output))
-    if real.is_relative_to(ours) and real.relative_to(ours).as_posix() in entries:
+    entry = entries.get(real.relative_to(ours).as_posix()) if real.is_relative_to(ours) else None
+    if entry is not None and entry.use != ROWS:
         raise ConfigError(
             f"{path} is a file that a run in this output_dir writes",
             where=f"{key}: {path}",

@@ -1,4 +1,5 @@
-"""MODELS: the families this version trains, and how a config.json finds its own. One line here adds a model."""
+"""MODELS: the families this version trains, and how a config.json finds its own. One line here adds a model, or an
+entry point of the group `erniekit.models`: its name is the model_type, its value a ModelSpec."""
 
 from __future__ import annotations
 
@@ -11,6 +12,16 @@ from erniekit.registry import Registry
 if TYPE_CHECKING:
     from erniekit.models.spec import ModelSpec
 
+
+def _problem(name: str, spec: Any) -> str:
+    """What is wrong with a family that an installed package brings."""
+    from erniekit.models.spec import ModelSpec
+
+    if not isinstance(spec, ModelSpec):
+        return f"is no ModelSpec but {type(spec).__name__}"
+    return "" if spec.name == name else f"names itself {spec.name!r} in its ModelSpec"
+
+
 MODELS = Registry(
     "model",
     {
@@ -19,6 +30,8 @@ MODELS = Registry(
         "ernie4_5_vl_moe": "erniekit.models.ernie_vl:SPEC",
         "llama": "erniekit.models.llama:SPEC",
     },
+    group="erniekit.models",
+    check=_problem,
 )
 # What else a family is called in a config.json: releases of ERNIE-4.5-VL and of its first port.
 ALSO = {"ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl": "ernie4_5_vl_moe"}
@@ -38,7 +51,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
         raise CheckpointError(
             f"model_type {shown(kind)} is not one erniekit knows",
             where=where,
-            fix="supported: " + ", ".join(MODELS),
+            fix="supported: " + ", ".join(MODELS.names()),
         )
     result: ModelSpec = MODELS.get(kind)
     return result

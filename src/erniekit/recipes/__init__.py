@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from erniekit.loss_table import CROSS_ENTROPY
 from erniekit.registry import Registry
 
 if TYPE_CHECKING:
     from erniekit.config import RunConfig
+    from erniekit.losses.own import TokenLoss
     from erniekit.recipes.stage import TrainingStage
 
 STAGES = Registry(
@@ -24,5 +26,11 @@ STAGES = Registry(
 )
 
 
-def stage_of(cfg: RunConfig) -> TrainingStage:
-    return STAGES.get(cfg.train.stage)
+def stage_of(cfg: RunConfig, loss: TokenLoss | None = None) -> TrainingStage:
+    """loss: a Python session's own; else what `token_loss` names."""
+    stage: TrainingStage = STAGES.get(cfg.train.stage)
+    if loss is None and cfg.train.token_loss == CROSS_ENTROPY:
+        return stage
+    from erniekit.recipes.own_loss import find_loss, with_loss
+
+    return with_loss(stage, cfg, loss or find_loss(cfg))

@@ -21,7 +21,7 @@ from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, trained_weights, weights
+from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, own_loss, trained_weights, weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
@@ -84,6 +84,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
             dispatch=dispatch_of(cfg.moe.moe_multimodal_dispatch_use_allgather),
         ),
     )
+    own_loss.install(stage.own_loss, engine, cfg)
     engine.step_metrics = step_metrics
     expert_layers.install(cfg, engine)
     engine.train()

@@ -14,7 +14,7 @@ from pathlib import Path
 from erniekit.demo.folder import seal, take_folder
 from erniekit.demo.other_stack import OtherStack
 from erniekit.demo.victim import Victim
-from erniekit.devices import DEVICES, pick
+from erniekit.devices import DEVICES, INSTALLED, pick
 from erniekit.errors import ConfigError
 from erniekit.files import own
 from erniekit.log import paint, say, typed
@@ -55,7 +55,7 @@ def device_from(args: list[str]) -> tuple[list[str], str]:
     if at is None or at + 1 == len(words):
         return args, "cpu"
     word = words[at + 1]
-    if word not in DEVICES:
+    if word not in DEVICES and word not in INSTALLED:
         raise ConfigError(f"no device is called {word!r}", where="--device", fix=f"one of {', '.join(DEVICES)}")
     return words[:at] + words[at + 2 :], word
 

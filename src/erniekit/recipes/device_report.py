@@ -18,7 +18,7 @@ from typing import Any
 
 from erniekit import capabilities
 from erniekit.config import RunConfig
-from erniekit.devices import AUTO, DEVICES, FAMILIES, OTHERS, DeviceEntry, named
+from erniekit.devices import AUTO, DEVICES, FAMILIES, DeviceEntry, device_entry, named, table
 from erniekit.devices.base import CLAIMED_BY, Finding
 from erniekit.devices.probes import WITHOUT
 from erniekit.log import paint, say
@@ -41,7 +41,7 @@ def report(cfg: RunConfig) -> int:
     words = _words(cfg.train.device)
     ok = True
     for word in words:
-        ok &= _one(word, DEVICES[word], asked=cfg.train.device != AUTO)
+        ok &= _one(word, device_entry(word), asked=cfg.train.device != AUTO)
     return 0 if ok else 1
 
 
@@ -50,9 +50,10 @@ def _words(asked: str) -> list[str]:
     asked = named(asked, os.environ)
     if asked != AUTO and asked not in FAMILIES:
         return [asked]
-    known = FAMILIES.get(asked, tuple(DEVICES))
-    once = {DEVICES[word].module: word for word in reversed(known) if word not in FAMILIES}
-    there = [word for word in reversed(list(once.values())) if DEVICES[word].load().present()]
+    entries = table()
+    known = FAMILIES.get(asked, tuple(entries))
+    once = {entries[word].module: word for word in reversed(known) if word not in FAMILIES}
+    there = [word for word in reversed(list(once.values())) if entries[word].present()]
     if asked == AUTO:
         there += [word for word in _half_installed() if word not in there]
     return there or [known[-1]]
@@ -71,7 +72,7 @@ def _one(word: str, entry: DeviceEntry, asked: bool) -> bool:
     present = module.present()
     found: list[Finding] = module.findings() if hasattr(module, "findings") else []
     say(f"{paint('device', 'bold')}   {word}: " + (f"{module.count()} here" if present else "none that torch sees"))
-    say(f"         {getattr(module, 'EVIDENCE', f'{entry.module}, named by {OTHERS}')}")
+    say(f"         {getattr(module, 'EVIDENCE', entry.origin)}")
     for finding in found:
         _say(finding)
     if not present:
@@ -129,7 +130,7 @@ def answer() -> None:
     def tell(**what: Any) -> None:
         print(f"\n{_TRIED}{json.dumps(what)}", flush=True)
 
-    device = DEVICES[sys.argv[1]].load().make()
+    device = device_entry(sys.argv[1]).load().make()
     tell(device=device.name)
     for name in capabilities.CAPABILITIES:
         if name in device.lacks or name in skipped():

@@ -18,7 +18,7 @@ from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes import stage_of
+from erniekit.recipes import own_loss, stage_of
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
 from erniekit.recipes.reference import Reference
@@ -73,6 +73,7 @@ def engine_for(
     names = stage.metric_names(cfg)
     step_metrics = StepMetrics(names, device.handle) if names else None
     engine = Engine([(0, model)], world, device, stage.loss(cfg, world, step_metrics), dtype=dtype)
+    own_loss.install(stage.own_loss, engine, cfg)
     engine.step_metrics = step_metrics
     return engine
 
@@ -109,4 +110,5 @@ def summary_of(metrics: dict[str, float]) -> str:
     if "eval_pairs" in metrics:
         right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
         return f"{loss}, {right:.1%} of {metrics['eval_pairs']:,.0f} pairs preferred right, reward margin {margin:.4g}"
-    return f"{loss}, eval_ppl {metrics['eval_ppl']:.4g} on {metrics['eval_tokens']:,.0f} tokens"
+    perplexity = f", eval_ppl {metrics['eval_ppl']:.4g}" if "eval_ppl" in metrics else ""
+    return f"{loss}{perplexity} on {metrics['eval_tokens']:,.0f} tokens"

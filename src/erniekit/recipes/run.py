@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
 from erniekit.errors import ConfigError
@@ -12,6 +12,9 @@ from erniekit.recipes import stage_of
 from erniekit.recipes.first_line import begin
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
+
+if TYPE_CHECKING:
+    from erniekit.recipes.session import Session
 
 
 def eval_command(args: list[str]) -> int:
@@ -24,12 +27,19 @@ def export_command(args: list[str]) -> int:
     return 0
 
 
-def run_train(cfg: RunConfig, command: Sequence[str] = (), launch: str = "", begun: bool = False) -> RunResult:
-    """launch: see recipes/training.py. begun: the launcher of this rank has printed the first line."""
+def run_train(
+    cfg: RunConfig,
+    command: Sequence[str] = (),
+    launch: str = "",
+    begun: bool = False,
+    session: Session | None = None,
+) -> RunResult:
+    """launch: see recipes/training.py. begun: the launcher of this rank has printed the first line. session: what a
+    Python session brings beside keys."""
     begin(cfg, begun)
     from erniekit.recipes.training import train
 
-    return train(stage_of(cfg), cfg, command or sys.argv, launch)
+    return train(stage_of(cfg, session.loss if session else None), cfg, command or sys.argv, launch, session)
 
 
 def check_world(cfg: RunConfig, ranks: int) -> None:
@@ -91,7 +101,14 @@ def _check_export(cfg: RunConfig) -> None:
 
 
 def run(command: str, *args: Any, **keys: Any) -> RunResult:
-    """What a notebook calls: run("train", "recipe.yaml", max_steps=3)."""
+    """Any command that ends with a result: train, eval, export, quantize or split.
+
+    `run("eval", "out", eval_dataset_path="rows.jsonl")` gives a RunResult with output_dir, metrics, steps and
+    next_commands.
+
+    args: recipes or words as on the command line
+    keys: any key of the command
+    """
     from erniekit.export.split import run_split
     from erniekit.recipes.quantize import run_quantize
 
@@ -103,4 +120,6 @@ def run(command: str, *args: Any, **keys: Any) -> RunResult:
         "quantize": run_quantize,
         "split": run_split,
     }
+    if command not in table:
+        raise ConfigError(f"{command!r} is not a command that run() has", where="run", fix="one of " + ", ".join(table))
     return table[command](load(words, command), ["erniekit", command, *words])

@@ -18,6 +18,7 @@ from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
+from erniekit.losses.own import TokenLoss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
@@ -37,6 +38,7 @@ class TrainingStage:
     chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
     perplexity = True  # the loss is a mean over tokens
     labels_are_tokens = True  # what a batch's labels hold
+    own_loss: TokenLoss | None = None  # what a trained token costs, where it is not its cross-entropy (own_loss.py)
 
     def separates_documents(self, cfg: RunConfig) -> bool:
         """Whether documents that share a row must not see each other."""
@@ -123,4 +125,5 @@ class TrainingStage:
         if prepare is not None:
             batches = (batch for one in batches for batch in prepare([one]))
         most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
-        return evaluate(engine, batches, most, batch_means, go_on)
+        metrics = evaluate(engine, batches, most, batch_means, go_on)
+        return {name: value for name, value in metrics.items() if self.perplexity or name != "eval_ppl"}

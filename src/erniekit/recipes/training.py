@@ -19,9 +19,12 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
+from erniekit.data.formats import FORMATS
 from erniekit.devices import pick
 from erniekit.errors import Preempted
 from erniekit.log import typed, without_secrets
+from erniekit.loss_table import TOKEN_LOSSES
+from erniekit.models import MODELS
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
@@ -38,10 +41,11 @@ from erniekit.recipes.reference import Reference
 from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.schedule import make_schedule
+from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
-from erniekit.track import Trackers, make_trackers
+from erniekit.track import TRACKERS, Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
 from erniekit.train.best import KeepBest
 from erniekit.train.drift import ReplicaDrift, replicated
@@ -59,10 +63,17 @@ from erniekit.train.trainer import Trainer
 from erniekit.train.watchdog import Watchdog
 
 
-def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), launch: str = "") -> RunResult:
-    """launch: the name of the launcher's run this process is a rank of, the same for all its restarts."""
+def train(
+    stage: TrainingStage,
+    cfg: RunConfig,
+    command: Sequence[str] = (),
+    launch: str = "",
+    session: Session | None = None,
+) -> RunResult:
+    """launch: the name of the launcher's run this process is a rank of, the same for all its restarts. session: what a
+    Python session adds."""
     try:
-        return run(stage, cfg, command, launch)
+        return run(stage, cfg, command, launch, session or Session())
     except Preempted as stopped:
         again = f"\nnext: {typed(*without_secrets(command[1:]))}" if command and command[0] == "erniekit" else ""
         raise Preempted(f"{stopped}{again}") from None
@@ -75,7 +86,7 @@ def train(stage: TrainingStage, cfg: RunConfig, command: Sequence[str] = (), lau
         gc.collect()  # trainer and hooks refer to each other: a notebook's next run needs the memory now
 
 
-def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str = "") -> RunResult:
+def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str, session: Session) -> RunResult:
     started = time.perf_counter()
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
     plan = plan_run(cfg)
@@ -83,12 +94,15 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     if cfg.train.doctor == "on":
         doctor.check_vocabulary(folder, tokenizer)
     run_summary.show_plan(plan)
+    for table in (MODELS, FORMATS, TOKEN_LOSSES, TRACKERS):
+        table.installed()  # says which entry points of installed packages are refused
     record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
+    session.write_rows(output, world)
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
-    with held, Signals() as signals, trackers_for(cfg, output, record) as trackers, dog, ExitStack() as ends:
+    with held, Signals() as signals, trackers_for(cfg, output, record, session) as trackers, dog, ExitStack() as ends:
         dog.phase("prepare")
         signals.preparing = True
         disks = resume.look_at_disks(output, world)
@@ -124,7 +138,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         if world.is_main:
             write_recipe(output, cfg, command)
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
-        hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare)]
+        hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare, session.hooks)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
             state=state,
@@ -159,7 +173,7 @@ def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:
     )
 
 
-def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
+def trackers_for(cfg: RunConfig, output: Path, record: RunRecord, session: Session) -> Trackers:
     return make_trackers(
         cfg.tracking.report_to,
         output,
@@ -171,6 +185,7 @@ def trackers_for(cfg: RunConfig, output: Path, record: RunRecord) -> Trackers:
         wandb_http_proxy=cfg.tracking.wandb_http_proxy,
         explicit=cfg.given("report_to"),
         record=record,
+        more=session.trackers,
     )
 
 
@@ -228,9 +243,11 @@ def hooks_for(
     saver: Saver,
     trackers: Trackers,
     prepare: Prepare | None,
+    own: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Log first, so that a step's numbers are out before its checkpoint and its evaluation; only what belongs to the
-    update itself comes before. Save before evaluating: a step must be safe before hours may pass."""
+    update itself comes before. Save before evaluating: a step must be safe before hours may pass. own: a Python
+    session's, before a save, which then holds what they changed."""
     loads = expert_layers.balance_hook(cfg, built)
     log = LogHook(
         trackers,
@@ -260,7 +277,7 @@ def hooks_for(
     minutes, alone = minutes_between_saves(cfg), ends_with_weights_alone(cfg)
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes, alone)
     if not data.evaluation:
-        return [*watch, log, save, *sweep]
+        return [*watch, log, *own, save, *sweep]
 
     evaluations = count()
 
@@ -274,7 +291,7 @@ def hooks_for(
     evaluate = EvalHook(
         run_evaluation, trackers, data.eval_every, rule, keep, leave=save.leave, world=built.world, generate=generate
     )
-    return [*watch, log, *([best] if best else []), save, evaluate, *sweep]
+    return [*watch, log, *own, *([best] if best else []), save, evaluate, *sweep]
 
 
 def generation(cfg: RunConfig, built: Built, data: TrainData, trackers: Trackers) -> GenerationEval:

@@ -20,17 +20,14 @@ from erniekit.devices.base import Device
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.export.vision_rules import vision_rules
 from erniekit.log import warn
-from erniekit.lora.adapter import attach
-from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.frozen_base import packing
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers.linear import share_packed
-from erniekit.models.layers.rounding import share_rounding
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
 from erniekit.serve.request_parsing import ServedModel
+from erniekit.serve.shared_weights import second_tree
 from erniekit.serve.vision_prompt import MOST, VisionSettings
 from erniekit.weight_kinds import BF16, SERVED
 
@@ -122,13 +119,8 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:
     """The base's own tensors with an adapter beside them: only the adapter takes memory."""
-    assert found.adapter is not None
-    tree = found.weights.meta()
-    share_packed(base, tree)
-    tree.load_state_dict(base.state_dict(), assign=True)
-    share_rounding(base, tree)
-    attach(tree, read_adapter(found.adapter, tree))
-    found.check(tree.eval())
+    tree = second_tree(base, found)
+    found.check(tree)
     return tree
 
 

@@ -9,12 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from erniekit.log import is_main_rank
+from erniekit.errors import ConfigError
+from erniekit.log import is_main_rank, warn
 from erniekit.registry import Registry
 from erniekit.track.base import MissingPackage, RunInfo, Tracker, Trackers
 
 if TYPE_CHECKING:
     from erniekit.track.runfile import RunRecord
+
+
+def _problem(name: str, made: Any) -> str:
+    """What is wrong with a tracker that an installed package brings."""
+    return "" if isinstance(made, type) and issubclass(made, Tracker) else "is no subclass of erniekit.Tracker"
+
 
 TRACKERS = Registry(
     "tracker (report_to)",
@@ -28,6 +35,8 @@ TRACKERS = Registry(
         "visualdl": "erniekit.track.visualdl:VisualDLTracker",
         "wandb": "erniekit.track.wandb:WandbTracker",
     },
+    group="erniekit.trackers",
+    check=_problem,
 )
 ALWAYS = ("jsonl", "console")  # every run has these, whatever report_to says
 
@@ -46,11 +55,12 @@ def make_trackers(
     wandb_http_proxy: str | None = None,
     explicit: bool = True,
     record: RunRecord | None = None,
+    more: Sequence[Tracker] = (),
 ) -> Trackers:
     """The trackers of one run, not yet started; none on ranks other than 0.
 
     `explicit` is False when report_to is the default and not the user's wish: then a tracker whose package is
-    absent is left out instead of stopping the run. `all` means those that are installed.
+    absent is left out instead of stopping the run. `all` means those that are installed. more: of a Python session.
     """
     info = RunInfo(
         output_dir=Path(output_dir),
@@ -70,14 +80,18 @@ def make_trackers(
         except MissingPackage:
             if explicit and "all" not in report_to:
                 raise
+        except ConfigError as error:  # an installed package's, broken
+            if "all" not in report_to:
+                raise
+            warn(error.what)
     if record is not None:
         trackers.insert(1, record)
-    return Trackers(trackers, info)
+    return Trackers([*trackers, *more], info)
 
 
 def _wanted(report_to: Sequence[str]) -> list[str]:
     names = [report_to] if isinstance(report_to, str) else list(report_to)
     if "all" in names:
-        names += list(TRACKERS)
+        names += TRACKERS.names()
     wanted = [name for name in names if name not in ("all", "none", *ALWAYS)]
     return list(dict.fromkeys(wanted))

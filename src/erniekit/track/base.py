@@ -44,12 +44,14 @@ class RunInfo:
 
     @property
     def logs(self) -> Path:
+        """The folder of event files."""
         assert self.logging_dir is not None, "Trackers.start chooses it"
         return self.logging_dir
 
 
 class Tracker:
-    """Every method does nothing by default: a tracker overrides what it has a place for."""
+    """What is given all that a run logs. Every method does nothing by default: a tracker overrides what it has a place
+    for. One that raises is switched off with a warning, and the run goes on."""
 
     name = "tracker"
 

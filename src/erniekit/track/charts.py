@@ -48,12 +48,7 @@ class Scale:
 def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False, note: str = "") -> str:
     """One figure: title, legend where there is something to tell apart, picture, numbers for hover."""
     series = [one for one in series if len(one.curve)]
-    steps = [step for one in series for step in (one.curve.steps[0], one.curve.steps[-1])]
-    values = [value for one in series for value in (min(one.curve.values), max(one.curve.values))]
-    x = Scale(*_span(min(steps), max(steps), 0.0), LEFT, WIDTH - RIGHT)
-    low, high = _span(min(values), max(values), 0.06)
-    y = Scale(0.0 if from_zero and min(values) >= 0 else low, high, HEIGHT - BOTTOM, TOP)
-    picture = "".join([_grid(x, y), *(_draw(one, x, y) for one in series)])
+    picture, x = _picture(series, from_zero)
     return (
         f'<figure class="chart"><figcaption><h3>{escape(title)}</h3>{_legend(series)}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_spoken(title, series))}">'
@@ -62,6 +57,47 @@ def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False,
         f'<div class="tip" hidden></div>{f"<p class=note>{escape(note)}</p>" if note else ""}'
         f'<script type="application/json">{_numbers(series, x)}</script></figure>'
     )
+
+
+# Of a picture that stands alone; report.html has a style sheet of its own for the same classes.
+STANDALONE = """
+text { font: 11px system-ui, sans-serif; fill: #52514e; } .title { font-size: 14px; font-weight: 600; fill: #0b0b0b; }
+.grid { stroke: #e1e0d9; } .axis { stroke: #c3c2b7; } path { fill: none; stroke-width: 2; }
+path.s1 { stroke: #2a78d6; } path.s2 { stroke: #d6541c; } path.faint { opacity: 0.3; stroke-width: 1; }
+circle.s1, text.s1 { fill: #2a78d6; } circle.s2, text.s2 { fill: #d6541c; }
+"""
+CAPTION = 26  # height above each picture
+
+
+def svg_chart(charts: Sequence[tuple[str, Sequence[Series]]]) -> str:
+    """A whole SVG document: (title, series) one below the other, for a file or a notebook. Series have points."""
+    each, parts = HEIGHT + CAPTION, []
+    for number, (title, series) in enumerate(charts):
+        names = "".join(
+            f'<text class="s{one.slot}" x="{WIDTH - RIGHT - 110 * (len(series) - 1 - k)}" y="17" text-anchor="end">'
+            f"{escape(one.name)}</text>"
+            for k, one in enumerate(series if len(series) > 1 else ())
+        )
+        parts.append(
+            f'<g transform="translate(0 {number * each})"><text class="title" x="{LEFT}" y="17">{escape(title)}</text>'
+            f'{names}<g transform="translate(0 {CAPTION})">{_picture(series, False)[0]}</g></g>'
+        )
+    height = each * len(charts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'role="img" aria-label="{escape("; ".join(_spoken(*chart) for chart in charts))}">'
+        f'<style>{STANDALONE}</style><rect width="100%" height="100%" fill="#fcfcfb"></rect>{"".join(parts)}</svg>'
+    )
+
+
+def _picture(series: Sequence[Series], from_zero: bool) -> tuple[str, Scale]:
+    """Grid and lines, and where steps are."""
+    steps = [step for one in series for step in (one.curve.steps[0], one.curve.steps[-1])]
+    values = [value for one in series for value in (min(one.curve.values), max(one.curve.values))]
+    x = Scale(*_span(min(steps), max(steps), 0.0), LEFT, WIDTH - RIGHT)
+    low, high = _span(min(values), max(values), 0.06)
+    y = Scale(0.0 if from_zero and min(values) >= 0 else low, high, HEIGHT - BOTTOM, TOP)
+    return "".join([_grid(x, y), *(_draw(one, x, y) for one in series)]), x
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:

@@ -104,7 +104,8 @@ def _charts(curves: Mapping[str, Curve]) -> str:
     return html
 
 
-def _chart(curves: Mapping[str, Curve], name: str, title: str, from_zero: bool) -> str:
+def series_of(curves: Mapping[str, Curve], name: str) -> list[Series]:
+    """A metric of training, with its running mean where it is the loss, and of evaluation."""
     train, evaluated = curves.get(name, Curve()), curves.get(f"eval_{name}", Curve())
     series = [Series("train", thin(train))]
     if name == "loss" and len(train) >= SMOOTH_FROM:
@@ -113,12 +114,16 @@ def _chart(curves: Mapping[str, Curve], name: str, title: str, from_zero: bool) 
             Series("train", thin(train), faint=True),
         ]
         series.reverse()  # the mean is drawn over the noise
-    series.append(Series("evaluation", thin(evaluated), slot=2, markers=True))
+    return [*series, Series("evaluation", thin(evaluated), slot=2, markers=True)]
+
+
+def _chart(curves: Mapping[str, Curve], name: str, title: str, from_zero: bool) -> str:
+    train, evaluated = curves.get(name, Curve()), curves.get(f"eval_{name}", Curve())
     lost = train.not_finite + evaluated.not_finite
     note = f"{lost} logged value{'s were' if lost > 1 else ' was'} not finite and cannot be drawn." if lost else ""
     if not len(train) and not len(evaluated):
         return ""
-    return line_chart(title, series, from_zero=from_zero, note=note)
+    return line_chart(title, series_of(curves, name), from_zero=from_zero, note=note)
 
 
 def _sections(story: Mapping[str, Any]) -> list[str]:

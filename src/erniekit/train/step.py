@@ -23,6 +23,8 @@ from erniekit.parallel.engine import Engine
 
 @dataclass(frozen=True)
 class StepResult:
+    """The numbers of one optimiser step, of all ranks together."""
+
     step: int
     loss: float  # mean over trained tokens
     grad_norm: float  # before clipping

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from torch import nn
+
 from erniekit.checkpoint.state import TrainState
 from erniekit.data.types import Batch
 from erniekit.train.guard import FiniteGuard, Signals
@@ -17,6 +19,8 @@ from erniekit.train.step import Launched, StepResult, TrainStep
 
 
 class Trainer:
+    """The training loop, as hooks see it: `model`, `state` (step, tokens, best_metric, ...), `max_steps`, `stop`."""
+
     def __init__(
         self,
         step: TrainStep,
@@ -41,6 +45,15 @@ class Trainer:
     def ahead(self) -> bool:
         """Whether a step was launched behind the one that is being counted: the weights are no longer this one's."""
         return bool(self._in_flight)
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained; in a pipeline this rank's first stage."""
+        return self.step.engine.model
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after this step, as finished: with a save and a result. On several ranks all must ask."""
+        self.stop_reason = self.stop_reason or reason
 
     def fit(self) -> None:
         self.step.phase = self.phase

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
+from erniekit.registry import Registry
+
+_REPORT_TO = ("visualdl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio", "all", "none")
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,8 @@ class TrackingSection:
     report_to: tuple[str, ...] = key(
         ("tensorboard",),
         "visualdl, tensorboard, wandb, swanlab, mlflow, trackio, all, none; metrics.jsonl is always written.",
-        choices=("visualdl", "tensorboard", "wandb", "swanlab", "mlflow", "trackio", "all", "none"),
+        choices=_REPORT_TO,
+        further=Registry("tracker (report_to)", dict.fromkeys(_REPORT_TO, ""), group="erniekit.trackers"),
         basic=True,
     )
     run_name: str | None = key(None, "Name of the run in the trackers.")

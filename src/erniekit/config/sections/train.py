@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from erniekit.config.compat import COMPAT
 from erniekit.config.field import key
-from erniekit.devices import AUTO, DEVICES
+from erniekit.devices import AUTO, DEVICES, INSTALLED
+from erniekit.loss_table import CROSS_ENTROPY, TOKEN_LOSSES
 
 _INTERVALS = ("no", "steps", "epoch")
 
@@ -67,7 +68,15 @@ class TrainSection:
         "auto",
         "gpu, cpu, or a vendor's name: iluvatar_gpu, npu, xpu; auto = the accelerator that is present.",
         choices=(AUTO, *DEVICES),
+        further=INSTALLED,
         basic=True,
+    )
+    token_loss: str = key(
+        CROSS_ENTROPY,
+        "Loss per trained token, in stages SFT and PT: cross_entropy, or the name of an installed package's loss.",
+        choices=(CROSS_ENTROPY,),
+        further=TOKEN_LOSSES,
+        fixed=True,
     )
     no_cuda: bool = key(False, "Old name of device: cpu.")
     compat: str = key(

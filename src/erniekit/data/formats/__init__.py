@@ -40,7 +40,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# A format is `conversations(row, compat) -> list[Conversation]`; it raises BadRow for a row it cannot use.
+# A format is `conversations(row, compat) -> list[Conversation]`; it raises BadRow for a row it cannot use. An installed
+# package adds one by an entry point of this group.
 FORMATS = Registry(
     "dataset type",
     {
@@ -49,6 +50,7 @@ FORMATS = Registry(
         "messages": "erniekit.data.formats.messages:conversations",
         "chatml": "erniekit.data.formats.chatml:conversations",
     },
+    group="erniekit.formats",
 )
 # For rows with two answers to compare: `preference(row, compat) -> Preference`.
 PREFERENCE_FORMATS = Registry(

@@ -1,0 +1,47 @@
+"""`erniekit.plugins`: what installed packages add to erniekit, and what is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from erniekit.data.formats import FORMATS
+from erniekit.devices import INSTALLED as DEVICES
+from erniekit.errors import ErnieKitError
+from erniekit.loss_table import TOKEN_LOSSES
+from erniekit.models import MODELS
+from erniekit.registry import installed_plugins
+from erniekit.track import TRACKERS
+from erniekit.weight_kinds import WEIGHT_KINDS
+
+TABLES = (MODELS, FORMATS, TOKEN_LOSSES, TRACKERS, DEVICES, WEIGHT_KINDS)
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """One entry point."""
+
+    kind: str  # model, dataset type, token loss, tracker, device
+    name: str
+    distribution: str  # name and version of the package that brings it
+    problem: str = ""  # why it is not used; empty: it works
+
+
+def plugins() -> list[InstalledPlugin]:
+    """Every entry point of the groups erniekit.models, .formats, .losses, .trackers, .devices and .weight_kinds, loaded
+    to see whether it works."""
+    out = []
+    for table in TABLES:
+        usable = table.installed()
+        for plugin in installed_plugins(table.group):
+            problem = ""
+            if plugin.name in set(table):
+                problem = "the name is built in"
+            elif plugin.name not in usable:
+                problem = "another package brings the same name"
+            else:
+                try:
+                    plugin.load(table.kind) if table is DEVICES else table.get(plugin.name)
+                except ErnieKitError as error:
+                    problem = error.what
+            out.append(InstalledPlugin(table.kind, plugin.name, plugin.distribution, problem))
+    return out

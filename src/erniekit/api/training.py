@@ -1,0 +1,120 @@
+"""`erniekit.train`: a training run out of a Python session, with its own rows, callbacks and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from erniekit.api.run_folder import TrainingRun
+from erniekit.config import Note, RunConfig
+from erniekit.config import load as load_config
+from erniekit.data.given_rows import GivenRows
+from erniekit.errors import ConfigError
+from erniekit.loss_table import CROSS_ENTROPY, IN_SESSION
+from erniekit.losses.own import TokenLoss
+from erniekit.recipes.run import run_train
+from erniekit.recipes.session import Session, sorted_callbacks
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    *,
+    data: Any = None,
+    eval_data: Any = None,
+    callbacks: Sequence[Any] = (),
+    loss: Any = None,
+    **keys: Any,
+) -> TrainingRun:
+    """Trains in this process, on one device, and returns the run.
+
+    The same call again goes on from the last checkpoint. Errors are `erniekit.ErnieKitError` with `what`, `where` and
+    `fix`.
+
+    recipe: a .yaml or .json file, or a mapping of keys
+    data, eval_data: rows as a list of dicts, a Hugging Face Dataset, a pandas DataFrame or any iterable of dicts, which
+        is read to its end; or the path of a file, or several. Rows have the forms that files have (docs/data.md); they
+        are written to output_dir, so that the run can be resumed and reports on them
+    callbacks: `erniekit.Hook` objects (moments of the loop), `erniekit.Tracker` objects (what is logged), or functions
+        that are called with each step's `erniekit.StepResult`
+    loss: a function of `logits` [n, V] or `logprobs` [n], and `labels` [n], of n trained tokens, by these names; it
+        returns the loss of each, [n]. They are summed and divided by the trained tokens of the whole step, as the
+        built-in loss is, whatever the micro-batches. It is called with some of a step's tokens at a time
+    keys: any key of `erniekit train`, as Python values; they win over the recipe's
+    """
+    hooks, trackers = sorted_callbacks(callbacks)
+    own = None if loss is None else TokenLoss.of(loss, _name(loss))
+    files, given = _recipe(recipe)
+    given |= keys
+    rows = []
+    for argument, value in (("data", data), ("eval_data", eval_data)):
+        found = _files(value)
+        if value is None:
+            continue
+        key = {"data": "train_dataset_path", "eval_data": "eval_dataset_path"}[argument]
+        if clash := [name for name in (key, argument) if name in given]:
+            raise ConfigError(
+                f"{argument} and the key {clash[0]} both name rows", where=argument, fix="give one of them"
+            )
+        if found is None:
+            rows.append(GivenRows(value, argument))
+            found = [str(_output(files, given) / rows[-1].name)]
+        given[key] = found
+    cfg = load_config(files, "train", given)
+    if own is not None:
+        cfg = _with_loss(cfg, own)
+    # What a person can type to go on: not where this session holds a part of the run.
+    alone = not hooks and not trackers and own is None
+    words = ["erniekit", "train"] if alone else ["python:", "erniekit.train"]
+    command = [*words, *files, *(f"{name}={_word(value)}" for name, value in given.items())]
+    result = run_train(cfg, command, session=Session(hooks, trackers, own, tuple(rows)))
+    return TrainingRun(result.output_dir, result)
+
+
+def _recipe(recipe: Any) -> tuple[list[str], dict[str, Any]]:
+    """The words and the keys that it means."""
+    if recipe is None:
+        return [], {}
+    if isinstance(recipe, Mapping):
+        return [], dict(recipe)
+    path = Path(recipe)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(
+            f"{recipe} is no recipe",
+            where="recipe",
+            fix="a .yaml or .json file, or keys: train(model_name_or_path=..., data=...)",
+        )
+    return [str(path)], {}
+
+
+def _output(files: list[str], given: Mapping[str, Any]) -> Path:
+    """output_dir as the run will have it."""
+    return Path(load_config(files, "train", given).train.output_dir or "output").expanduser()
+
+
+def _files(value: Any) -> list[str] | None:
+    """Paths, where the argument names files instead of holding rows."""
+    if isinstance(value, (str, Path)):
+        return [str(value)]
+    if isinstance(value, (list, tuple)) and value and all(isinstance(one, (str, Path)) for one in value):
+        return [str(one) for one in value]
+    return None
+
+
+def _with_loss(cfg: RunConfig, loss: TokenLoss) -> RunConfig:
+    """The run under the name of its loss: a resumed one must have the same."""
+    if cfg.given("token_loss"):
+        raise ConfigError(
+            f"loss is given, and token_loss: {cfg.train.token_loss}", where="loss", fix="give one of them"
+        )
+    reason = "a function of this Python session"
+    return cfg.derive(Note("token_loss", CROSS_ENTROPY, f"{IN_SESSION}{loss.name}", reason, quiet=True))
+
+
+def _name(loss: Any) -> str:
+    made = loss if hasattr(loss, "__qualname__") else type(loss)
+    return f"{made.__module__}.{made.__qualname__}"
+
+
+def _word(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,72 @@
+"""Session: what a Python session brings to a run beside its keys: rows, callbacks, a loss. Made by api.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from erniekit.data.given_rows import GivenRows
+from erniekit.errors import ConfigError
+from erniekit.losses.own import TokenLoss
+from erniekit.parallel.mesh import World
+from erniekit.track import Tracker
+from erniekit.train.hooks import Hook
+from erniekit.train.step import StepResult
+
+if TYPE_CHECKING:
+    from erniekit.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Session:
+    hooks: tuple[Hook, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
+    loss: TokenLoss | None = None
+    rows: tuple[GivenRows, ...] = ()
+
+    def write_rows(self, output: Path, world: World) -> None:
+        """Into the run's folder, before anybody reads them. All ranks call it."""
+        if not self.rows:
+            return
+        if world.is_main:
+            for rows in self.rows:
+                rows.write(output)
+        world.gather(None)
+
+
+class StepFunction(Hook):
+    """A plain function as a callback: it is called with each step's StepResult."""
+
+    def __init__(self, function: Callable[[StepResult], Any]) -> None:
+        self.function = function
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return False  # it sees the step's numbers alone, not the weights
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self.function(result)
+
+
+def sorted_callbacks(callbacks: Sequence[Any]) -> tuple[tuple[Hook, ...], tuple[Tracker, ...]]:
+    """Hooks act on the loop, trackers are given what is logged; functions become hooks."""
+    if isinstance(callbacks, (Hook, Tracker)) or callable(callbacks):
+        callbacks = [callbacks]
+    hooks: list[Hook] = []
+    trackers: list[Tracker] = []
+    for given in callbacks:
+        if isinstance(given, Hook):
+            hooks.append(given)
+        elif isinstance(given, Tracker):
+            trackers.append(given)
+        elif callable(given) and not isinstance(given, type):
+            hooks.append(StepFunction(given))
+        else:
+            made = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+            raise ConfigError(
+                f"{made} is no callback",
+                where="callbacks",
+                fix="an instance of erniekit.Hook or erniekit.Tracker, or a function of one StepResult",
+            )
+    return tuple(hooks), tuple(trackers)

@@ -1,0 +1,210 @@
+"""Models, formats, losses, trackers and devices of installed packages: real distributions in a folder on sys.path."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import erniekit
+from erniekit import registry
+from erniekit.cli.main import main
+from erniekit.data.formats import FORMATS
+from erniekit.devices import pick
+from erniekit.errors import ConfigError, DeviceError
+from erniekit.models import MODELS
+from erniekit.track import TRACKERS
+
+from .conftest import KEYS
+
+MOON = '''
+from dataclasses import replace
+
+import erniekit
+from erniekit.data.types import ChatMessage, Conversation
+from erniekit.models import llama
+from erniekit.models.layers.decoder import Decoder
+
+
+class Moon(Decoder):
+    """Llama with larger embeddings."""
+
+    def embed_ids(self, ids):
+        return 2 * super().embed_ids(ids)
+
+
+def read_config(*args):
+    return replace(llama.read_config(*args), family="moon")
+
+
+def write_config(*args):
+    return {**llama.write_config(*args), "model_type": "moon", "architectures": ["MoonForCausalLM"]}
+
+
+SPEC = replace(llama.SPEC, name="moon", read_config=read_config, write_config=write_config, build=Moon)
+
+
+def conversations(row, compat):
+    return [Conversation((ChatMessage("user", row["q"]), ChatMessage("assistant", row["a"])))]
+
+
+def half(logprobs):
+    return -logprobs / 2
+
+
+class File(erniekit.Tracker):
+    name = "moonfile"
+
+    def start(self, run):
+        self.path = run.output_dir / "moon.txt"
+
+    def log(self, step, metrics, kind):
+        with self.path.open("a") as file:
+            file.write(f"{step} {kind}\\n")
+'''
+CHIP = """
+from erniekit.devices.cpu import count, make, present  # noqa: F401
+EVIDENCE = "a chip of the moon"
+"""
+
+
+def install(folder: Path, name: str, entries: dict[str, str], **modules: str) -> None:
+    """A distribution as pip leaves it: its modules, and a dist-info folder."""
+    for module, text in modules.items():
+        (folder / f"{module}.py").write_text(text)
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("".join(f"[erniekit.{group}]\n{line}\n" for group, line in entries.items()))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    known = set(sys.modules)
+    monkeypatch.syspath_prepend(folder)
+    registry._warn_clash.cache_clear()
+    yield folder
+    registry._all_plugins.cache_clear()
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+            del sys.modules[name]
+
+
+def test_a_package_brings_a_model_a_format_a_loss_a_tracker_and_a_device_that_a_recipe_names(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from erniekit.demo.tiny import make_tiny_model
+
+    install(
+        site,
+        "moon-kit",
+        {
+            "models": "moon = moon:SPEC",
+            "formats": "moonrows = moon:conversations",
+            "losses": "half = moon:half",
+            "trackers": "moonfile = moon:File",
+            "devices": "moonchip = moonchip",
+        },
+        moon=MOON,
+        moonchip=CHIP,
+    )
+    plain = make_tiny_model(tmp_path / "llama", family="llama")
+    moon = make_tiny_model(tmp_path / "moon", family="llama")
+    told = json.loads((moon / "config.json").read_text())
+    (moon / "config.json").write_text(json.dumps({**told, "model_type": "moon"}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"q": f"What is {k}?", "a": f"Number {k}."}) + "\n" for k in range(8)))
+    words = {
+        **KEYS, "train_dataset_path": rows, "train_dataset_type": "moonrows", "max_steps": 2, "fine_tuning": "Full",
+        "device": "moonchip",
+    }  # fmt: skip
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({**words, "report_to": ["moonfile"], "token_loss": "half"}, default=str))
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), f"model_name_or_path={moon}", f"output_dir={run}"]) == 0
+    assert (run / "moon.txt").read_text().split("\n")[:2] == ["1 train", "2 train"]
+    assert json.loads((run / "config.json").read_text())["model_type"] == "moon"
+    mine = erniekit.TrainingRun(run)
+    whole = erniekit.train(**words, model_name_or_path=moon, output_dir=tmp_path / "whole")
+    other = erniekit.train(**words, model_name_or_path=plain, output_dir=tmp_path / "other")
+    assert whole.metrics["loss"][0] == pytest.approx(2 * mine.metrics["loss"][0], rel=1e-5), "half of each token's loss"
+    assert abs(whole.metrics["loss"][0] - other.metrics["loss"][0]) > 1e-3, "another model"
+    assert mine.chat("What is 3?", max_new_tokens=3, temperature=0) is not None
+    assert erniekit.load(run).module.__class__.__name__ == "Moon"
+    assert erniekit.load(mine.export()).module.__class__.__name__ == "Moon"
+    assert {(p.name, p.distribution, p.problem) for p in erniekit.plugins()} == {
+        (name, "moon-kit 1.0", "") for name in ("moon", "moonrows", "half", "moonfile", "moonchip")
+    }
+    capsys.readouterr()
+    assert main(["train", str(recipe), f"model_name_or_path={moon}", f"output_dir={run}2", "token_loss=hal"]) == 2
+    assert "token_loss" in capsys.readouterr().err
+
+
+def test_rows_are_read_again_when_the_package_that_reads_them_changes(site: Path, base: Path, tmp_path: Path) -> None:
+    rows = [{"q": f"What is {k}?", "a": f"Number {k}."} for k in range(4)]
+    keys = dict(model_name_or_path=base, data=rows, train_dataset_type="moonrows", max_steps=1, **KEYS)
+    install(site, "moon-kit", {"formats": "moonrows = moon:conversations"}, moon=MOON)
+    one = erniekit.train(**keys, output_dir=tmp_path / "one")
+    (site / "moon.py").write_text(MOON.replace('row["a"]', 'row["a"] * 2'))
+    del sys.modules["moon"]
+    from erniekit.data import formats
+
+    formats._reader.cache_clear()
+    two = erniekit.train(**keys, output_dir=tmp_path / "two")
+    assert one.metrics["loss"] != two.metrics["loss"]
+
+
+def test_a_broken_package_costs_one_line_that_names_it_and_nothing_else(
+    site: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = ("models", "formats", "losses", "trackers", "devices")
+    install(site, "sad-kit", {group: f"sad = sad_module{':X' * (group != 'devices')}" for group in groups})
+    (site / "sad_module.py").write_text("raise ImportError('no libsad.so')")
+    for table, kind in ((MODELS, "model"), (FORMATS, "dataset type"), (TRACKERS, "tracker")):
+        with pytest.raises(ConfigError, match=f"{kind}.*'sad' of the installed package sad-kit 1.0 does not load"):
+            table.get("sad")
+    with pytest.raises(DeviceError, match=r"package sad-kit 1.0 does not load: ImportError: no libsad"):
+        pick("sad")
+    capsys.readouterr()
+    assert pick("auto").vendor == "cpu"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "sad-kit 1.0 does not load: ImportError: no libsad.so" in said
+    assert [p.name for p in erniekit.plugins() if "sad-kit 1.0 does not load" in p.problem] == ["sad"] * len(groups)
+    keys = dict(model_name_or_path=base, data=[{"src": ["a"], "tgt": ["b"]}], max_steps=1, output_dir=tmp_path / "run")
+    erniekit.train(**keys, **{**KEYS, "report_to": "all"})
+    said = capsys.readouterr().err
+    assert "tracker (report_to) 'sad' of the installed package sad-kit 1.0" in said
+    with pytest.raises(ConfigError, match="sad-kit"):
+        erniekit.train(**{**keys, "output_dir": tmp_path / "other"}, **KEYS, token_loss="sad")
+
+
+def test_a_name_that_is_built_in_or_brought_twice_is_refused_with_a_line(
+    site: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, "bold-kit", {"models": "ernie4_5 = moon:SPEC", "trackers": "twice = moon:File"}, moon=MOON)
+    install(site, "late-kit", {"trackers": "twice = moon:File"})
+    keys = dict(model_name_or_path=base, data=[{"src": ["a"], "tgt": ["b"]}], max_steps=1, output_dir=tmp_path / "run")
+    erniekit.train(**keys, **KEYS)
+    said = capsys.readouterr().err
+    assert said.count("bold-kit 1.0: its model 'ernie4_5' is not used, that name is built in") == 1
+    assert (
+        "late-kit 1.0: its tracker (report_to) 'twice' is not used, that name is also brought by bold-kit 1.0" in said
+    )
+    assert MODELS.get("ernie4_5").name == "ernie4_5"
+    with pytest.raises(ConfigError, match="report_to"):
+        erniekit.train(**{**keys, "output_dir": tmp_path / "other"}, **{**KEYS, "report_to": "twice"})
+    assert [p.problem for p in erniekit.plugins() if p.name == "ernie4_5"] == ["the name is built in"]
+
+
+def test_what_is_no_model_or_tracker_is_refused_by_its_package(site: Path) -> None:
+    install(site, "odd-kit", {"models": "moon2 = moon:SPEC", "trackers": "fun = moon:half"}, moon=MOON)
+    with pytest.raises(ConfigError, match=r"odd-kit 1.0 names itself 'moon'"):
+        MODELS.get("moon2")
+    with pytest.raises(ConfigError, match=r"odd-kit 1.0 is no subclass of erniekit.Tracker"):
+        TRACKERS.get("fun")
