@@ -22,6 +22,7 @@ from erniekit.net.connections import CONNECTION
 from erniekit.net.hosts import Hosts
 from erniekit.serve.engines.base import InferenceEngine
 from erniekit.serve.engines.vision_input import FeatureCache
+from erniekit.serve.grammar_work import GrammarWork
 from erniekit.serve.health import HealthMonitor
 from erniekit.serve.media_turns import MediaSettings
 from erniekit.serve.media_work import MediaReader, read_vision
@@ -70,6 +71,7 @@ class ApiSettings:
     hosts: Hosts | None = None  # the names it is reached by; None: any
     prompts: PromptLimits = field(default_factory=PromptLimits)  # of the work on prompts
     media: MediaSettings = field(default_factory=MediaSettings)  # of decoding, where a model sees
+    details: bool = False  # usage says how many tokens of a prompt were cached
 
 
 class Api:
@@ -79,6 +81,7 @@ class Api:
         self.engine, self.models, self.settings = engine, models, settings
         self.metrics = Metrics()
         self.prompts = PromptWork(settings.prompts)
+        self.grammars = GrammarWork()
         sees = next((served.vision for served in models.values() if served.vision is not None), None)
         self.media = None if sees is None else MediaReader(sees.rules.limits, settings.media)
         self.body = BodyLimit(MAX_BODY_BYTES if sees is None else VISION_BODY_BYTES)
@@ -143,7 +146,7 @@ class Api:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # the client has disconnected
         left = arrived + self.settings.timeout - time.monotonic()
-        running_request = RunningRequest(prepared, self.engine, left, not body.stream)
+        running_request = RunningRequest(prepared, self.engine, left, not body.stream, self.settings.details)
         self.running_requests.add(running_request)
         builder = ResponseBuilder(running_request, prepared.jobs[0].sampling.logprobs is not None)
         self.metrics.prompt_tokens += prepared.prompt_tokens
@@ -161,6 +164,7 @@ class Api:
     def end_answers(self) -> None:
         """Waiting requests get an error: for the end, when an engine or a tokenizer hangs."""
         self.prompts.end()
+        self.grammars.end()
         if self.media is not None:
             self.media.end()
         for running_request in list(self.running_requests):
@@ -184,7 +188,10 @@ class Api:
             if made.kind in ("slow", "changed", "fault"):
                 warn(f"a prompt was not prepared: {made.message}")
             raise parsed.refuse(made)
-        return parsed.prepare(*made)
+        prepared = parsed.prepare(*made)
+        if parsed.grammar is None:
+            return prepared
+        return prepared.bound(await self.grammars.compile(parsed.grammar, parsed.served, prepared.thinks))
 
     async def _read_prompt(self, parsed: ParsedRequest) -> Any:
         """What `parsed.prepare` takes, or Failed."""
@@ -340,7 +347,7 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405, in our shape."""
     assert isinstance(error, HTTPException)
-    words = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    words = {404: "not found: no such endpoint", 405: "this address does not take that method"}
     return error_response(
         RequestError(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers)
     )

@@ -59,6 +59,9 @@ class ServeSection:
     gpu_memory_utilization: float = key(0.9, "Share of GPU memory to use.", low=0, high=1)
     block_size: int = key(64, "Tokens per cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
+    enable_prompt_tokens_details: bool = key(
+        False, "Say in usage how many tokens of a prompt were cached; it shows what others have asked."
+    )
     decoding: str = key(
         "auto",
         "How the embedded engine computes. auto: where the device can, steps of fixed shapes, recorded and replayed. "

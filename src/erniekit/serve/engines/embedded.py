@@ -124,6 +124,8 @@ class EmbeddedEngine:
                 waiting=len(self._waiting),
                 cache_used=self.cache.used,
                 steps=self._steps,
+                prefix_queries=self.cache.asked,
+                prefix_hits=self.cache.shared,
                 evicted=self._evicted,
                 preempted=self._preempted,
                 features=self.features.size,
@@ -233,7 +235,9 @@ class EmbeddedEngine:
             self._waiting.take(new)
             self._running.append(new)
             if new.job.vision is None:
-                new.cached = self.cache.share(new.ids, new.job.model, new.table)
+                new.cached = self.cache.share(new.ids, new.job.prefix_key, new.table)
+                if not new.generated:
+                    new.stream.cached[new.number] = new.cached
             if self.recorded is not None:
                 self.recorded.join(new)
         open_ends = [run for run in self._running if run.left > 0 and run.length < self.limits.length]
@@ -305,7 +309,7 @@ class EmbeddedEngine:
     def _keep(self, run: RunningSequence) -> None:
         """What it has computed is known to who begins alike."""
         if run.job.vision is None:
-            self.cache.keep(run.ids[: run.cached], run.job.model, run.table)
+            self.cache.keep(run.ids[: run.cached], run.job.prefix_key, run.table)
 
     def _guarded(
         self, name: str, group: list[Planned], steps: int, events: list[Told]
@@ -390,7 +394,8 @@ class EmbeddedEngine:
             self._keep(run)
         for token in tokens:
             if token is None:
-                return [*events, (run, Done("error", "the model gave no usable number for the next token"))]
+                problem = run.matcher.problem if run.matcher is not None else ""
+                return [*events, (run, Done("error", problem or "the model gave no usable number for the next token"))]
             if token.id in run.job.stop_ids and not params.ignore_stop:
                 return [*events, (run, Done("stop"))]
             run.ids.append(token.id)

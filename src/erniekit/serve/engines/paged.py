@@ -29,8 +29,8 @@ class PagedCache:
     is one more, which rows that fill up a batch write to (recorded.py).
 
     A full block whose tokens are known is kept when its sequence leaves, until its room is wanted: a sequence that
-    begins with the same tokens, for the same model, takes it as it is, also while others have it. Such a block is known
-    by a digest of its tokens and of the digest of the block before it, so that it stands for all up to its end.
+    begins with the same tokens, of the same key (a model's), takes it as it is, also while others have it. Such a block
+    is known by a digest of its tokens and of the digest of the block before it, so that it stands for all up to its end.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PagedCache:
         self.blocks, self.size = blocks, size
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.shared = 0  # positions that were taken as they were
+        self.asked = self.shared = 0  # positions that were looked for, and those that were taken as they were
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # known blocks that nobody holds, the oldest first
@@ -81,27 +81,28 @@ class PagedCache:
                     self._free.append(block)
         table.clear()
 
-    def share(self, ids: Sequence[int], model: str, table: list[int]) -> int:
+    def share(self, ids: Sequence[int], key: str, table: list[int]) -> int:
         """Known blocks that `ids` begin with put into an empty `table`; how many positions that are, one less at least
         than there are ids: the last one is always computed."""
-        for digest in self._digests(ids[: (len(ids) - 1) // self.size * self.size], model):
+        for digest in self._digests(ids[: (len(ids) - 1) // self.size * self.size], key):
             block = self._block_of.get(digest)
             if block is None:
                 break
             self._holders[block] += 1
             self._kept.pop(block, None)
             table.append(block)
+        self.asked += len(ids)
         self.shared += len(table) * self.size
         return len(table) * self.size
 
-    def keep(self, ids: Sequence[int], model: str, table: Sequence[int]) -> None:
+    def keep(self, ids: Sequence[int], key: str, table: Sequence[int]) -> None:
         """The full blocks of `ids`, all computed, are known from now on."""
-        for digest, block in zip(self._digests(ids, model), table):
+        for digest, block in zip(self._digests(ids, key), table):
             if block not in self._digest_of and digest not in self._block_of:
                 self._block_of[digest], self._digest_of[block] = block, digest
 
-    def _digests(self, ids: Sequence[int], model: str) -> Iterator[bytes]:
-        digest = hashlib.blake2b(model.encode(), digest_size=16).digest()
+    def _digests(self, ids: Sequence[int], key: str) -> Iterator[bytes]:
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         for end in range(self.size, len(ids) + 1, self.size):
             own = array("q", ids[end - self.size : end]).tobytes()
             digest = hashlib.blake2b(own, key=digest, digest_size=16).digest()
