@@ -1,7 +1,7 @@
 """The bytes that each token adds to a text. Called by serve/structured.py, whose grammars are over bytes.
 
 SentencePiece models, and a tokenizer.json whose decoder is byte-level, or `▁` for a blank with or without pieces for
-single bytes. A decoder that does more (WordPiece's `##`) has no such table: what a token adds depends on its neighbours.
+single bytes. A decoder that does more (WordPiece's `##`) has no such table: there a token's text depends on others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiling the grammars of requests beside the event loop: bounded in number, in waiting and in time. Used by api.py."""
+"""Compiles grammars of requests beside the event loop, bounded in number, in waiting and in time. Used by api.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
 from erniekit.serve.request_parsing import ServedModel
+from erniekit.serve.runtime_adapters import RuntimeAdapters
 from erniekit.serve.vision_prompt import MOST, VisionSettings
 from erniekit.weight_kinds import BF16, SERVED
 
@@ -57,11 +58,7 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
         name, equals, path = word.partition("=")
         if not equals:
             name, path = _name(Path(word)), word
-        found = find_model(path.strip(), first.weights.path, override_base=cfg.lora.override_base)
-        if found.adapter is None:
-            raise ConfigError(
-                f"{path} holds no adapter", where="lora_modules", fix="give the folder with adapter_config.json"
-            )
+        found = _adapter_at(path.strip(), first.weights.path, cfg.lora.override_base, "lora_modules")
         out.append(ModelEntry(name.strip(), found))
     if first.adapter is not None:
         out.append(ModelEntry(_free(_name(base.weights.path), out), base))
@@ -71,6 +68,13 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
             f"two models would be called {double!r}", where="lora_modules", fix="name them: name=DIR, other=DIR"
         )
     return out
+
+
+def _adapter_at(path: str, base: Path, override_base: bool, where: str) -> Found:
+    found = find_model(path, base, override_base=override_base)
+    if found.adapter is None:
+        raise ConfigError(f"{path} holds no adapter", where=where, fix="give the folder with adapter_config.json")
+    return found
 
 
 def _name(path: Path) -> str:
@@ -89,6 +93,7 @@ class LoadedModels:
     engine: EmbeddedEngine
     models: dict[str, ServedModel]
     about: str
+    adapters: RuntimeAdapters | None = None
 
 
 def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
@@ -115,7 +120,16 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
     fast = hardware if s.decoding == "auto" and hardware.records_graphs and hardware.triton else None
-    return LoadedModels(EmbeddedEngine(trees, cache, limits, fast), models, "; ".join([*told, about]))
+    engine = EmbeddedEngine(trees, cache, limits, fast)
+
+    def open_adapter(name: str, key: str, folder: Path) -> tuple[nn.Module, ServedModel]:
+        found = _adapter_at(str(folder), weights.path, cfg.lora.override_base, "lora_path")
+        served = _served(ModelEntry(name, found), longest, cfg.model.tokenizer_name, entries, vision)
+        _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
+        return with_adapter(base, found), replace(served, key=key)
+
+    adapters = RuntimeAdapters(engine, models, s.lora_dirs, open_adapter)
+    return LoadedModels(engine, models, "; ".join([*told, about]), adapters)
 
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:

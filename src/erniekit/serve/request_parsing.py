@@ -6,23 +6,29 @@ rendering and tokenising may take a while, and prompt_work.py does it for api.py
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from erniekit.data.tokenizer import BEGIN, Tokenizer
-from erniekit.files.json_file import nests_deeper
 from erniekit.serve.engines.base import GenerationJob, Grammar, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
+from erniekit.serve.message_parsing import message_row, parse_arguments
 from erniekit.serve.output_grammar import OutputGrammar, output_grammar
 from erniekit.serve.output_parser import THINK
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
 from erniekit.serve.request_error import RequestError
-from erniekit.serve.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest, Message
+from erniekit.serve.schema import (
+    INSTEAD,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+)
 from erniekit.serve.vision_prompt import VisionChat, VisionSettings, check_parts, media_refused
 
+AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest
 MAX_IGNORED_NAMES = 16  # ignored fields that a response names
-MAX_ARGUMENT_CHARACTERS = 2**18  # characters of tool calls' arguments that are read as JSON, of a whole request
 MAX_LOGPROBS = 2**18  # numbers in one answer: putting it together holds the event loop up
 
 
@@ -38,6 +44,11 @@ class ServedModel:
     folder: str = ""
     parent: str | None = None  # the base's name, for an adapter
     vision: VisionSettings | None = None  # of a model that sees
+    key: str = ""  # what the engine calls it, where that is not its name
+
+    @property
+    def engine_name(self) -> str:
+        return self.key or self.name
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ def ignored_fields(request: GenerationRequest) -> list[str]:
 class ParsedRequest:
     """A checked request whose prompt is not tokenised yet."""
 
-    request: ChatRequest | CompletionRequest
+    request: AnyRequest
     served: ServedModel
     defaults: SamplingDefaults
     work: ChatPrompt | TextPrompts | VisionChat  # no texts in it: all prompts were given as ids
@@ -128,7 +139,7 @@ class ParsedRequest:
 
     @property
     def field(self) -> str:
-        return "messages" if isinstance(self.request, ChatRequest) else "prompt"
+        return _field(self.request)
 
     def refuse(self, failed: Failed) -> RequestError:
         """The error response for a prompt that could not be tokenised."""
@@ -156,6 +167,7 @@ class ParsedRequest:
         """made: the ids of `work`, in its order."""
         if isinstance(self.request, ChatRequest):
             return _prepared_chat(self, self.request, made[0], vision)
+        assert isinstance(self.request, CompletionRequest)
         return _prepared_completion(self, self.request, made)
 
 
@@ -168,8 +180,8 @@ def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefa
     media = check_parts(request.messages, served.name, served.vision)
     if served.vision is not None:
         return ParsedRequest(request, served, defaults, _vision_chat(request, served, more, media), grammar)
-    messages = [_message(message) for message in request.messages]
-    _parse_arguments(messages)
+    messages = [message_row(message) for message in request.messages]
+    parse_arguments(messages)
     return ParsedRequest(request, served, defaults, ChatPrompt(messages, _tools(request) or None, more), grammar)
 
 
@@ -190,10 +202,8 @@ def parse_completion(request: CompletionRequest, served: ServedModel, defaults: 
     if request.echo and request.logprobs is not None:
         raise RequestError(400, "logprobs of a prompt are not given; leave out echo or logprobs", param="echo")
     tokenizer = served.tokenizer
-    # ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text.
-    opening = tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
     texts = [prompt for prompt in _prompts(request) if isinstance(prompt, str)]
-    parsed = ParsedRequest(request, served, defaults, TextPrompts(texts, opening))
+    parsed = ParsedRequest(request, served, defaults, TextPrompts(texts, opening_id(tokenizer)))
     for prompt in _prompts(request):
         least = tokenizer.least_tokens(len(prompt)) if isinstance(prompt, str) else len(prompt)
         if least > parsed.most:
@@ -201,6 +211,11 @@ def parse_completion(request: CompletionRequest, served: ServedModel, defaults: 
         if not isinstance(prompt, str) and max(prompt) >= served.vocab:
             raise RequestError(400, f"token {max(prompt)} is not in the vocabulary of {served.vocab}", param="prompt")
     return parsed
+
+
+def opening_id(tokenizer: Tokenizer) -> int | None:
+    """ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text."""
+    return tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
 
 
 def _prepared_chat(
@@ -254,55 +269,28 @@ def _answers(request: GenerationRequest) -> int:
     return request.n * (len(_prompts(request)) if isinstance(request, CompletionRequest) else 1)
 
 
-def _max_tokens(request: GenerationRequest) -> int | None:
+def _field(request: AnyRequest | GenerationRequest) -> str:
+    """That holds the prompt."""
+    chat = isinstance(request, ChatRequest)
+    return "messages" if chat else "input" if isinstance(request, EmbeddingRequest) else "prompt"
+
+
+def _max_tokens(request: AnyRequest | GenerationRequest) -> int | None:
     """That an answer may have, where the request says it."""
+    if isinstance(request, EmbeddingRequest):
+        return None
     return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
 
 
-def too_long(request: GenerationRequest, served: ServedModel, has: str) -> RequestError:
+def too_long(request: AnyRequest | GenerationRequest, served: ServedModel, has: str) -> RequestError:
     most = _max_tokens(request)
     wants = f" and {most} for the answer" if most else ""
     return RequestError(
         400,
         f"this model's context is {served.longest} tokens; the prompt has {has}{wants}",
-        param="messages" if isinstance(request, ChatRequest) else "prompt",
+        param=_field(request),
         code="context_length_exceeded",
     )
-
-
-def _message(message: Message) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.get("text") or "" for part in content)
-    out: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.tool_calls:
-        out["tool_calls"] = [_call(call) for call in message.tool_calls]
-    return out
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Clients send back a call's arguments as text; templates want them as they were (_parse_arguments)."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(400, "a tool call needs function: {name, arguments}", param="messages")
-    return {**call, "function": dict(function)}
-
-
-def _parse_arguments(messages: list[dict[str, Any]]) -> None:
-    """The text of arguments is what middleware.py has not looked into. Too long or too deep a one stays text."""
-    left = MAX_ARGUMENT_CHARACTERS
-    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
-        text = function.get("arguments")
-        if not isinstance(text, str) or len(text) > left:
-            continue
-        left -= len(text)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if not nests_deeper(value):
-            function["arguments"] = value
 
 
 def _make_job(
@@ -346,7 +334,7 @@ def _make_job(
         ignore_stop=request.ignore_eos and not stops,
     )
     ends = stops if request.ignore_eos and stops else stops | served.stop_ids
-    return GenerationJob(tuple(prompt), served.name, sampling, ends, vocab, salt=request.cache_salt or "")
+    return GenerationJob(tuple(prompt), served.engine_name, sampling, ends, vocab, salt=request.cache_salt or "")
 
 
 def _token_ids(request: GenerationRequest, name: str, vocab: int) -> tuple[int, ...]:

@@ -176,6 +176,28 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=32)
 
 
+class EmbeddingRequest(BaseModel):
+    """Unknown fields are in model_extra."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str = Field("default", max_length=256, description="One of /v1/models, or `default`.")
+    input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["mean", "last"] = Field("mean", description="Of the last hidden states of an input's tokens.")
+    normalize: bool = Field(True, description="To length 1.")
+
+
+class LoadAdapterRequest(_Object):
+    lora_name: str = Field(max_length=256)
+    lora_path: str = Field(max_length=4096, description="Below a folder of the server's lora_dirs.")
+    load_inplace: bool = Field(False, description="Take the place of a loaded adapter of that name.")
+
+
+class UnloadAdapterRequest(_Object):
+    lora_name: str = Field(max_length=256)
+
+
 class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32, fail_fast=True)] = (
         Field(description=f"Prompts times n are {MAX_COMPLETIONS} at most.")

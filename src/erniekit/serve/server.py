@@ -186,6 +186,7 @@ def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> M
         int(time.time()),
         hosts if key is None else None,
         media=media,
+        adapters=loaded.adapters,
         details=s.enable_prompt_tokens_details,
     )
     return make_app(loaded.engine, loaded.models, settings)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from erniekit.data.tokenizer import load_tokenizer
+from erniekit.serve.message_parsing import MAX_ARGUMENT_CHARACTERS
 from erniekit.serve.prompt_work import RENDER_S
 from erniekit.serve.prompt_worker import Failed, PromptTask, prepare
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import (
-    MAX_ARGUMENT_CHARACTERS,
     ParsedRequest,
     PreparedRequest,
     SamplingDefaults,

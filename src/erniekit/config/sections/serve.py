@@ -43,6 +43,12 @@ class ServeSection:
         None, "What clients call the model; its folder's name when not given. In chat: which of a server's models."
     )
     lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True, path="named")
+    lora_dirs: tuple[str, ...] = key(
+        (),
+        "Folders below which /v1/load_lora_adapter may read adapters while the server runs; none: it is refused.",
+        commas=True,
+        path="several",
+    )
     api_key_file: str | None = key(
         None, "File with the key clients must send; the variable ERNIEKIT_API_KEY does the same.", path="one"
     )

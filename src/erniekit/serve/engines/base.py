@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from erniekit.serve.engines.pooling import Pooling
     from erniekit.serve.engines.vision_input import PromptVision
 
 # The client of the current task's request: set by serve/middleware.py, read by `submit`. A client is an address: the
@@ -85,6 +86,7 @@ class GenerationJob:
     vocab: int  # ids the tokenizer can spell; the model may have padding behind them
     vision: PromptVision | None = field(default=None, compare=False)  # the pictures of the prompt
     grammar: Grammar | None = field(default=None, compare=False)  # what the answer must be
+    pooling: Pooling | None = None  # the states of the prompt are asked for, and no token
     salt: str = ""  # prefixes are shared between jobs of the same one alone
 
     @property
@@ -106,7 +108,14 @@ class Done:
     message: str = ""
 
 
-Event = Token | Done
+@dataclass(frozen=True)
+class Pooled:
+    """The pooled states of a prompt."""
+
+    vector: tuple[float, ...]
+
+
+Event = Token | Pooled | Done
 
 
 class QueueFull(Exception):

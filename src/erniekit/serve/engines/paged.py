@@ -30,7 +30,7 @@ class PagedCache:
 
     A full block whose tokens are known is kept when its sequence leaves, until its room is wanted: a sequence that
     begins with the same tokens, of the same key (a model's), takes it as it is, also while others have it. Such a block
-    is known by a digest of its tokens and of the digest of the block before it, so that it stands for all up to its end.
+    is known by a digest of its tokens and of the digest of the block before it: it stands for all up to its end.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from erniekit.serve.engines.base import GenerationJob, TokenMatcher, TokenStream
+from erniekit.serve.engines.pooling import PooledStates
 from erniekit.serve.engines.sampler import SamplerRow
 from erniekit.serve.engines.vision_input import FeatureReader
 
@@ -29,6 +30,7 @@ class RunningSequence:
     preempted: bool = False  # it has made room for another request once, and does not again
     features: FeatureReader | None = None  # of the pictures in its prompt
     matcher: TokenMatcher | None = None  # of its grammar
+    pooled: PooledStates | None = None  # of a prompt whose states are asked for
 
     @property
     def job(self) -> GenerationJob:
@@ -67,6 +69,7 @@ def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = N
             signed(random.getrandbits(64) if job.sampling.seed is None else job.sampling.seed),
             features=None if job.vision is None else FeatureReader(job.vision),
             matcher=None if job.grammar is None else job.grammar.start(),
+            pooled=None if job.pooling is None else PooledStates(job.pooling),
         )
         for k, job in enumerate(stream.jobs)
     ]
