@@ -243,10 +243,10 @@ def test_fields_nobody_knows_are_ignored_and_named_in_the_answer_and_once_in_the
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("min_p", 0.1, 0.0),
+        ("length_penalty", 0.1, 1.0),
         ("guided_json", {"type": "object"}, None),
         ("functions", [{"name": "f"}], []),
-        ("stop_token_ids", [5], []),
+        ("bad_words", ["x"], []),
         ("best_of", 4, 1),
         ("continue_final_message", True, False),
     ],

@@ -60,7 +60,7 @@ def test_every_field_of_openais_client_and_of_vllm_is_in_one_table(create: Any, 
     assert {name: n for name in sorted(known) if (n := sum(name in table for table in tables)) != 1} == {}
 
 
-WRONG = {"modalities": ["audio"], "service_tier": "flex", "verbosity": "high", "detokenize": False}
+WRONG = {"modalities": ["audio"], "verbosity": "high", "detokenize": False}
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

@@ -56,10 +56,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "structural_tag": (),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
@@ -87,6 +85,8 @@ NO_EFFECT = frozenset(
         "prompt_cache_retention",
         "request_id",
         "safety_identifier",
+        "service_tier",
+        "store",
         "user",
     }
 )

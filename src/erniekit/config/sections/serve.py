@@ -23,7 +23,12 @@ class ServeSection:
     repetition_penalty: float = key(1.0, "Divides the score of words already said.", low=0.01, high=10)
     stream: bool = key(True, "Show the answer as it comes.")
     enable_thinking: bool = key(False, "Let a thinking model think first.")
-    max_model_len: int = key(2048, "Longest prompt and answer together.", low=1, basic=True)
+    max_model_len: int | None = key(
+        None,
+        "Longest prompt and answer together; when not given the model's own, or what memory holds of it.",
+        low=1,
+        basic=True,
+    )
     stream_options: Mapping[str, Any] | None = key(
         None, "Sent along by chat: {include_usage: true} tells the number of tokens."
     )

@@ -8,6 +8,7 @@ T tokens of the step, S slots, N heads, D head_dim, R rows that decode, M longes
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,8 @@ class PagedCache:
     ) -> None:
         shape = ((blocks + 1) * size, config.num_kv_heads, config.head_dim)
         self.blocks, self.size = blocks, size
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self.asked = self.shared = 0  # positions that were looked for, and those that were taken as they were
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
@@ -111,6 +112,13 @@ class PagedCache:
     @property
     def used(self) -> float:
         return 1 - self.room / self.blocks
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """On a host its pages are taken as they are first written: a long context costs what is used of it."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int:
