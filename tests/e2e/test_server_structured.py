@@ -100,11 +100,11 @@ def test_a_forced_call_comes_whole_and_streamed(client, choice):
 
 
 def test_a_schema_that_cannot_be_compiled_is_a_400_that_names_the_place(client):
-    with pytest.raises(openai.BadRequestError, match="Invalid type: nubmer") as error:
-        ask(client, response_format=schema_of({"type": "object", "properties": {"a": {"type": "nubmer"}}}))
+    with pytest.raises(openai.BadRequestError, match="Invalid type: numeric") as error:
+        ask(client, response_format=schema_of({"type": "object", "properties": {"a": {"type": "numeric"}}}))
     assert error.value.code == "invalid_schema"
     assert error.value.param == "response_format.json_schema.schema.properties.a"
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}]
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, tools=tools, tool_choice="required")
     assert error.value.param == "tools[0].function.parameters"

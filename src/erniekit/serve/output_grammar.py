@@ -47,11 +47,11 @@ def output_grammar(request: ChatRequest) -> OutputGrammar | None:
         raise RequestError(400, "response_format and a forced tool_choice exclude each other", param="tool_choice")
     if answer is None and forced is None:
         return None
-    for name in ("min_tokens", "ignore_eos"):
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
         if getattr(request, name):
             where = "response_format" if forced is None else "tool_choice"
             raise RequestError(
-                400, f"{name} cannot be combined with {where}: the schema says where it ends", param=name
+                400, f"{name} cannot be combined with {where}: the schema says what may come", param=name
             )
     if answer is not None:
         # Offered tools stay a choice beside the answer.

@@ -16,8 +16,9 @@ MAX_PARTS = 1024  # of a message
 MAX_COMPLETIONS = 128  # of one request: prompts times n
 StopString = Annotated[str, Field(max_length=64)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class _Object(BaseModel):
@@ -115,10 +116,10 @@ class GenerationRequest(_Object):
         None, max_length=300
     )
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest's chance.")
-    allowed_token_ids: TokenIds | None = Field(None, max_length=4096, description="No other tokens may be drawn.")
+    allowed_token_ids: list[TokenId] | None = Field(None, max_length=4096, description="No other tokens may be drawn.")
     seed: Int64 | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=8)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -163,6 +163,8 @@ def _with_rules(schema: Any) -> dict[str, Any]:
 
 def _wrong(schema: Any) -> str:
     """Why it cannot be compiled; empty: it can."""
+    if not isinstance(schema, dict | bool):
+        return "schema must be an object or boolean"
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(
@@ -176,7 +178,9 @@ def _words(message: str) -> str:
     """One line for a client; a panic's text is of no use to one."""
     if "panic" in message:
         return "the schema is too large"
-    line = " ".join(message.split())
+    if "NoExtension" in message:
+        return "no value fits the schema"
+    line = " ".join(message.replace("<non-verbose/>", "").split())
     return line.replace("Unimplemented keys", "not supported")[:300]
 
 

@@ -110,6 +110,7 @@ def test_an_empty_text_still_begins_somewhere(served: ServedModel):
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "allowed_token_ids"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
             "response_format.json_schema.schema",

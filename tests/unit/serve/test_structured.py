@@ -114,7 +114,9 @@ def test_calls_are_let_through_as_tool_choice_says(small, table, fields, fits, d
 @pytest.mark.parametrize(
     ("schema", "place", "why"),
     [
-        ({"type": "strin"}, "", "Invalid type: strin"),
+        ({"type": "text"}, "", "Invalid type: text"),
+        ({"properties": {"a": 1}}, ".properties.a", "must be an object or boolean"),
+        ({"$ref": "#"}, None, "no value fits the schema"),
         ({"properties": {"a": {"items": {"type": "x"}}}}, ".properties.a.items", "Invalid type: x"),
         ({"anyOf": [{"type": "null"}, {"pattern": "(", "type": "string"}]}, ".anyOf[1]", "unclosed group"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, ".$defs.a", "not supported"),
@@ -126,7 +128,7 @@ def test_calls_are_let_through_as_tool_choice_says(small, table, fields, fits, d
 def test_a_schema_that_cannot_be_compiled_is_refused_with_the_place_that_is_wrong(table, schema, place, why):
     with pytest.raises(BadGrammar, match=why) as bad:
         compile_grammar(of_schema(schema), table, opened=False)
-    assert bad.value.place == "response_format.json_schema.schema" + place
+    assert bad.value.place == ("response_format" if place is None else "response_format.json_schema.schema" + place)
 
 
 def test_a_schema_cannot_turn_the_servers_limits_off(table, small):
