@@ -140,7 +140,7 @@ def test_tools_are_put_before_the_model_and_a_history_of_calls_is_taken(client):
                {"role": "tool", "tool_call_id": "c1", "content": "rain"}]  # fmt: skip
     client.chat.completions.create(model="tiny", messages=history, max_tokens=2)
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice="required")
+        client.chat.completions.create(model="tiny", messages=ASK, tool_choice="required")
 
 
 def test_content_may_come_in_parts_of_text_but_not_as_an_image(client):
@@ -243,10 +243,10 @@ def test_fields_nobody_knows_are_ignored_and_named_in_the_answer_and_once_in_the
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("min_p", 0.1, 0.0),
+        ("length_penalty", 0.1, 1.0),
         ("guided_json", {"type": "object"}, None),
         ("functions", [{"name": "f"}], []),
-        ("stop_token_ids", [5], []),
+        ("bad_words", ["x"], []),
         ("best_of", 4, 1),
         ("continue_final_message", True, False),
     ],

@@ -74,6 +74,11 @@ class SentencePieceVocabulary:
     def tokens(self) -> Iterable[str]:
         return [*self._sp.id_to_piece(list(range(self._pieces))), *self._added]
 
+    def piece_text(self, id: int) -> str | None:
+        """A piece of the model file; None for one that is no text."""
+        known = id < self._pieces and not (self._sp.is_control(id) or self._sp.is_unknown(id) or self._sp.is_unused(id))
+        return self._sp.id_to_piece(id) if known else None
+
     def forget(self, tokens: Iterable[str]) -> None:
         """Added tokens that are control tokens: never matched in plain text."""
         self._words = any_of(set(self._added) - set(tokens))
@@ -181,7 +186,12 @@ class JsonVocabulary:
 
     def widest(self) -> int | None:
         """The most characters of a text that one id stands for; None where that has no bound."""
-        return json_width(json.loads(self._tok.to_str()))
+        return json_width(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """The tokenizer.json as it is used here."""
+        state: dict[str, Any] = json.loads(self._tok.to_str())
+        return state
 
     def decode(self, ids: Sequence[int], control: dict[int, str]) -> str:
         return self._tok.decode([id for id in ids if id < self.size], skip_special_tokens=False)

@@ -20,8 +20,10 @@ from starlette.responses import Response
 from erniekit.log import warn
 from erniekit.net.connections import CONNECTION
 from erniekit.net.hosts import Hosts
+from erniekit.serve.embeddings import embedding_page, parse_embedding, pooled
 from erniekit.serve.engines.base import InferenceEngine
 from erniekit.serve.engines.vision_input import FeatureCache
+from erniekit.serve.grammar_work import GrammarWork
 from erniekit.serve.health import HealthMonitor
 from erniekit.serve.media_turns import MediaSettings
 from erniekit.serve.media_work import MediaReader, read_vision
@@ -36,6 +38,7 @@ from erniekit.serve.middleware import (
     error_response,
     read_json,
 )
+from erniekit.serve.openapi import body_of, name_schemas
 from erniekit.serve.prompt_work import PromptLimits, PromptLoad, PromptWork
 from erniekit.serve.prompt_worker import Failed, TextPrompts
 from erniekit.serve.request_error import RequestError, as_json
@@ -50,7 +53,15 @@ from erniekit.serve.request_parsing import (
 )
 from erniekit.serve.response_builder import ResponseBuilder, as_event
 from erniekit.serve.running_request import ChoiceDelta, RunningRequest
-from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
+from erniekit.serve.runtime_adapters import RuntimeAdapters
+from erniekit.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from erniekit.serve.vision_prompt import VisionChat
 from erniekit.serve.work_queue import Busy, Late, Stuck
 from erniekit.version import __version__
@@ -70,6 +81,8 @@ class ApiSettings:
     hosts: Hosts | None = None  # the names it is reached by; None: any
     prompts: PromptLimits = field(default_factory=PromptLimits)  # of the work on prompts
     media: MediaSettings = field(default_factory=MediaSettings)  # of decoding, where a model sees
+    adapters: RuntimeAdapters | None = None  # those that come and go
+    details: bool = False  # usage says how many tokens of a prompt were cached
 
 
 class Api:
@@ -79,6 +92,7 @@ class Api:
         self.engine, self.models, self.settings = engine, models, settings
         self.metrics = Metrics()
         self.prompts = PromptWork(settings.prompts)
+        self.grammars = GrammarWork()
         sees = next((served.vision for served in models.values() if served.vision is not None), None)
         self.media = None if sees is None else MediaReader(sees.rules.limits, settings.media)
         self.body = BodyLimit(MAX_BODY_BYTES if sees is None else VISION_BODY_BYTES)
@@ -99,6 +113,35 @@ class Api:
         """How texts go on."""
         body = await read_json(request, CompletionRequest)
         return await self._answer(request, body, parse_completion)
+
+    async def embeddings(self, request: Request) -> Response:
+        """A vector for each input: pooled hidden states."""
+        body = await read_json(request, EmbeddingRequest)
+        parsed = parse_embedding(body, self._find_model(body.model), self.settings.defaults)
+
+        async def work() -> Response:
+            prepared = await self._prepared(parsed)
+            self.metrics.prompt_tokens += prepared.prompt_tokens
+            return _json(embedding_page(body, prepared, await pooled(prepared, self.engine, self.settings.timeout)))
+
+        answer: Response | None = await until_disconnect(request.receive, work())
+        return Response(status_code=499) if answer is None else answer
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Serve an adapter by name, from a folder that the server may load from."""
+        body = await read_json(request, LoadAdapterRequest)
+        said = await self._adapters().load(body.lora_name, body.lora_path, body.load_inplace)
+        return Response(said, media_type="text/plain")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Stop serving such an adapter; its running answers end as they would."""
+        body = await read_json(request, UnloadAdapterRequest)
+        return Response(self._adapters().unload(body.lora_name), media_type="text/plain")
+
+    def _adapters(self) -> RuntimeAdapters:
+        if self.settings.adapters is None:
+            raise RequestError(403, "adapters cannot be loaded here", code="adapters_not_allowed")
+        return self.settings.adapters
 
     async def list_models(self) -> Response:
         """The models that can be asked for by name."""
@@ -143,7 +186,7 @@ class Api:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # the client has disconnected
         left = arrived + self.settings.timeout - time.monotonic()
-        running_request = RunningRequest(prepared, self.engine, left, not body.stream)
+        running_request = RunningRequest(prepared, self.engine, left, not body.stream, self.settings.details)
         self.running_requests.add(running_request)
         builder = ResponseBuilder(running_request, prepared.jobs[0].sampling.logprobs is not None)
         self.metrics.prompt_tokens += prepared.prompt_tokens
@@ -161,6 +204,7 @@ class Api:
     def end_answers(self) -> None:
         """Waiting requests get an error: for the end, when an engine or a tokenizer hangs."""
         self.prompts.end()
+        self.grammars.end()
         if self.media is not None:
             self.media.end()
         for running_request in list(self.running_requests):
@@ -168,10 +212,9 @@ class Api:
 
     async def _prepared(self, parsed: ParsedRequest) -> PreparedRequest:
         """The request's jobs, its prompt prepared in time or a RequestError."""
-        if isinstance(parsed.work, TextPrompts) and not parsed.work.texts:
-            return parsed.prepare([])
         try:
-            made = await self._read_prompt(parsed)
+            given = isinstance(parsed.work, TextPrompts) and not parsed.work.texts  # all of them as ids
+            made = ([],) if given else await self._read_prompt(parsed)
         except Busy:
             raise RequestError(
                 429, "the server is busy: too many prompts wait", code="queue_full", headers={"Retry-After": "2"}
@@ -184,7 +227,12 @@ class Api:
             if made.kind in ("slow", "changed", "fault"):
                 warn(f"a prompt was not prepared: {made.message}")
             raise parsed.refuse(made)
-        return parsed.prepare(*made)
+        prepared = parsed.prepare(*made)
+        if self.models.get(parsed.served.name) is not parsed.served:
+            raise _no_model(parsed.served.name)  # it was unloaded meanwhile
+        if parsed.grammar is None:
+            return prepared
+        return prepared.bound(await self.grammars.compile(parsed.grammar, parsed.served, prepared.thinks))
 
     async def _read_prompt(self, parsed: ParsedRequest) -> Any:
         """What `parsed.prepare` takes, or Failed."""
@@ -234,9 +282,7 @@ class Api:
             return self.models[name]
         if name == "default":
             return next(iter(self.models.values()))
-        raise RequestError(
-            404, f"there is no model {name!r} here: /v1/models lists them"[:400], param="model", code="model_not_found"
-        )
+        raise _no_model(name)
 
     def _card(self, served: ServedModel) -> dict[str, Any]:
         return {
@@ -248,6 +294,11 @@ class Api:
             "parent": served.parent,
             "max_model_len": served.longest,
         }
+
+
+def _no_model(name: str) -> RequestError:
+    words = f"there is no model {name!r} here: /v1/models lists them"[:400]
+    return RequestError(404, words, param="model", code="model_not_found")
 
 
 class EventStream(Response):
@@ -311,18 +362,21 @@ def make_app(engine: InferenceEngine, models: Mapping[str, ServedModel], setting
     for path, method, route, body in (
         ("/v1/chat/completions", "POST", api.chat, ChatRequest),
         ("/v1/completions", "POST", api.completions, CompletionRequest),
+        ("/v1/embeddings", "POST", api.embeddings, EmbeddingRequest),
+        ("/v1/load_lora_adapter", "POST", api.load_adapter, LoadAdapterRequest),
+        ("/v1/unload_lora_adapter", "POST", api.unload_adapter, UnloadAdapterRequest),
         ("/v1/models", "GET", api.list_models, None),
         ("/v1/models/{model:path}", "GET", api.one_model, None),
         ("/health", "GET", api.health, None),
         ("/metrics", "GET", api.prometheus, None),
     ):
         app.add_api_route(
-            path, route, methods=[method], response_class=Response, openapi_extra=_body_of(body), summary=route.__doc__
+            path, route, methods=[method], response_class=Response, openapi_extra=body_of(body), summary=route.__doc__
         )
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_exception)
-    _name_schemas(app)
+    name_schemas(app)
     paths = frozenset(route.path for route in app.routes if "{" not in route.path)  # type: ignore[attr-defined]
     app.state.api = api
     return Middleware(app, settings.key, api.metrics, paths, settings.hosts)
@@ -344,26 +398,3 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return error_response(
         RequestError(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers)
     )
-
-
-def _body_of(kind: type[GenerationRequest] | None) -> dict[str, Any]:
-    if kind is None:
-        return {}
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _name_schemas(app: FastAPI) -> None:
-    """The bodies are read by hand, so their schemas are put into the OpenAPI page by hand."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        page = plain()
-        schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatRequest, CompletionRequest) if ChatRequest.__name__ not in schemas else ():
-            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(schema.pop("$defs", {}))
-            schemas[kind.__name__] = schema
-        return page
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -17,12 +17,13 @@ from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import colour_on, paint
 from erniekit.serve import chat_media
 from erniekit.serve.chat_client import EVERYWHERE, Address, ChatAnswer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.chat_commands import QUOTES, TextFile, command_in, run_command
 from erniekit.serve.chat_media import Attachment
 from erniekit.serve.interrupts import heard_at_the_prompt
 from erniekit.serve.output_parser import Delta
 from erniekit.serve.server import read_key
 
-WORDS = "'exit' quits, 'clear' resets, /image PATH or /video PATH shows one, Ctrl-C stops an answer"
+WORDS = "'exit' quits, 'clear' resets, '/help' lists commands, Ctrl-C stops an answer"
 # What a terminal would obey rather than show: all control characters but tab and newline.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -138,15 +139,23 @@ class ChatSession:
     system: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     attached: list[Attachment] = field(default_factory=list)  # for the next question
+    files: list[TextFile] = field(default_factory=list)  # for the next question, too
     pixels: int = MediaLimits.pixels  # most of a picture
 
     def __post_init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.attached = []
+        self.messages = []
+        self.set_system(self.system)
+        self.attached, self.files = [], []
         self._files: dict[str, str] = {}  # place in the request -> the file that is there
+
+    def set_system(self, text: str) -> None:
+        """In place of the one there is; what was said stays."""
+        said = [message for message in self.messages if message["role"] != "system"]
+        self.system = text
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *said]
 
     def attach(self, line: str) -> Attachment | None:
         """What the line attaches to the next question, if it does."""
@@ -158,6 +167,8 @@ class ChatSession:
     def say(self, text: str, screen: Screen) -> ChatAnswer:
         """Ctrl-C hangs up, which stops the server, and keeps what was said."""
         text, named = chat_media.named_in(text, self.pixels)
+        text = "\n".join([*(file.block for file in self.files), text])
+        self.files = []
         shown, self.attached = [*self.attached, *named], []
         files = {f"messages[{len(self.messages)}].content[{k}]": str(one.path) for k, one in enumerate(shown)}
         asked = [*self.messages, {"role": "user", "content": chat_media.content(text, shown)}]
@@ -230,32 +241,43 @@ def ask(talk: ChatSession, prompt: str, output: TextIO, aside: TextIO) -> int:
 
 
 def converse(talk: ChatSession, about: str, input_stream: TextIO, output: TextIO) -> int:
-    """Turns until `exit`, the end of the input, or Ctrl-C twice."""
+    """Turns until `exit` or `quit`, the end of the input, or Ctrl-C twice."""
     print(f"{about}; {WORDS}", file=output, flush=True)
     interrupts = 0
     with heard_at_the_prompt():
         while interrupts < 2:
             try:
                 text = _read(input_stream, output)
-                if text is None or text.strip() == "exit":
+                command = None if text is None else command_in(text)
+                if text is None or (command is not None and command[0] == "/exit"):
                     break
-                if text.strip() == "clear":
-                    talk.clear()
-                    print("cleared", file=output, flush=True)
-                elif text.strip().partition(" ")[0] in chat_media.COMMANDS:
-                    print(_attached(talk, text), file=output, flush=True)
-                elif text.strip():
-                    interrupts, last = _turn(talk, text.strip(), output)
+                if command is not None:
+                    print(_obeyed(talk, *command), file=output, flush=True)
+                elif message := _whole(text, input_stream, output).strip():
+                    interrupts, last = _turn(talk, message, output)
                     print(last, file=output, flush=True)
             except KeyboardInterrupt:  # at the prompt, or on the way there
                 interrupts += 1
-                print("" if interrupts > 1 else "\nCtrl-C again to leave", file=output, flush=True)
+                print("" if interrupts > 1 else "\nCtrl-C again to quit", file=output, flush=True)
     return 0
 
 
-def _attached(talk: ChatSession, line: str) -> str:
+def _whole(line: str, input_stream: TextIO, output: TextIO) -> str:
+    """The message that begins with a line: up to the closing quotes, or as long as lines end in a backslash."""
+    if line.lstrip().startswith(QUOTES):
+        text = line.lstrip()[len(QUOTES) :]
+        while not text.rstrip().endswith(QUOTES) and (more := _read(input_stream, output, first=False)) is not None:
+            text += "\n" + more
+        return text.rstrip().removesuffix(QUOTES).strip("\n")
+    while line.endswith("\\"):
+        more = _read(input_stream, output, first=False)
+        line = line[:-1] + ("" if more is None else "\n" + more)
+    return line
+
+
+def _obeyed(talk: ChatSession, name: str, rest: str) -> str:
     try:
-        return f"{talk.attach(line)} goes with the next question".translate(_CONTROLS)
+        return run_command(talk, name, rest).translate(_CONTROLS)
     except ErnieKitError as error:
         return "\n".join(error.lines()).translate(_CONTROLS)
 
@@ -274,20 +296,21 @@ def _turn(talk: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
     return int(answer.finish == "interrupt"), screen.ending(notes_on(answer), output)
 
 
-def _read(input_stream: TextIO, output: TextIO) -> str | None:
-    """One line; None at the end. A terminal gets line editing, a pipe is read as it is."""
+def _read(input_stream: TextIO, output: TextIO, first: bool = True) -> str | None:
+    """One line; None at the end. A terminal gets line editing, a pipe is read as it is. first: of a message."""
     if input_stream is sys.stdin and sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401 - input() then edits lines and remembers them
         try:
-            return input("User: ")
+            return input("User: " if first else "... ")
         except EOFError:
             print(file=output)
             return None
-    print("User: ", end="", file=output, flush=True)
+    if first:
+        print("User: ", end="", file=output, flush=True)
     line = input_stream.readline()
-    # A pipe shows no typed line: end the prompt's own, so that answers stand apart.
-    print(file=output, flush=True)
+    if first:  # a pipe shows no typed line: end the prompt's own, so that answers stand apart
+        print(file=output, flush=True)
     return line.rstrip("\n") if line else None
 
 

@@ -227,7 +227,7 @@ class Client:
             429: "the server is busy: ask again",
             503: "the server is starting or stopping: ask again",
         }
-        fix = fixes.get(status, "start anew with clear, or change the key it names")
+        fix = fixes.get(status, "'clear' resets the conversation; or change the key it names")
         text = " ".join(str(words or f"status {status}").split())[:500]
         raise NoAnswer(f"the server refused: {text}", where=self.where, fix=fix, status=status)
 

@@ -48,7 +48,9 @@ class Detokenizer:
 class StopStrings:
     """Text with what might be the start of a stop string held back until it is decided."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], keep: bool = False) -> None:
+        """keep: the one that is found is shown too."""
+        self.keep = keep
         self.words = tuple(word for word in words if word)
         self.hit: str | None = None
         self._held = ""
@@ -61,7 +63,7 @@ class StopStrings:
         found = [(at, word) for word in self.words if (at := self._held.find(word)) >= 0]
         if found:
             at, self.hit = min(found)
-            return self._held[:at]
+            return self._held[: at + len(self.hit)] if self.keep else self._held[:at]
         keep = 0 if last else partial_match(self._held, self.words)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown

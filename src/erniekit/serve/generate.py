@@ -69,7 +69,7 @@ class Generator:
             raise DataError(
                 f"the conversation is {len(prompt)} tokens long; {len(prompt) + room} is the limit",
                 where="max_model_len" if sampling.max_model_len <= self.max_positions else "the model's positions",
-                fix="start anew with clear, or raise max_model_len (a model's own positions are its end)",
+                fix="ask with less text, or raise max_model_len (a model's own positions are its end)",
             )
         limit = min(sampling.max_new_tokens, room)
         chances = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

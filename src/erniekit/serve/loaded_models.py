@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from erniekit.api_load import DTYPES, Found, find_model
 from erniekit.config import RunConfig
+from erniekit.config.sections.serve import ServeSection
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import ConfigError, DeviceError
@@ -27,9 +28,12 @@ from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
 from erniekit.serve.request_parsing import ServedModel
+from erniekit.serve.runtime_adapters import RuntimeAdapters
 from erniekit.serve.shared_weights import second_tree
 from erniekit.serve.vision_prompt import MOST, VisionSettings
 from erniekit.weight_kinds import BF16, SERVED
+
+USUAL_LENGTH = 2048  # of a prompt and its answer
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,7 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
         name, equals, path = word.partition("=")
         if not equals:
             name, path = _name(Path(word)), word
-        found = find_model(path.strip(), first.weights.path, override_base=cfg.lora.override_base)
-        if found.adapter is None:
-            raise ConfigError(
-                f"{path} holds no adapter", where="lora_modules", fix="give the folder with adapter_config.json"
-            )
+        found = _adapter_at(path.strip(), first.weights.path, cfg.lora.override_base, "lora_modules")
         out.append(ModelEntry(name.strip(), found))
     if first.adapter is not None:
         out.append(ModelEntry(_free(_name(base.weights.path), out), base))
@@ -70,6 +70,13 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
             f"two models would be called {double!r}", where="lora_modules", fix="name them: name=DIR, other=DIR"
         )
     return out
+
+
+def _adapter_at(path: str, base: Path, override_base: bool, where: str) -> Found:
+    found = find_model(path, base, override_base=override_base)
+    if found.adapter is None:
+        raise ConfigError(f"{path} holds no adapter", where=where, fix="give the folder with adapter_config.json")
+    return found
 
 
 def _name(path: Path) -> str:
@@ -88,6 +95,7 @@ class LoadedModels:
     engine: EmbeddedEngine
     models: dict[str, ServedModel]
     about: str
+    adapters: RuntimeAdapters | None = None
 
 
 def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
@@ -105,16 +113,26 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     for entry in entries:
         trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
     s = cfg.serve
-    longest = min(s.max_model_len, weights.config.max_positions)
-    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue, s.vision_cache_bytes)
     kind = next(base.parameters()).dtype
-    cache = make_cache(weights.config, limits, s.block_size, kind, hardware, s.gpu_memory_utilization)
+    longest = context_length(s, weights.config, kind, hardware)
+    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue, s.vision_cache_bytes)
+    share, given = s.gpu_memory_utilization, s.max_model_len is not None
+    cache = make_cache(weights.config, limits, s.block_size, kind, hardware, share, given)
     vision = vision_settings(cfg, entries[0]) if weights.config.vision is not None else None
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
     word = str(kind).removeprefix("torch.")
     about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
     fast = hardware if s.decoding == "auto" and hardware.records_graphs and hardware.triton else None
-    return LoadedModels(EmbeddedEngine(trees, cache, limits, fast), models, "; ".join([*told, about]))
+    engine = EmbeddedEngine(trees, cache, limits, fast)
+
+    def open_adapter(name: str, key: str, folder: Path) -> tuple[nn.Module, ServedModel]:
+        found = _adapter_at(str(folder), weights.path, cfg.lora.override_base, "lora_path")
+        served = _served(ModelEntry(name, found), longest, cfg.model.tokenizer_name, entries, vision)
+        _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
+        return with_adapter(base, found), replace(served, key=key)
+
+    adapters = RuntimeAdapters(engine, models, s.lora_dirs, open_adapter)
+    return LoadedModels(engine, models, "; ".join([*told, about]), adapters)
 
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:
@@ -124,13 +142,37 @@ def with_adapter(base: nn.Module, found: Found) -> nn.Module:
     return tree
 
 
+def context_length(s: ServeSection, config: DecoderConfig, dtype: torch.dtype, device: Device) -> int:
+    """As asked for; else the model's own, or what one sequence's cache has room for in memory, which is said."""
+    if s.max_model_len is not None:
+        return min(s.max_model_len, config.max_positions)
+    free = device.usable_memory(s.gpu_memory_utilization)
+    fits = free // bytes_per_block(config, s.block_size, dtype) * s.block_size
+    if fits >= config.max_positions or fits == 0:  # none at all is make_cache's to refuse
+        return config.max_positions
+    warn(
+        f"context: {fits:,} of the model's {config.max_positions:,} tokens; {free / 2**30:.1f} GiB of memory for the "
+        "cache hold no more (max_model_len sets it)"
+    )
+    return fits
+
+
 def make_cache(
-    config: DecoderConfig, limits: EngineLimits, size: int, dtype: torch.dtype, device: Device, share: float
+    config: DecoderConfig,
+    limits: EngineLimits,
+    size: int,
+    dtype: torch.dtype,
+    device: Device,
+    share: float,
+    given: bool = True,
 ) -> PagedCache:
-    """Room for every sequence at full length, or what memory allows."""
+    """Room for every sequence at full length, or what memory allows. given: the length was asked for; else a host's
+    memory is taken for one sequence of that length, or for each of a usual one, and nothing is said of waiting."""
     each = bytes_per_block(config, size, dtype)
     least = -(-limits.length // size)
     wanted = limits.sequences * least
+    if not given and device.handle.type == "cpu":
+        wanted = max(least, limits.sequences * -(-min(limits.length, USUAL_LENGTH) // size))
     blocks = min(wanted, device.usable_memory(share) // each)
     if blocks < least:
         raise DeviceError(
@@ -138,7 +180,7 @@ def make_cache(
             where="max_model_len",
             fix="lower max_model_len",
         )
-    if blocks < wanted:
+    if blocks < wanted and given:
         full = f"{limits.sequences} sequences (max_num_seqs) of {limits.length} tokens (max_model_len)"
         warn(f"the cache holds {blocks / wanted:.0%} of {full}; long ones will wait for each other")
     return PagedCache(config, blocks, size, dtype, device.handle)

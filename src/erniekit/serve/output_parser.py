@@ -28,12 +28,13 @@ class Delta:
 
 class OutputParser:
     """thinks: the prompt already opened the thought. tools: whether calls are to be read, or left as the text they are.
+    one_call: what follows the first call is dropped.
 
     A thought counts only at the start of an answer: later the tag is just a word.
     """
 
-    def __init__(self, thinks: bool = False, tools: bool = False) -> None:
-        self.tools = tools
+    def __init__(self, thinks: bool = False, tools: bool = False, one_call: bool = False) -> None:
+        self.tools, self.one_call = tools, one_call
         self.called = 0
         self._state = "thought" if thinks else "start"
         self._held = ""
@@ -105,6 +106,12 @@ class OutputParser:
             return
         yield Delta("tool", call={"index": self.called, **call})
         self.called += 1
+        if self.one_call:
+            self._state = "called"
+
+    def _called(self, last: bool) -> Iterator[Delta]:
+        self._held = ""
+        yield from ()
 
     def _shown(self, text: str) -> str:
         if self._blank:

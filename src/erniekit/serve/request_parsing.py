@@ -6,22 +6,29 @@ rendering and tokenising may take a while, and prompt_work.py does it for api.py
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from erniekit.data.tokenizer import BEGIN, Tokenizer
-from erniekit.files.json_file import nests_deeper
-from erniekit.serve.engines.base import GenerationJob, SamplingParams
+from erniekit.serve.engines.base import GenerationJob, Grammar, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
+from erniekit.serve.message_parsing import message_row, parse_arguments
+from erniekit.serve.output_grammar import OutputGrammar, output_grammar
 from erniekit.serve.output_parser import THINK
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
 from erniekit.serve.request_error import RequestError
-from erniekit.serve.schema import UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest, Message
+from erniekit.serve.schema import (
+    INSTEAD,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+)
 from erniekit.serve.vision_prompt import VisionChat, VisionSettings, check_parts, media_refused
 
+AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest
 MAX_IGNORED_NAMES = 16  # ignored fields that a response names
-MAX_ARGUMENT_CHARACTERS = 2**18  # characters of tool calls' arguments that are read as JSON, of a whole request
 MAX_LOGPROBS = 2**18  # numbers in one answer: putting it together holds the event loop up
 
 
@@ -37,6 +44,11 @@ class ServedModel:
     folder: str = ""
     parent: str | None = None  # the base's name, for an adapter
     vision: VisionSettings | None = None  # of a model that sees
+    key: str = ""  # what the engine calls it, where that is not its name
+
+    @property
+    def engine_name(self) -> str:
+        return self.key or self.name
 
 
 @dataclass(frozen=True)
@@ -64,13 +76,19 @@ class PreparedRequest:
     chat: bool
     prompts: int = 1
     tools: bool = False
+    one_call: bool = False  # an answer ends with its first tool call
     thinks: bool = False  # the prompt has opened the thought
+    keep_stop: bool = False  # the stop string that was hit is part of the answer
     echo: tuple[str, ...] = ()  # what each answer begins with
 
     @property
     def prompt_tokens(self) -> int:
         each = len(self.jobs) // self.prompts
         return sum(len(job.prompt) for job in self.jobs[::each])
+
+    def bound(self, grammar: Grammar) -> PreparedRequest:
+        """The same, with answers of this grammar."""
+        return replace(self, jobs=tuple(replace(job, grammar=grammar) for job in self.jobs))
 
     def vision_tokens(self) -> dict[str, int]:
         """Of the prompt's pictures and videos; they are part of prompt_tokens."""
@@ -82,14 +100,23 @@ class PreparedRequest:
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
+    chat = isinstance(request, ChatRequest)
+    others = (CompletionRequest if chat else ChatRequest).model_fields
     for name, value in (request.model_extra or {}).items():
         if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-            raise RequestError(400, f"{name} is not supported; leave it out", param=name)
+            fix = INSTEAD.get(name, "leave it out")
+            raise RequestError(400, f"{name} is not supported here: {fix}", param=name)
+        if name in others and value not in (None, False):
+            route = "/v1/completions" if chat else "/v1/chat/completions"
+            raise RequestError(400, f"{name} is a field of {route} alone: leave it out", param=name)
 
 
 def ignored_fields(request: GenerationRequest) -> list[str]:
     """Names of the request that nothing here reads, fit for a header: clients choose them."""
     names = [name for name in request.model_extra or {} if name not in UNSUPPORTED]
+    if isinstance(request, ChatRequest) and request.tool_choice in (None, "auto"):
+        # A call that the model is free to make is not held to its schema.
+        names += ["strict"] if any(tool.function.get("strict") for tool in request.tools or ()) else []
     return sorted(name for name in names if len(name) <= 64 and name.isascii() and name.isidentifier())[
         :MAX_IGNORED_NAMES
     ]
@@ -99,10 +126,11 @@ def ignored_fields(request: GenerationRequest) -> list[str]:
 class ParsedRequest:
     """A checked request whose prompt is not tokenised yet."""
 
-    request: ChatRequest | CompletionRequest
+    request: AnyRequest
     served: ServedModel
     defaults: SamplingDefaults
     work: ChatPrompt | TextPrompts | VisionChat  # no texts in it: all prompts were given as ids
+    grammar: OutputGrammar | None = None  # what the answer must be
 
     @property
     def most(self) -> int:
@@ -111,7 +139,7 @@ class ParsedRequest:
 
     @property
     def field(self) -> str:
-        return "messages" if isinstance(self.request, ChatRequest) else "prompt"
+        return _field(self.request)
 
     def refuse(self, failed: Failed) -> RequestError:
         """The error response for a prompt that could not be tokenised."""
@@ -139,26 +167,22 @@ class ParsedRequest:
         """made: the ids of `work`, in its order."""
         if isinstance(self.request, ChatRequest):
             return _prepared_chat(self, self.request, made[0], vision)
+        assert isinstance(self.request, CompletionRequest)
         return _prepared_completion(self, self.request, made)
 
 
 def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefaults) -> ParsedRequest:
     refuse_unsupported(request)
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(400, f"response_format {kind!r} is not supported; leave it out", param="response_format")
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise RequestError(400, "tool_choice can be auto or none: a call cannot be forced", param="tool_choice")
+    grammar = output_grammar(request)
     thinking = defaults.enable_thinking if request.enable_thinking is None else request.enable_thinking
     more = {} if thinking is None else {"enable_thinking": thinking}
     more |= request.chat_template_kwargs or {}
     media = check_parts(request.messages, served.name, served.vision)
     if served.vision is not None:
-        return ParsedRequest(request, served, defaults, _vision_chat(request, served, more, media))
-    messages = [_message(message) for message in request.messages]
-    _parse_arguments(messages)
-    return ParsedRequest(request, served, defaults, ChatPrompt(messages, _tools(request) or None, more))
+        return ParsedRequest(request, served, defaults, _vision_chat(request, served, more, media), grammar)
+    messages = [message_row(message) for message in request.messages]
+    parse_arguments(messages)
+    return ParsedRequest(request, served, defaults, ChatPrompt(messages, _tools(request) or None, more), grammar)
 
 
 def _vision_chat(request: ChatRequest, served: ServedModel, more: dict[str, Any], media: bool) -> VisionChat:
@@ -178,10 +202,8 @@ def parse_completion(request: CompletionRequest, served: ServedModel, defaults: 
     if request.echo and request.logprobs is not None:
         raise RequestError(400, "logprobs of a prompt are not given; leave out echo or logprobs", param="echo")
     tokenizer = served.tokenizer
-    # ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text.
-    opening = tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
     texts = [prompt for prompt in _prompts(request) if isinstance(prompt, str)]
-    parsed = ParsedRequest(request, served, defaults, TextPrompts(texts, opening))
+    parsed = ParsedRequest(request, served, defaults, TextPrompts(texts, opening_id(tokenizer)))
     for prompt in _prompts(request):
         least = tokenizer.least_tokens(len(prompt)) if isinstance(prompt, str) else len(prompt)
         if least > parsed.most:
@@ -189,6 +211,11 @@ def parse_completion(request: CompletionRequest, served: ServedModel, defaults: 
         if not isinstance(prompt, str) and max(prompt) >= served.vocab:
             raise RequestError(400, f"token {max(prompt)} is not in the vocabulary of {served.vocab}", param="prompt")
     return parsed
+
+
+def opening_id(tokenizer: Tokenizer) -> int | None:
+    """ERNIE's sentence token belongs to its chat form; elsewhere a begin token opens any text."""
+    return tokenizer.begin_id if tokenizer.begin_token != BEGIN else None
 
 
 def _prepared_chat(
@@ -199,7 +226,14 @@ def _prepared_chat(
     job = replace(_make_job(request, prompt, served, parsed.defaults, logprobs), vision=vision)
     opened = served.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
     return PreparedRequest(
-        served, _repeated(job, request), _stop_strings(request), True, 1, bool(_tools(request)), opened
+        served,
+        _repeated(job, request),
+        _stop_strings(request),
+        chat=True,
+        tools=bool(_tools(request)),
+        one_call=request.parallel_tool_calls is False,
+        thinks=opened,
+        keep_stop=request.include_stop_str_in_output,
     )
 
 
@@ -216,7 +250,9 @@ def _prepared_completion(parsed: ParsedRequest, request: CompletionRequest, made
         jobs += repeated
         text = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.decode(ids)
         echo += [text] * len(repeated)
-    return PreparedRequest(served, tuple(jobs), _stop_strings(request), False, len(prompts), echo=tuple(echo))
+    keep = request.include_stop_str_in_output
+    stop = _stop_strings(request)
+    return PreparedRequest(served, tuple(jobs), stop, False, len(prompts), keep_stop=keep, echo=tuple(echo))
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:
@@ -233,55 +269,28 @@ def _answers(request: GenerationRequest) -> int:
     return request.n * (len(_prompts(request)) if isinstance(request, CompletionRequest) else 1)
 
 
-def _max_tokens(request: GenerationRequest) -> int | None:
+def _field(request: AnyRequest | GenerationRequest) -> str:
+    """That holds the prompt."""
+    chat = isinstance(request, ChatRequest)
+    return "messages" if chat else "input" if isinstance(request, EmbeddingRequest) else "prompt"
+
+
+def _max_tokens(request: AnyRequest | GenerationRequest) -> int | None:
     """That an answer may have, where the request says it."""
+    if isinstance(request, EmbeddingRequest):
+        return None
     return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
 
 
-def too_long(request: GenerationRequest, served: ServedModel, has: str) -> RequestError:
+def too_long(request: AnyRequest | GenerationRequest, served: ServedModel, has: str) -> RequestError:
     most = _max_tokens(request)
     wants = f" and {most} for the answer" if most else ""
     return RequestError(
         400,
         f"this model's context is {served.longest} tokens; the prompt has {has}{wants}",
-        param="messages" if isinstance(request, ChatRequest) else "prompt",
+        param=_field(request),
         code="context_length_exceeded",
     )
-
-
-def _message(message: Message) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.get("text") or "" for part in content)
-    out: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.tool_calls:
-        out["tool_calls"] = [_call(call) for call in message.tool_calls]
-    return out
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Clients send back a call's arguments as text; templates want them as they were (_parse_arguments)."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(400, "a tool call needs function: {name, arguments}", param="messages")
-    return {**call, "function": dict(function)}
-
-
-def _parse_arguments(messages: list[dict[str, Any]]) -> None:
-    """The text of arguments is what middleware.py has not looked into. Too long or too deep a one stays text."""
-    left = MAX_ARGUMENT_CHARACTERS
-    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
-        text = function.get("arguments")
-        if not isinstance(text, str) or len(text) > left:
-            continue
-        left -= len(text)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if not nests_deeper(value):
-            function["arguments"] = value
 
 
 def _make_job(
@@ -304,22 +313,35 @@ def _make_job(
             param="logprobs",
         )
 
+    vocab = min(served.tokenizer.vocab_size, served.vocab)
+    stops = frozenset(_token_ids(request, "stop_token_ids", vocab))
+    bound = isinstance(request, ChatRequest) and output_grammar(request) is not None
     sampling = SamplingParams(
         max_tokens=limit,
-        min_tokens=min(given_or_default("min_tokens"), limit),
+        # A grammar says itself where an answer may end.
+        min_tokens=0 if bound else min(given_or_default("min_tokens"), limit),
         temperature=given_or_default("temperature"),
         top_p=given_or_default("top_p"),
         top_k=max(0, given_or_default("top_k")),
         repetition_penalty=given_or_default("repetition_penalty"),
         frequency_penalty=given_or_default("frequency_penalty"),
         presence_penalty=given_or_default("presence_penalty"),
+        min_p=request.min_p or 0.0,
+        allowed=_token_ids(request, "allowed_token_ids", vocab),
         bias=_bias(request, served),
         seed=request.seed,
         logprobs=logprobs,
-        ignore_stop=request.ignore_eos,
+        ignore_stop=request.ignore_eos and not stops,
     )
-    vocab = min(served.tokenizer.vocab_size, served.vocab)
-    return GenerationJob(tuple(prompt), served.name, sampling, served.stop_ids, vocab)
+    ends = stops if request.ignore_eos and stops else stops | served.stop_ids
+    return GenerationJob(tuple(prompt), served.engine_name, sampling, ends, vocab, salt=request.cache_salt or "")
+
+
+def _token_ids(request: GenerationRequest, name: str, vocab: int) -> tuple[int, ...]:
+    given = getattr(request, name) or ()
+    if (worst := max(given, default=0)) >= vocab:
+        raise RequestError(400, f"{name}: {worst} is not a token id of this model", param=name)
+    return tuple(given)
 
 
 def _bias(request: GenerationRequest, served: ServedModel) -> tuple[tuple[int, float], ...]:

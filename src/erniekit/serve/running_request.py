@@ -38,8 +38,12 @@ class ChoiceState:
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.prepared.served.tokenizer)
-        self._stop = StopStrings(self.prepared.stop)
-        self._parser = OutputParser(self.prepared.thinks, self.prepared.tools) if self.prepared.chat else None
+        self._stop = StopStrings(self.prepared.stop, self.prepared.keep_stop)
+        self._parser = (
+            OutputParser(self.prepared.thinks, self.prepared.tools, self.prepared.one_call)
+            if self.prepared.chat
+            else None
+        )
 
     def take(self, number: int, events: list[Event]) -> ChoiceDelta:
         """Tokens, and behind them the end if it has come: what came together goes out together."""
@@ -51,9 +55,16 @@ class ChoiceState:
         self.tokens += [] if self.prepared.stop else tokens
         end = events[-1]
         if not isinstance(end, Done):
-            return ChoiceDelta(number, self._divided(shown), tokens)
+            deltas = self._divided(shown)
+            if self._has_only_call:
+                self.finish = "tool_calls"
+            return ChoiceDelta(number, deltas, tokens, self.finish)
         part = self._end(number, self._rest(), end.reason, shown)
         return ChoiceDelta(number, part.deltas, tokens, part.finish)
+
+    @property
+    def _has_only_call(self) -> bool:
+        return self.prepared.one_call and self._parser is not None and self._parser.called > 0
 
     def _shown(self, tokens: list[Token]) -> str:
         """Their text as far as it may be shown; of tokens behind a stop string nothing is left."""
@@ -88,8 +99,16 @@ class ChoiceState:
 class RunningRequest:
     """Submits at once, so that a full queue is known before anything is answered."""
 
-    def __init__(self, prepared: PreparedRequest, engine: InferenceEngine, timeout: float, whole: bool = False) -> None:
-        self.prepared, self.engine = prepared, engine
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        engine: InferenceEngine,
+        timeout: float,
+        whole: bool = False,
+        details: bool = False,
+    ) -> None:
+        """whole: not streamed. details: usage says how many of the prompt's tokens were cached."""
+        self.prepared, self.engine, self.details = prepared, engine, details
         self.began = time.monotonic()
         self.deadline = self.began + timeout
         self.first: float | None = None  # when the first token came
@@ -112,8 +131,12 @@ class RunningRequest:
             "completion_tokens": self.generated,
             "total_tokens": prepared + self.generated,
         }
-        if self.prepared.served.vision is not None:
-            usage["prompt_tokens_details"] = self.prepared.vision_tokens()
+        details = {} if self.prepared.served.vision is None else self.prepared.vision_tokens()
+        if self.details:
+            each = len(self.choices) // self.prepared.prompts
+            details["cached_tokens"] = sum(self.stream.cached[::each])
+        if details:
+            usage["prompt_tokens_details"] = details
         return usage
 
     def stop(self) -> None:

@@ -1,8 +1,8 @@
 """The request schema: OpenAI's two requests, their numbers bounded. Used by api.py, which shows it as OpenAPI.
 
 Fields that would change the answer and that no engine here supports are refused by name (UNSUPPORTED, used by
-request_parsing.py). Other unknown fields are ignored, since clients send fields of newer interfaces, and named in a
-response header.
+request_parsing.py). Fields that cannot change it (NO_EFFECT) and unknown ones are ignored, since clients send fields of
+newer interfaces, and named in a response header.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ MAX_PARTS = 1024  # of a message
 MAX_COMPLETIONS = 128  # of one request: prompts times n
 StopString = Annotated[str, Field(max_length=64)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class _Object(BaseModel):
@@ -27,32 +28,69 @@ class _Object(BaseModel):
 # Fields of OpenAI's and of other servers' interfaces that change an answer, and the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
+    "add_special_tokens": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
+    "bad_words_ids": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
+    "detokenize": (True,),
     "documents": ([],),
+    "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
-    "min_p": (0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
+    "priority": (0,),
     "prompt_logprobs": (0,),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
+INSTEAD = {  # of some of them
+    "bad_words": "logit_bias can forbid tokens",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_json": "use response_format",
+    "reasoning_effort": "use enable_thinking",
+    "structured_outputs": "use response_format",
+}
+# Fields of OpenAI's interface that do not change an answer: notes of the client, and hints for caches.
+NO_EFFECT = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
 
 
 class StreamOptions(_Object):
@@ -77,11 +115,18 @@ class GenerationRequest(_Object):
     logit_bias: dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=300
     )
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest's chance.")
+    allowed_token_ids: list[TokenId] | None = Field(None, max_length=4096, description="No other tokens may be drawn.")
     seed: Int64 | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=8)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = Field(False, description="Go on past the model's own end, up to max_tokens.")
+    cache_salt: str | None = Field(
+        None, max_length=256, description="Cached prefixes are shared between requests of the same salt alone."
+    )
 
 
 class MessagePart(TypedDict, total=False):
@@ -121,10 +166,37 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='none, auto, required, or {"type": "function", "function": {"name": ...}}.'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
+    response_format: dict[str, Any] | None = Field(
+        None, description="text, json_object, or json_schema with json_schema: {schema: ...}."
+    )
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=32)
+
+
+class EmbeddingRequest(BaseModel):
+    """Unknown fields are in model_extra."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str = Field("default", max_length=256, description="One of /v1/models, or `default`.")
+    input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["mean", "last"] = Field("mean", description="Of the last hidden states of an input's tokens.")
+    normalize: bool = Field(True, description="To length 1.")
+
+
+class LoadAdapterRequest(_Object):
+    lora_name: str = Field(max_length=256)
+    lora_path: str = Field(max_length=4096, description="Below a folder of the server's lora_dirs.")
+    load_inplace: bool = Field(False, description="Take the place of a loaded adapter of that name.")
+
+
+class UnloadAdapterRequest(_Object):
+    lora_name: str = Field(max_length=256)
 
 
 class CompletionRequest(GenerationRequest):

@@ -180,7 +180,14 @@ def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> M
     hosts = Hosts.of(s.host, s.server_names)
     media = MediaSettings(cfg.vision.media_num_proc or MediaSettings.processes)
     settings = ApiSettings(
-        defaults, s.request_timeout, key, int(time.time()), hosts if key is None else None, media=media
+        defaults,
+        s.request_timeout,
+        key,
+        int(time.time()),
+        hosts if key is None else None,
+        media=media,
+        adapters=loaded.adapters,
+        details=s.enable_prompt_tokens_details,
     )
     return make_app(loaded.engine, loaded.models, settings)
 

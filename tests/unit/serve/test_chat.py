@@ -86,7 +86,7 @@ def test_a_limit_beyond_the_context_is_no_reason_to_refuse(live):
 def test_a_conversation_that_outgrows_the_model_is_told_and_can_be_cleared(live):
     shown = type_in(live, "two plus two?\n" + "long " * 200 + "\nclear\ntwo plus two?\n")
     assert "error: the server refused: this model's context is 160 tokens" in shown
-    assert "fix:   start anew with clear" in shown
+    assert "fix:   'clear' resets the conversation" in shown
     assert shown.count("four") == 2
 
 
@@ -195,7 +195,7 @@ def test_ctrl_c_after_a_stopped_answer_leaves(live):
 def test_ctrl_c_twice_at_the_prompt_leaves_and_once_does_not(live):
     output = io.StringIO()
     assert converse(talk_to(live), "talker", Typist([None, "two plus two?\n", None, None]), output) == 0
-    assert "Ctrl-C again to leave" in output.getvalue()
+    assert "Ctrl-C again to quit" in output.getvalue()
     assert "four" in output.getvalue()
 
 

@@ -150,3 +150,33 @@ def test_another_way_of_decoding_is_refused_as_typed(base: Path, capsys: pytest.
     error = capsys.readouterr().err
     assert "decoding" in error
     assert "auto, exact" in error
+
+
+def test_the_context_is_the_models_own_unless_memory_holds_less_which_one_line_says(base: Path, monkeypatch, capsys):
+    config, cpu = ModelFolder(base).config, pick("cpu")
+
+    def length(*words: str) -> int:
+        serve = load([str(base), "block_size=8", *words], "server").serve
+        return loaded_models.context_length(serve, config, torch.float32, cpu)
+
+    assert length() == config.max_positions
+    assert length("max_model_len=100") == 100
+    assert length("max_model_len=1000000") == config.max_positions
+    each = loaded_models.bytes_per_block(config, 8, torch.float32)
+    monkeypatch.setattr(CpuDevice, "usable_memory", lambda device, share: 20 * each)
+    assert capsys.readouterr().err == ""
+    assert length() == 160
+    told = capsys.readouterr().err
+    assert f"context: 160 of the model's {config.max_positions} tokens" in told
+    assert told.count("\n") == 1
+    assert length("max_model_len=200") == 200, "what was asked for is kept, or refused by the cache"
+
+
+def test_a_hosts_memory_is_taken_for_one_long_sequence_or_several_usual_ones(base: Path):
+    config, cpu = ModelFolder(base).config, pick("cpu")
+    long = EngineLimits(sequences=4, length=100_000)
+    cache = loaded_models.make_cache(config, long, 8, torch.float32, cpu, 0.9, given=False)
+    assert cache.blocks == 12_500
+    many = EngineLimits(sequences=100, length=100_000)
+    assert loaded_models.make_cache(config, many, 8, torch.float32, cpu, 0.9, given=False).blocks == 100 * 256
+    assert not any(tensor.any() for tensor in (cache.keys[0], cache.values[-1]))

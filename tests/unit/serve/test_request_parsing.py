@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from erniekit.data.tokenizer import load_tokenizer
+from erniekit.serve.message_parsing import MAX_ARGUMENT_CHARACTERS
 from erniekit.serve.prompt_work import RENDER_S
 from erniekit.serve.prompt_worker import Failed, PromptTask, prepare
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import (
-    MAX_ARGUMENT_CHARACTERS,
     ParsedRequest,
     PreparedRequest,
     SamplingDefaults,
@@ -26,6 +26,9 @@ from erniekit.serve.schema import ChatRequest, CompletionRequest
 from support.clock import within
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{% endif %}{{ style }}"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +107,23 @@ def test_an_empty_text_still_begins_somewhere(served: ServedModel):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "allowed_token_ids"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "two words"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"logit_bias": {"1e3": 1}}, "logit_bias"),
         ({"logit_bias": {"³": 1}}, "logit_bias"),
         ({"max_tokens": 99}, "messages"),

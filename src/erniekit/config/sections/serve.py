@@ -23,7 +23,12 @@ class ServeSection:
     repetition_penalty: float = key(1.0, "Divides the logits of tokens that occurred.", low=0.01, high=10)
     stream: bool = key(True, "Print the answer while it is generated.")
     enable_thinking: bool = key(False, "Let a reasoning model reason first.")
-    max_model_len: int = key(2048, "Maximum tokens of prompt and answer together.", low=1, basic=True)
+    max_model_len: int | None = key(
+        None,
+        "Maximum tokens of prompt and answer; default: the model's, or what memory holds.",
+        low=1,
+        basic=True,
+    )
     stream_options: Mapping[str, Any] | None = key(
         None, "Passed on by chat: {include_usage: true} reports the number of tokens."
     )
@@ -43,6 +48,12 @@ class ServeSection:
         None, "Model name for clients; default: the folder's name. In chat: which of a server's models."
     )
     lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True, path="named")
+    lora_dirs: tuple[str, ...] = key(
+        (),
+        "Folders below which /v1/load_lora_adapter may read adapters while the server runs; none: it is refused.",
+        commas=True,
+        path="several",
+    )
     api_key_file: str | None = key(
         None, "File with the API key that clients must send; or set ERNIEKIT_API_KEY.", path="one"
     )
@@ -59,6 +70,9 @@ class ServeSection:
     gpu_memory_utilization: float = key(0.9, "Share of GPU memory to use.", low=0, high=1)
     block_size: int = key(64, "Tokens per KV-cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
+    enable_prompt_tokens_details: bool = key(
+        False, "Report cached prompt tokens in usage; this reveals what others have asked."
+    )
     decoding: str = key(
         "auto",
         "Decoding of the embedded engine. auto = fixed-shape steps, recorded and replayed where the device can. "

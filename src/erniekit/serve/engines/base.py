@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from erniekit.serve.engines.pooling import Pooling
     from erniekit.serve.engines.vision_input import PromptVision
 
 # The client of the current task's request: set by serve/middleware.py, read by `submit`. A client is an address: the
@@ -34,6 +37,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    min_p: float = 0.0  # tokens with less than this share of the likeliest one's chance are dropped
+    allowed: tuple[int, ...] = ()  # the only tokens that may come; empty: all
     bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its score)
     seed: int | None = None
     logprobs: int | None = None  # None: not asked for; else so many of the likeliest beside the chosen one
@@ -48,11 +53,28 @@ class SamplingParams:
         """Scores are taken as the model gives them."""
         return (
             not self.bias
+            and not self.allowed
             and not self.min_tokens
+            and not self.min_p
             and self.repetition_penalty == 1
             and not self.frequency_penalty
             and not self.presence_penalty
         )
+
+
+class TokenMatcher(Protocol):
+    """Which tokens may come next in one sequence."""
+
+    problem: str  # why none can be given any more; empty: there is no problem
+
+    def allowed(self, generated: Sequence[int]) -> np.ndarray:
+        """int32, a bit per token, for the token behind `generated`."""
+
+
+class Grammar(Protocol):
+    """What an answer must be (serve/structured.py)."""
+
+    def start(self) -> TokenMatcher: ...
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,14 @@ class GenerationJob:
     stop_ids: frozenset[int]
     vocab: int  # ids the tokenizer can spell; the model may have padding behind them
     vision: PromptVision | None = field(default=None, compare=False)  # the pictures of the prompt
+    grammar: Grammar | None = field(default=None, compare=False)  # what the answer must be
+    pooling: Pooling | None = None  # the states of the prompt are asked for, and no token
+    salt: str = ""  # prefixes are shared between jobs of the same one alone
+
+    @property
+    def prefix_key(self) -> str:
+        """Cached prefixes are shared between jobs of one key."""
+        return f"{self.model}\0{self.salt}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +108,14 @@ class Done:
     message: str = ""
 
 
-Event = Token | Done
+@dataclass(frozen=True)
+class Pooled:
+    """The pooled states of a prompt."""
+
+    vector: tuple[float, ...]
+
+
+Event = Token | Pooled | Done
 
 
 class QueueFull(Exception):
@@ -94,6 +131,7 @@ class TokenStream:
     def __init__(self, jobs: Sequence[GenerationJob], client: str = "") -> None:
         self.jobs, self.client = tuple(jobs), client
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.cached = [0] * len(self.jobs)  # tokens of each job's prompt that were in the cache; the engine's to set
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         left = len(self.jobs)
@@ -111,6 +149,8 @@ class Load:
     waiting: int = 0
     cache_used: float = 0.0  # share of the blocks
     steps: int = 0
+    prefix_queries: int = 0  # tokens of prompts that were looked for in the cache
+    prefix_hits: int = 0  # those that were there
     evicted: int = 0  # sequences put back for want of blocks
     preempted: int = 0  # sequences put back in favour of other clients or requests
     features: int = 0  # bytes of features of pictures that are kept

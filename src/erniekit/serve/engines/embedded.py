@@ -3,18 +3,17 @@
 Built by serve/loaded_models.py. One thread computes; requests join and leave between two steps (continuous batching).
 Models that share a base (it and its adapters) share the cache. A recorded step runs for all of them, a plain one for
 each that has work.
-Here is who computes what and when; plain_step.py and recorded.py compute. With recorded steps a launch is made before
-the tokens of the one before it are read: a sequence that has ended is noticed one launch late, and what was computed
-for it beyond its end is dropped.
+scheduling.py decides who computes what and when; plain_step.py and recorded.py compute. With recorded steps a launch is
+made before the tokens of the one before it are read: a sequence that has ended is noticed one launch late, and what was
+computed for it beyond its end is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -33,10 +32,13 @@ from erniekit.serve.engines.base import (
     TokenStream,
 )
 from erniekit.serve.engines.delivery import Told, deliver, put
-from erniekit.serve.engines.fair_queue import FairQueue, in_turn, over_share, youngest_of_largest
+from erniekit.serve.engines.model_changes import ModelChanges
+from erniekit.serve.engines.outcome import take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
 from erniekit.serve.engines.plain_step import PlainSteps, Planned, remove_expert_capacity
-from erniekit.serve.engines.recorded import LaunchedStep, RecordedSteps, needs_history
+from erniekit.serve.engines.recorded import LaunchedStep, RecordedSteps
+from erniekit.serve.engines.scheduling import EngineLimits as EngineLimits
+from erniekit.serve.engines.scheduling import SequenceScheduler
 from erniekit.serve.engines.sequence import RunningSequence, sequences_of
 from erniekit.serve.engines.vision_input import FeatureCache
 
@@ -44,17 +46,7 @@ FAULTS = 3  # probes in a row that failed, after which the engine calls itself u
 PROBE_S = 2.0  # between the probes of an engine that is unhealthy
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    sequences: int = 8  # at once
-    tokens: int = 384  # of prompts, in one step
-    length: int = 2048  # prompt and answer
-    queue: int = 64  # sequences that may wait
-    feature_bytes: int = 512 << 20  # of pictures, kept in host memory
-    burst: int = 4  # tokens of each sequence in one launch of recorded steps, while no prompt is read
-
-
-class EmbeddedEngine:
+class EmbeddedEngine(SequenceScheduler):
     """models: by name, all of one shape and on one device; their layers are given the paged cache. device: given, steps
     have fixed shapes and are recorded as graphs if it can; None: each step has the shape of its batch, and
     its tokens are read before the next."""
@@ -68,28 +60,43 @@ class EmbeddedEngine:
     ) -> None:
         if cache.blocks < cache.blocks_for(limits.length):
             raise ValueError("the cache must hold one sequence of full length")
-        self.models, self.cache, self.limits = dict(models), cache, limits
+        super().__init__(cache, limits)
+        self.steps_on = device
         self.features = FeatureCache(limits.feature_bytes)
-        for model in self.models.values():
+        for model in models.values():
             remove_expert_capacity(model.eval().requires_grad_(False))
-        self.plain = PlainSteps(self.models, cache, self.features)
+        self.plain = PlainSteps(models, cache, self.features)
         self.device = self.plain.device
-        self.recorded: RecordedSteps | None = None
-        if device is not None:
-            sizes = (limits.sequences, limits.tokens, limits.length, limits.burst)
-            self.recorded = RecordedSteps(self.models, cache, device, *sizes)
-        self._launched: deque[LaunchedStep] = deque()
-        self._waiting = FairQueue(limits.queue)
-        self._running: list[RunningSequence] = []
+        self.recorded = self._recordable()
+        self._changes = ModelChanges()
         self._streams: dict[TokenStream, list[RunningSequence]] = {}
         self._lock = threading.Condition()
         self._stopping: str | None = None
-        self._steps = self._evicted = self._preempted = self._faults = 0
+        self._steps = self._faults = 0
         self._fault = ""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    # --- called from the event loop
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        return self.plain.models
+
+    # --- called from the event loop, and from other threads
+
+    def add_model(self, name: str, model: nn.Module) -> Future[None]:
+        """On the tensors of the base that is served; done when sequences can be submitted for it."""
+        with self._lock:
+            done = self._changes.add(name, model)
+            if self._stopping is not None:
+                self._changes.fail(self._stopping)
+            self._lock.notify()
+        return done
+
+    def remove_model(self, name: str) -> None:
+        """Its sequences end as they would; none may be submitted any more."""
+        with self._lock:
+            self._changes.going.add(name)
+            self._lock.notify()
 
     def submit(self, *jobs: GenerationJob) -> TokenStream:
         assert all(job.model in self.models and 0 < len(job.prompt) < self.limits.length for job in jobs)
@@ -124,6 +131,8 @@ class EmbeddedEngine:
                 waiting=len(self._waiting),
                 cache_used=self.cache.used,
                 steps=self._steps,
+                prefix_queries=self.cache.asked,
+                prefix_hits=self.cache.shared,
                 evicted=self._evicted,
                 preempted=self._preempted,
                 features=self.features.size,
@@ -154,6 +163,7 @@ class EmbeddedEngine:
         finally:
             with self._lock:
                 self._stopping = message
+                self._changes.fail(message)
                 left = [run for runs in self._streams.values() for run in runs if not run.gone]
                 self._streams.clear()
                 self._running.clear()
@@ -167,12 +177,51 @@ class EmbeddedEngine:
                 for run in [run for run in self._running if run.gone]:
                     self._leave(run)
                 self._waiting.drop_gone()
-                if self._running or len(self._waiting) or self._launched:
+                if self._running or len(self._waiting) or self._launched or self._changes.due(self._used()):
                     return True
                 # A load balancer sends nothing to an unhealthy engine: it probes itself, by a step without work.
                 if not self._lock.wait(PROBE_S if self._faults >= FAULTS else None):
                     return True
             return False
+
+    def _used(self) -> set[str]:
+        """Models that have sequences."""
+        return {run.job.model for runs in self._streams.values() for run in runs if not run.gone}
+
+    def _change_models(self) -> list[Told]:
+        """Those that come and go. What is launched is read first, and running sequences go on in the new steps."""
+        with self._lock:
+            if not self._changes.due(self._used()):
+                return []
+            coming, gone = self._changes.take(self._used())
+        events: list[Told] = []
+        while self._launched:
+            events += self._read(self._launched.popleft())
+        for name, model, _ in coming:
+            remove_expert_capacity(model.eval().requires_grad_(False))
+            self.plain.add(name, model)
+        for name in gone:
+            self.plain.remove(name)
+        if self.recorded is not None:
+            for run in self._running:
+                self.recorded.leave(run)
+                run.cached = min(run.cached, len(run.ids) - 1)
+            self.recorded = None  # its graphs' memory is the new ones'
+            self.recorded = self._recordable()
+            self._record()
+        if self.recorded is not None:
+            for run in self._running:
+                self.recorded.join(run)
+        for _, _, done in coming:
+            done.set_result(None)
+        return events
+
+    def _recordable(self) -> RecordedSteps | None:
+        if self.steps_on is None:
+            return None
+        limits = self.limits
+        sizes = (limits.sequences, limits.tokens, limits.length, limits.burst)
+        return RecordedSteps(self.models, self.cache, self.steps_on, *sizes)
 
     def _record(self) -> None:
         """Before the first request; a device that cannot after all computes as one that never could."""
@@ -185,9 +234,9 @@ class EmbeddedEngine:
             self.recorded = None
 
     def _step(self) -> None:
+        events = self._change_models()
         with self._lock:
             plan, steps = self._plan()
-        events: list[Told] = []
         worked, failed = not plan and bool(self._launched), ""
         groups: dict[str, list[Planned]] = {}
         for run, piece in plan:
@@ -226,94 +275,13 @@ class EmbeddedEngine:
                     self._forget(run.stream)
         return told
 
-    def _plan(self) -> tuple[list[Planned], int]:
-        """What this step computes: sequences that decode first, then chunked prefill, up to the token budget; and how
-        many tokens of each that decodes."""
-        while (new := self._waiting.next(self._running)) is not None and self._admit(new):
-            self._waiting.take(new)
-            self._running.append(new)
-            if new.job.vision is None:
-                new.cached = self.cache.share(new.ids, new.job.model, new.table)
-            if self.recorded is not None:
-                self.recorded.join(new)
-        open_ends = [run for run in self._running if run.left > 0 and run.length < self.limits.length]
-        if self._launched and any(needs_history(run) for run in open_ends):
-            return [], 1  # what is on its way is read first
-        steps = self._burst(open_ends)
-        budget = self.limits.tokens
-        ends: dict[RunningSequence, int] = {}
-        for run in sorted(in_turn(open_ends), key=lambda run: run.length - run.cached > 1):
-            todo = run.length - run.cached
-            count = steps if run.placed else todo if todo == 1 else min(todo, budget)
-            if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
-                ends[run] = run.cached + count
-                budget -= 0 if run.placed else count
-        return [
-            (run, SequencePiece(run.ids, run.cached, end, run.table, run.job.vision)) for run, end in ends.items()
-        ], steps
-
-    def _burst(self, runs: list[RunningSequence]) -> int:
-        """Tokens of each that decodes: several while no prompt is being read. Who waits still waits for a place."""
-        if self.recorded is None or not all(run.placed for run in runs):
-            return 1
-        if any(needs_history(run) for run in runs):
-            return 1
-        most = min((min(run.left, self.limits.length - run.length) for run in runs), default=1)
-        return max(1, min(self.limits.burst, most))
-
-    def _admit(self, new: RunningSequence) -> bool:
-        """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
-        left, free, blocks = list(self._running), self.cache.room, self.cache.blocks_for(len(new.ids))
-        # One block is reserved for each that runs: a sequence evicted right after its prompt computed for nothing.
-        while left and (len(left) >= self.limits.sequences or blocks + len(left) > free):
-            victim = over_share(new, left)
-            if victim is None:
-                return False
-            left.remove(victim)
-            free += len(victim.table)
-        for victim in [run for run in self._running if run not in left]:
-            victim.preempted = True
-            self._preempted += 1
-            self._put_back(victim)
-        return True
-
-    def _room(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
-        """Blocks for a sequence; others wait again if there are none."""
-        while not self.cache.grow(run.table, length):
-            victim = youngest_of_largest(self._running)
-            planned.pop(victim, None)
-            self._evicted += 1
-            self._put_back(victim)
-            if victim is run:
-                return False
-        return True
-
-    def _put_back(self, run: RunningSequence) -> None:
-        """It waits again, and its cache is recomputed; its tokens stay, and those on their way are drawn again."""
-        self._leave(run)
-        run.cached = 0
-        self._waiting.put_back(run)
-
-    def _leave(self, run: RunningSequence) -> None:
-        if run in self._running:
-            self._running.remove(run)
-            if self.recorded is not None:
-                self.recorded.leave(run)
-            self._keep(run)
-        self.cache.release(run.table)
-
-    def _keep(self, run: RunningSequence) -> None:
-        """What it has computed is known to who begins alike."""
-        if run.job.vision is None:
-            self.cache.keep(run.ids[: run.cached], run.job.model, run.table)
-
     def _guarded(
         self, name: str, group: list[Planned], steps: int, events: list[Told]
     ) -> list[tuple[list[Planned], Any]]:
         """Recorded what can be, the rest plainly. events: of launches that have to be read because this one failed."""
         if self.recorded is None:
             return self._one_by_one(name, group)
-        plain = [(run, piece) for run, piece in group if run.features is not None and piece.start < len(run.job.prompt)]
+        plain = [each for each in group if _is_plain(*each)]
         out = [result for one in plain for result in self._one_by_one(one[0].job.model, [one])]
         rest = [each for each in group if each not in plain]
         try:
@@ -368,10 +336,10 @@ class EmbeddedEngine:
         events: list[Told] = []
         tokens = iter(outcome)
         for run, piece in group:
-            is_sampled = piece.stop == len(run.ids)
+            is_last = piece.stop == len(run.ids)
             run.cached = piece.stop
-            if is_sampled:
-                events += self._said(run, [next(tokens)])
+            if is_last:
+                events += self._said(run, [next(tokens)]) if run.pooled is None else take_states(run)
         return events
 
     def _read(self, launched: LaunchedStep) -> list[Told]:
@@ -383,18 +351,11 @@ class EmbeddedEngine:
         return events
 
     def _said(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[Told]:
-        """Its next tokens, up to the one that ends it."""
-        events: list[Told] = []
-        params = run.job.sampling
         if len(run.ids) == len(run.job.prompt):
             self._keep(run)
-        for token in tokens:
-            if token is None:
-                return [*events, (run, Done("error", "the model gave no usable number for the next token"))]
-            if token.id in run.job.stop_ids and not params.ignore_stop:
-                return [*events, (run, Done("stop"))]
-            run.ids.append(token.id)
-            events.append((run, token))
-            if len(run.ids) - len(run.job.prompt) >= params.max_tokens or len(run.ids) >= self.limits.length:
-                return [*events, (run, Done("length"))]
-        return events
+        return take_tokens(run, tokens, self.limits.length)
+
+
+def _is_plain(run: RunningSequence, piece: SequencePiece) -> bool:
+    """Pieces that recorded steps do not compute: of prompts with pictures, and those whose states are asked for."""
+    return run.pooled is not None or (run.features is not None and piece.start < len(run.job.prompt))

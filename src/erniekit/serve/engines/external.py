@@ -28,6 +28,7 @@ from erniekit.net.listen import bind
 from erniekit.serve.engines import EXTERNAL, supervisor
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
+STARTED_LENGTH = 2048  # of the context where max_model_len is not given: these engines reserve memory for all of it
 KILL_S = 10.0  # after the grace, for those that do not hear
 
 
@@ -111,7 +112,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
         rank=rank,
         host=cfg.serve.host,
         port=port,
-        longest=min(cfg.serve.max_model_len, weights.config.max_positions),
+        longest=min(cfg.serve.max_model_len or STARTED_LENGTH, weights.config.max_positions),
         keys=asdict(cfg.serve),
         given=cfg.given,
         dtype=_dtype(cfg),

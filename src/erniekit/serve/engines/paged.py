@@ -8,6 +8,7 @@ T tokens of the step, S slots, N heads, D head_dim, R rows that decode, M longes
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,8 @@ class PagedCache:
     is one more, which rows that fill up a batch write to (recorded.py).
 
     A full block whose tokens are known is kept when its sequence leaves, until its room is wanted: a sequence that
-    begins with the same tokens, for the same model, takes it as it is, also while others have it. Such a block is known
-    by a digest of its tokens and of the digest of the block before it, so that it stands for all up to its end.
+    begins with the same tokens, of the same key (a model's), takes it as it is, also while others have it. Such a block
+    is known by a digest of its tokens and of the digest of the block before it: it stands for all up to its end.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class PagedCache:
     ) -> None:
         shape = ((blocks + 1) * size, config.num_kv_heads, config.head_dim)
         self.blocks, self.size = blocks, size
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.shared = 0  # positions that were taken as they were
+        self.keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.asked = self.shared = 0  # positions that were looked for, and those that were taken as they were
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # known blocks that nobody holds, the oldest first
@@ -81,27 +82,28 @@ class PagedCache:
                     self._free.append(block)
         table.clear()
 
-    def share(self, ids: Sequence[int], model: str, table: list[int]) -> int:
+    def share(self, ids: Sequence[int], key: str, table: list[int]) -> int:
         """Known blocks that `ids` begin with put into an empty `table`; how many positions that are, one less at least
         than there are ids: the last one is always computed."""
-        for digest in self._digests(ids[: (len(ids) - 1) // self.size * self.size], model):
+        for digest in self._digests(ids[: (len(ids) - 1) // self.size * self.size], key):
             block = self._block_of.get(digest)
             if block is None:
                 break
             self._holders[block] += 1
             self._kept.pop(block, None)
             table.append(block)
+        self.asked += len(ids)
         self.shared += len(table) * self.size
         return len(table) * self.size
 
-    def keep(self, ids: Sequence[int], model: str, table: Sequence[int]) -> None:
+    def keep(self, ids: Sequence[int], key: str, table: Sequence[int]) -> None:
         """The full blocks of `ids`, all computed, are known from now on."""
-        for digest, block in zip(self._digests(ids, model), table):
+        for digest, block in zip(self._digests(ids, key), table):
             if block not in self._digest_of and digest not in self._block_of:
                 self._block_of[digest], self._digest_of[block] = block, digest
 
-    def _digests(self, ids: Sequence[int], model: str) -> Iterator[bytes]:
-        digest = hashlib.blake2b(model.encode(), digest_size=16).digest()
+    def _digests(self, ids: Sequence[int], key: str) -> Iterator[bytes]:
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
         for end in range(self.size, len(ids) + 1, self.size):
             own = array("q", ids[end - self.size : end]).tobytes()
             digest = hashlib.blake2b(own, key=digest, digest_size=16).digest()
@@ -110,6 +112,13 @@ class PagedCache:
     @property
     def used(self) -> float:
         return 1 - self.room / self.blocks
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """On a host its pages are taken as they are first written: a long context costs what is used of it."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int:

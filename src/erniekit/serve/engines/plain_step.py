@@ -1,7 +1,7 @@
 """A step by the model's own modules, its tokens read at once: the definition of what the engine computes.
 
-Used by embedded.py: on devices that record nothing, for prompts with pictures, where `decoding: exact` asks for it, and
-for who was in a recorded step that failed.
+Used by embedded.py: on devices that record nothing, for prompts with pictures and for embeddings, where `decoding:
+exact` asks for it, and for who was in a recorded step that failed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,18 @@ class PlainSteps:
     """models: their layers are given the paged cache."""
 
     def __init__(self, models: Mapping[str, nn.Module], cache: PagedCache, features: FeatureCache) -> None:
-        self.models, self.cache, self.features = models, cache, features
-        self._attention: dict[str, list[PagedAttention]] = {n: install(model, cache) for n, model in models.items()}
+        self.models: dict[str, nn.Module] = {}
+        self.cache, self.features = cache, features
+        self._attention: dict[str, list[PagedAttention]] = {}
+        for name, model in models.items():
+            self.add(name, model)
         self.device = next(next(iter(models.values())).parameters()).device
+
+    def add(self, name: str, model: nn.Module) -> None:
+        self.models[name], self._attention[name] = model, install(model, self.cache)
+
+    def remove(self, name: str) -> None:
+        del self.models[name], self._attention[name]
 
     def run(self, name: str, group: Sequence[Planned]) -> list[Token | None]:
         """A token for each sequence of which this was the last piece."""
@@ -39,12 +48,22 @@ class PlainSteps:
         embedded = self._show(name, model.embed_ids(step.tokens), group)  # type: ignore[operator]
         context = model.context(step.positions, more=More(modality=step.modality))  # type: ignore[operator]
         hidden = model.run_layers(embedded, context)  # type: ignore[operator]
-        sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids)]
+        self._pool(model, hidden[0], group)
+        sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids) and run.pooled is None]
         if not sampled:
             return []
         last = model.norm(hidden[0, step.last[sampled]])  # type: ignore[operator]
         logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())  # type: ignore[union-attr,operator]
         return sample(logits, [group[k][0].row() for k in sampled])
+
+    @staticmethod
+    def _pool(model: nn.Module, hidden_TH: torch.Tensor, group: Sequence[Planned]) -> None:
+        at = 0
+        for run, piece in group:
+            end = at + piece.stop - piece.start
+            if run.pooled is not None:
+                run.pooled.add(hidden_TH[at:end], piece.start, model.norm)  # type: ignore[arg-type]
+            at = end
 
     def _show(self, name: str, x_1TH: torch.Tensor, group: Sequence[Planned]) -> torch.Tensor:
         """The embeddings with the features of pictures in the places of their tokens."""

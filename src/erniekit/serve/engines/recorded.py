@@ -351,7 +351,8 @@ class RecordedSteps:
 
 def needs_history(run: RunningSequence) -> bool:
     """Whether its next token depends on the one before by more than the model, or more is told of it than its id."""
-    return not run.job.sampling.plain or run.job.sampling.logprobs is not None
+    sampling = run.job.sampling
+    return not sampling.plain or sampling.logprobs is not None or run.matcher is not None
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:

@@ -1,18 +1,20 @@
 """The sampler: the next token of every row of a batch, with its own request's parameters and seed.
 
-Used by plain_step.py and recorded.py. kernels/sampling.py draws; here are penalties, bias and log probabilities, which
-need to know what a sequence has said so far. R rows, V vocabulary.
+Used by plain_step.py and recorded.py. kernels/sampling.py draws; here are penalties, bias, grammars and log
+probabilities, which need to know what a sequence has said so far. R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from erniekit.kernels.sampling import DrawParams, draw
-from erniekit.serve.engines.base import SamplingParams, Token
+from erniekit.serve.engines.base import SamplingParams, Token, TokenMatcher
 
 LARGEST = torch.finfo(torch.float32).max
 LEAST_LOGPROB = -9999.0  # as OpenAI's; JSON has no minus infinity
@@ -28,19 +30,27 @@ class SamplerRow:
     stop_ids: frozenset[int]
     vocab: int
     seed: int  # of 64 bits, signed
+    matcher: TokenMatcher | None = None  # of its grammar
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Token | None]:
-    """logits [R, V] -> a token a row; None where the logits are not finite.
+    """logits [R, V] -> a token a row; None where the logits are not finite, or no token fits a row's grammar.
 
     A seed's tokens are the same in any company: a row is drawn by a number of its own seed and its token's place.
     """
     scores = logits
     special = [k for k, row in enumerate(rows) if not row.sampling.plain]
-    if special:
+    bound = [k for k, row in enumerate(rows) if row.matcher is not None]
+    if special or bound:
+        # On a device the logits are still being computed while the host computes masks.
+        masks = _allowed_by_grammar([rows[k] for k in bound], logits.shape[1], logits.device)
         scores = logits.float().clone()
         for k in special:
             _apply_penalties(scores[k], rows[k])
+        if bound:
+            scores[bound] = scores[bound].masked_fill(~masks, -torch.inf)
+        for k in special:
+            _apply_min_p(scores[k], rows[k])
     places = torch.tensor([len(row.prompt) + len(row.generated) for row in rows], device=logits.device)
     ids = draw(scores, draw_params(rows, logits.device), places).tolist()
     told = _logprobs(logits, rows, ids)
@@ -77,9 +87,33 @@ def _apply_penalties(scores: torch.Tensor, row: SamplerRow) -> None:
         scores[generated] -= params.frequency_penalty * times + params.presence_penalty
     for id, extra in params.bias:
         scores[id] += extra
+    if params.allowed:
+        kept = torch.tensor(params.allowed, device=scores.device)
+        others = torch.ones(size, dtype=torch.bool, device=scores.device).index_fill_(0, kept, False)
+        scores.masked_fill_(others, -torch.inf)
     ends = [id for id in row.stop_ids if id < min(row.vocab, size)]
     if ends and len(row.generated) < params.min_tokens and len(ends) < min(row.vocab, size):
         scores[ends] = -torch.inf
+
+
+def _apply_min_p(scores: torch.Tensor, row: SamplerRow) -> None:
+    """One row [V], in place: chances as the temperature makes them, against that of the likeliest."""
+    params = row.sampling
+    if params.min_p and not params.greedy:
+        least = scores[: row.vocab].max() + params.temperature * math.log(params.min_p)
+        scores.masked_fill_(scores < least, -torch.inf)
+
+
+def _allowed_by_grammar(rows: Sequence[SamplerRow], size: int, device: torch.device) -> torch.Tensor:
+    """bool [rows, V]; tokens of the model beyond the tokenizer's are not allowed."""
+    words = np.zeros((len(rows), -(-size // 32)), dtype=np.int32)
+    for k, row in enumerate(rows):
+        assert row.matcher is not None
+        mask = row.matcher.allowed(row.generated)[: words.shape[1]]
+        words[k, : len(mask)] = mask
+    sent = torch.from_numpy(words).to(device)
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    return ((sent[:, :, None] >> bits) & 1).bool().flatten(1)[:, :size]
 
 
 def _logprobs(logits: torch.Tensor, rows: Sequence[SamplerRow], ids: Sequence[int]) -> dict[int, Token]:

@@ -6,7 +6,8 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from erniekit.serve.engines.base import GenerationJob, TokenStream
+from erniekit.serve.engines.base import GenerationJob, TokenMatcher, TokenStream
+from erniekit.serve.engines.pooling import PooledStates
 from erniekit.serve.engines.sampler import SamplerRow
 from erniekit.serve.engines.vision_input import FeatureReader
 
@@ -28,6 +29,8 @@ class RunningSequence:
     epoch: int = 0  # how often it was put back: what was launched before is no longer its own
     preempted: bool = False  # it has made room for another request once, and does not again
     features: FeatureReader | None = None  # of the pictures in its prompt
+    matcher: TokenMatcher | None = None  # of its grammar
+    pooled: PooledStates | None = None  # of a prompt whose states are asked for
 
     @property
     def job(self) -> GenerationJob:
@@ -53,7 +56,7 @@ class RunningSequence:
 
     def row(self) -> SamplerRow:
         job = self.job
-        return SamplerRow(job.prompt, self.generated, job.sampling, job.stop_ids, job.vocab, self.seed)
+        return SamplerRow(job.prompt, self.generated, job.sampling, job.stop_ids, job.vocab, self.seed, self.matcher)
 
 
 def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = None) -> list[RunningSequence]:
@@ -65,6 +68,8 @@ def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = N
             list(job.prompt),
             signed(random.getrandbits(64) if job.sampling.seed is None else job.sampling.seed),
             features=None if job.vision is None else FeatureReader(job.vision),
+            matcher=None if job.grammar is None else job.grammar.start(),
+            pooled=None if job.pooling is None else PooledStates(job.pooling),
         )
         for k, job in enumerate(stream.jobs)
     ]

@@ -23,6 +23,7 @@ from support.engine_jobs import (
     alone,
     answers,
     job,
+    listen,
     make_adapter,
     prompts,
     says_the_same_in_a_small_cache,
@@ -217,3 +218,36 @@ def test_log_probabilities_of_what_was_sampled_are_the_trainers(small: Found, en
     model, ids = small.build().eval(), torch.tensor([[*prompt, *(token.id for token in said)]])
     losses = model(ids[:, :-1], labels=ids[:, 1:], per_token=True)[0, len(prompt) - 1 :]
     torch.testing.assert_close(torch.tensor([token.logprob for token in said]), -losses, atol=2e-5, rtol=1e-5)
+
+
+def test_models_come_and_go_between_recorded_steps_and_running_answers_stay_what_they_are(small: Found, tmp_path: Path):
+    """The steps are made anew for the new set of models; sequences take a slot there and go on."""
+    adapter = find_model(make_adapter(small.weights, tmp_path / "a", 1), small.weights.path)
+    base = small.build()
+    tree = with_adapter(base, adapter)
+    merged = fold(adapter.build())
+    engine = engine_of({"m": base})
+    asked = prompts(4, seed=11)
+
+    async def go() -> tuple[list[list[int]], list[list[int]]]:
+        running = [asyncio.ensure_future(listen(engine, job(p, max_tokens=30))) for p in asked[:2]]
+        while engine.load().steps < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.wrap_future(engine.add_model("new", tree))
+        later = [asyncio.ensure_future(listen(engine, job(p, model="new"))) for p in asked[2:]]
+        while engine.load().waiting:
+            await asyncio.sleep(0.001)
+        engine.remove_model("new")
+        return [(await one)[0] for one in running], [(await one)[0] for one in later]
+
+    try:
+        first, second = asyncio.run(asyncio.wait_for(go(), 60))
+        assert first == [alone(small.build(), p, 30) for p in asked[:2]]
+        assert second == [alone(merged, p) for p in asked[2:]]
+        asyncio.run(asyncio.sleep(0.2))
+        assert list(engine.models) == ["m"]
+        assert engine.recorded is not None
+        assert len(engine.recorded.state.free) == 5
+        assert answers(engine, [job(asked[0])])[0] == first[0][:12]
+    finally:
+        engine.stop()

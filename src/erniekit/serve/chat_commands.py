@@ -1,0 +1,137 @@
+"""Commands of a conversation in the terminal: `/help`, `/clear`, `/file PATH` and others. Used by chat.py.
+
+A line is a command if it begins with a slash and one word; `exit`, `quit` and `clear` are commands too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from erniekit.errors import DataError
+from erniekit.files import refuse_special
+
+if TYPE_CHECKING:
+    from erniekit.serve.chat import ChatSession
+
+MAX_FILE_BYTES = 2**20  # of text put into one message: far beyond what most contexts hold
+COMMANDS = {
+    "/help": "list these commands",
+    "/clear": "reset the conversation (or: clear)",
+    "/exit": "quit (or: exit, quit, Ctrl-D)",
+    "/file PATH": "put a text file into the next question",
+    "/image PATH": "show a picture with the next question (or @PATH in it)",
+    "/video PATH": "show a video with the next question",
+    "/system [TEXT]": 'set the system text; alone: show it; "": remove it',
+    "/save PATH": "write the conversation to a new file, as one line of JSONL",
+}
+MULTILINE = 'A message of several lines: end a line with \\, or put """ before and after it.'
+WORDS = {"exit": "/exit", "quit": "/exit", "/quit": "/exit", "clear": "/clear"}  # other names
+QUOTES = '"""'
+_COMMAND = re.compile(r"/[a-z]+")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file for the next question."""
+
+    path: Path
+    text: str
+
+    def __str__(self) -> str:
+        lines = self.text.count("\n") + (not self.text.endswith("\n"))
+        return f"file {self.path.name} ({lines:,} line{'s' * (lines != 1)}, {len(self.text):,} characters)"
+
+    @property
+    def block(self) -> str:
+        """Between fences that are longer than any in the file."""
+        fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", self.text)), default=0))
+        return f"{self.path.name}:\n{fence}\n{self.text.rstrip()}\n{fence}\n"
+
+
+def command_in(line: str) -> tuple[str, str] | None:
+    """(command, what stands behind it); None: the line is a message."""
+    word, _, rest = line.strip().partition(" ")
+    if not rest and word in WORDS:
+        return WORDS[word], ""
+    if not _COMMAND.fullmatch(word):
+        return None
+    return WORDS.get(word, word), rest.strip()
+
+
+def run_command(talk: ChatSession, name: str, rest: str) -> str:
+    """What the screen shows. Raises ErnieKitError for what cannot be done."""
+    if name == "/help":
+        width = max(map(len, COMMANDS))
+        return "\n".join([*(f"{usage:<{width}}  {about}" for usage, about in COMMANDS.items()), MULTILINE])
+    if name == "/clear":
+        talk.clear()
+        return "cleared"
+    if name == "/system":
+        return _system(talk, rest)
+    if name == "/file":
+        file = read_text_file(_path(name, rest))
+        talk.files.append(file)
+        return f"{file} goes with the next question"
+    if name == "/save":
+        return _save(talk, Path(_path(name, rest)).expanduser())
+    known = next((usage for usage in COMMANDS if usage.partition(" ")[0] == name), None)
+    if known is None:
+        raise DataError(f"there is no command {name}", where=name, fix="/help lists the commands")
+    return f"{talk.attach(f'{name} {rest}')} goes with the next question"
+
+
+def _path(name: str, rest: str) -> str:
+    path = rest.strip().strip("\"'")
+    if not path:
+        raise DataError(f"{name} needs a path", where=name, fix=f"{name} PATH")
+    return path
+
+
+def _system(talk: ChatSession, text: str) -> str:
+    if not text:
+        return f"system: {talk.system}" if talk.system else "there is no system text"
+    talk.set_system("" if text in ('""', "''") else text)
+    return "system text set" if talk.system else "system text removed"
+
+
+def read_text_file(path: str) -> TextFile:
+    file = Path(path).expanduser()
+    refuse_special(file, DataError)
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise DataError(f"{size:,} bytes are too many", where=str(file), fix=f"at most {MAX_FILE_BYTES:,}")
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(
+            f"it cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
+        ) from None
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise DataError("it is no text in UTF-8", where=str(file), fix="convert it; /image PATH shows a picture")
+    if not text.strip():
+        raise DataError("it is empty", where=str(file), fix="name a file with text in it")
+    return TextFile(file, text)
+
+
+def _save(talk: ChatSession, path: Path) -> str:
+    """Never over a file that is there."""
+    said = [message for message in talk.messages if message["role"] != "system"]
+    if not said:
+        raise DataError("nothing has been said yet", where="/save", fix="ask something first")
+    line = json.dumps({"messages": talk.messages}, ensure_ascii=False)
+    try:
+        with path.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(line + "\n")
+    except FileExistsError:
+        raise DataError("there is a file of that name", where=str(path), fix="save under another name") from None
+    except OSError as error:
+        raise DataError(
+            f"it cannot be written: {error.strerror or error}", where=str(path), fix="check the path"
+        ) from None
+    return f"{len(said)} messages saved to {path}"

@@ -1,0 +1,122 @@
+"""Which sequences run and what a step computes of them: admission, chunked prefill, bursts, eviction. Base of
+embedded.py's engine.
+
+All of it under the engine's lock, in its thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from erniekit.serve.engines.fair_queue import FairQueue, in_turn, over_share, youngest_of_largest
+from erniekit.serve.engines.paged import PagedCache, SequencePiece
+from erniekit.serve.engines.plain_step import Planned
+from erniekit.serve.engines.recorded import LaunchedStep, RecordedSteps, needs_history
+from erniekit.serve.engines.sequence import RunningSequence
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    sequences: int = 8  # at once
+    tokens: int = 384  # of prompts, in one step
+    length: int = 2048  # prompt and answer
+    queue: int = 64  # sequences that may wait
+    feature_bytes: int = 512 << 20  # of pictures, kept in host memory
+    burst: int = 4  # tokens of each sequence in one launch of recorded steps, while no prompt is read
+
+
+class SequenceScheduler:
+    """recorded: the steps that sequences take a slot of, where there are any."""
+
+    recorded: RecordedSteps | None
+
+    def __init__(self, cache: PagedCache, limits: EngineLimits) -> None:
+        self.cache, self.limits = cache, limits
+        self._launched: deque[LaunchedStep] = deque()
+        self._waiting = FairQueue(limits.queue)
+        self._running: list[RunningSequence] = []
+        self._evicted = self._preempted = 0
+
+    def _plan(self) -> tuple[list[Planned], int]:
+        """What this step computes: sequences that decode first, then chunked prefill, up to the token budget; and how
+        many tokens of each that decodes."""
+        while (new := self._waiting.next(self._running)) is not None and self._admit(new):
+            self._waiting.take(new)
+            self._running.append(new)
+            if new.job.vision is None and new.job.pooling != "mean":  # a mean is of all states
+                new.cached = self.cache.share(new.ids, new.job.prefix_key, new.table)
+                if not new.generated:
+                    new.stream.cached[new.number] = new.cached
+            if self.recorded is not None:
+                self.recorded.join(new)
+        open_ends = [run for run in self._running if run.left > 0 and run.length < self.limits.length]
+        if self._launched and any(needs_history(run) for run in open_ends):
+            return [], 1  # what is on its way is read first
+        steps = self._burst(open_ends)
+        budget = self.limits.tokens
+        ends: dict[RunningSequence, int] = {}
+        for run in sorted(in_turn(open_ends), key=lambda run: run.length - run.cached > 1):
+            todo = run.length - run.cached
+            count = steps if run.placed else todo if todo == 1 else min(todo, budget)
+            if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
+                ends[run] = run.cached + count
+                budget -= 0 if run.placed else count
+        return [
+            (run, SequencePiece(run.ids, run.cached, end, run.table, run.job.vision)) for run, end in ends.items()
+        ], steps
+
+    def _burst(self, runs: list[RunningSequence]) -> int:
+        """Tokens of each that decodes: several while no prompt is being read. Who waits still waits for a place."""
+        if self.recorded is None or not all(run.placed for run in runs):
+            return 1
+        if any(needs_history(run) for run in runs):
+            return 1
+        most = min((min(run.left, self.limits.length - run.length) for run in runs), default=1)
+        return max(1, min(self.limits.burst, most))
+
+    def _admit(self, new: RunningSequence) -> bool:
+        """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
+        left, free, blocks = list(self._running), self.cache.room, self.cache.blocks_for(len(new.ids))
+        # One block is reserved for each that runs: a sequence evicted right after its prompt computed for nothing.
+        while left and (len(left) >= self.limits.sequences or blocks + len(left) > free):
+            victim = over_share(new, left)
+            if victim is None:
+                return False
+            left.remove(victim)
+            free += len(victim.table)
+        for victim in [run for run in self._running if run not in left]:
+            victim.preempted = True
+            self._preempted += 1
+            self._put_back(victim)
+        return True
+
+    def _room(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
+        """Blocks for a sequence; others wait again if there are none."""
+        while not self.cache.grow(run.table, length):
+            victim = youngest_of_largest(self._running)
+            planned.pop(victim, None)
+            self._evicted += 1
+            self._put_back(victim)
+            if victim is run:
+                return False
+        return True
+
+    def _put_back(self, run: RunningSequence) -> None:
+        """It waits again, and its cache is recomputed; its tokens stay, and those on their way are drawn again."""
+        self._leave(run)
+        run.cached = 0
+        self._waiting.put_back(run)
+
+    def _leave(self, run: RunningSequence) -> None:
+        if run in self._running:
+            self._running.remove(run)
+            if self.recorded is not None:
+                self.recorded.leave(run)
+            self._keep(run)
+        self.cache.release(run.table)
+
+    def _keep(self, run: RunningSequence) -> None:
+        """What it has computed is known to who begins alike."""
+        if run.job.vision is None:
+            self.cache.keep(run.ids[: run.cached], run.job.prefix_key, run.table)
