@@ -26,12 +26,13 @@ from erniekit.webui.guard import Guard, new_token
 from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
 from erniekit.webui.limits import MAX_FILE
 from erniekit.webui.paths import Roots
+from erniekit.webui.run_folders import RunFolders
 from erniekit.webui.runs import Runs
+from erniekit.webui.uploads import HOME
 
 STATIC = Path(__file__).parent / "static"
-HOME = "erniekit-webui"  # of the jobs, in the first root
 MAX_EVENTS = 200  # of all browsers that wait for their turn
-USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto] [--no-token]"
+USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [--runs DIR,DIR] [lang=en|zh|auto] [--no-token]"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class PageSettings:
     lang: str = "auto"  # the browser's
     names: tuple[str, ...] = ()  # further names the machine is reached by
     no_token: bool = False  # on a loopback address: any account of this machine may use the page
+    runs: tuple[str, ...] = ()  # further folders with runs: roots too
 
 
 def webui_command(args: list[str]) -> int:
@@ -75,6 +77,8 @@ def settings_from(args: list[str]) -> PageSettings:
             found = replace(found, port=_port(value, "port"))
         elif name == "root":
             found = replace(found, roots=(*found.roots, *(folder for folder in value.split(",") if folder)))
+        elif name == "runs":
+            found = replace(found, runs=(*found.runs, *(folder for folder in value.split(",") if folder)))
         elif name == "name":
             found = replace(found, names=(*found.names, *value.split(",")))
         elif name == "lang" and value in ("en", "zh", "auto"):
@@ -157,9 +161,11 @@ def build(settings: PageSettings) -> Any:
     from erniekit.webui.pages.train import TrainPage
 
     roots = Roots(settings.roots)
+    for folder in settings.runs:
+        roots = roots.with_folder(folder)
     jobs = Jobs(roots.folders[0] / HOME, roots)
     labels = Labels("en" if settings.lang == "auto" else settings.lang)
-    context = PageContext(jobs, Runs(jobs), jobs.roots, labels)
+    context = PageContext(jobs, Runs(jobs, RunFolders(roots.folders)), jobs.roots, labels)
     with gr.Blocks(title="erniekit", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         frame = Frame(context, __version__)
         kinds = {"train": TrainPage, "runs": RunsPage, "evaluate": EvaluatePage, "chat": ChatPage, "export": ExportPage}
@@ -170,7 +176,7 @@ def build(settings: PageSettings) -> Any:
                 with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as named[name]:
                     parts[name] = kind(context)
         frame.wire(page, settings.lang)
-        frame.tabs(tabs, named, parts["runs"], parts["train"])
+        frame.tabs(tabs, named, parts)
         for name in ("train", "evaluate", "chat", "export"):
             parts[name].on_open(page)
             for handler, outputs in parts[name].files():

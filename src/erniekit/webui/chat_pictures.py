@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.errors import DataError
+from erniekit.webui.uploads import received
 
 MOST = 16  # of one message
+MAX_BYTES = 8 * 2**20  # of one file: it goes to the server inside the message
 History = list[dict[str, Any]]
 
 
 def part(file: str) -> dict[str, Any]:
     """OpenAI's part of an uploaded picture or video."""
-    real, where = Path(os.path.realpath(file)), Path(file).name
-    if Path(os.path.realpath(os.environ.get("GRADIO_TEMP_DIR", os.devnull))) not in real.parents:
-        raise DataError("this file was not uploaded", where=where, fix="choose it again")
+    real, where = received(file), Path(file).name
     kind = mimetypes.guess_type(real.name)[0] or ""
     word = kind.partition("/")[0]
     if word not in ("image", "video"):
         raise DataError("neither a picture nor a video by its name", where=where, fix="choose another file")
     try:
+        if real.stat().st_size > MAX_BYTES:
+            raise DataError("the file is too large for a message", where=where, fix=f"at most {MAX_BYTES:,} bytes")
         content = real.read_bytes()
     except OSError:
         raise DataError(

@@ -29,11 +29,11 @@ from erniekit.files.walk import foreign_files
 from erniekit.net.address import ADDRESS_VARIABLE, KEY_VARIABLE
 from erniekit.webui import forms, process
 from erniekit.webui.paths import KEY_FILE, Roots
+from erniekit.webui.recipe_files import MAX_RECIPE
 
 State = Literal["running", "ended", "failed", "stopped", "lost"]
 TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
-MAX_RECIPE = 100_000  # characters
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
 ADDRESS_FILE = "server.address"  # where it answers, written by itself
 JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE, ADDRESS_FILE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -102,36 +103,40 @@ class ChatPage:
             max_lines=6,
             elem_id="chat-message",
         )
-        with labels.make(gr.Accordion, {"label": "chat.pictures"}, open=False):
-            self.pictures = gr.File(
+        self.attached = gr.HTML("", elem_id="chat-attached")
+        with gr.Row():
+            self.send = labels.make(
+                gr.Button, {"value": "chat.send"}, variant="primary", elem_id="chat-send", min_width=90
+            )
+            self.pictures = labels.make(
+                gr.UploadButton,
+                {"label": "chat.pictures"},
                 file_count="multiple",
                 file_types=["image", "video"],
-                show_label=False,
-                height=120,
                 elem_id="chat-pictures",
+                min_width=120,
             )
-        with gr.Row():
-            self.send = labels.make(gr.Button, {"value": "chat.send"}, variant="primary", elem_id="chat-send")
-            self.halt = labels.make(gr.Button, {"value": "chat.stop"}, elem_id="chat-stop")
-            self.clear = labels.make(gr.Button, {"value": "chat.clear"}, elem_id="chat-clear")
+            self.halt = labels.make(gr.Button, {"value": "chat.stop"}, elem_id="chat-stop", min_width=90)
+            self.clear = labels.make(gr.Button, {"value": "chat.clear"}, elem_id="chat-clear", min_width=90)
 
     def _wire(self) -> None:
         context = self.context
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         self.state = [self.job, self.timer, self.status, self.unload, self.speaker]
-        self.load.click(self._load, [context.lang, context.who, self.job, *self.fields.components], self.state, **told)
+        self.load.click(self.load_model, [context.lang, context.who, self.job, *self.fields.components], self.state, **told)
         self.unload.click(self._unload, [context.lang, self.job], self.state, **told)
         self.timer.tick(self._tick, [context.lang, self.job], self.state, **told)
         context.lang.change(self._tick, [context.lang, self.job], self.state, **told)
         asked = [self.message, self.pictures, self.said, self.system]
         inputs = [context.lang, self.job, self.speaker, *asked, *self.asked.components]
-        outputs = [self.window, self.said, self.message, self.pictures]
+        outputs = [self.window, self.said, self.message, self.pictures, self.attached]
+        self.pictures.upload(_attached, self.pictures, self.attached, show_progress="hidden")
         asking = [
             trigger(self._say, inputs, outputs, show_progress="hidden", concurrency_limit=16)
             for trigger in (self.send.click, self.message.submit)
         ]
         self.halt.click(None, None, None, cancels=asking)
-        self.clear.click(lambda: ([], [], "", None), None, outputs, cancels=asking, show_progress="hidden")
+        self.clear.click(lambda: ([], [], "", None, ""), None, outputs, cancels=asking, show_progress="hidden")
 
     def on_open(self, page: Any) -> None:
         page.load(self._again, [self.context.lang, self.context.who], self.state, show_progress="hidden")
@@ -143,7 +148,7 @@ class ChatPage:
 
     # ---- the server
 
-    def _load(self, lang: str, who: str, id: str, *raw: Any) -> list[Any]:
+    def load_model(self, lang: str, who: str, id: str, *raw: Any) -> list[Any]:
         text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
@@ -152,14 +157,14 @@ class ChatPage:
                 self.context.jobs.stop(id)
             return self._tick(lang, self.context.jobs.start("server", text, who).id)
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
     def _unload(self, lang: str, id: str) -> list[Any]:
         if id:
             try:
                 self.context.jobs.stop(id)
             except ErnieKitError as error:
-                raise notice(error) from None
+                raise notice(error, lang) from None
         return self._none(lang)
 
     def _again(self, lang: str, who: str) -> list[Any]:
@@ -218,10 +223,10 @@ class ChatPage:
         history: History,
         system: str,
         *raw: Any,
-    ) -> Iterator[tuple[Any, Any, Any, Any]]:
+    ) -> Iterator[tuple[Any, ...]]:
         message = (message or "").strip()
         if not message and not files:
-            yield gr.skip(), gr.skip(), gr.skip(), gr.skip()
+            yield (gr.skip(),) * 5
             return
         url = self.context.jobs.server_url(id) if id else ""
         if not url:
@@ -232,14 +237,14 @@ class ChatPage:
             history = [*history, user_turn(message, files or [])]
             told += _plain(history)
         except ErnieKitError as error:
-            raise notice(error) from None
-        yield window(history), history, "", None
+            raise notice(error, lang) from None
+        yield window(history), history, "", None, ""
         try:
             for thought, answer in _growing(stream_chat(url, told, key, **self._options(speaker, raw))):
                 now = [*history, *_turn(thought, answer, translate("chat.thinking", lang))]
-                yield window(now), now, gr.skip(), gr.skip()
+                yield window(now), now, gr.skip(), gr.skip(), gr.skip()
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
     def _options(self, speaker: str | None, raw: tuple[Any, ...]) -> dict[str, Any]:
         values = self.asked.values(raw)
@@ -251,6 +256,12 @@ class ChatPage:
             "repetition_penalty": float(values.get("repetition_penalty", 1.0)),
             "enable_thinking": bool(values.get("enable_thinking", False)),
         }
+
+
+def _attached(files: list[str] | None) -> str:
+    """The names of the files that go with the next message."""
+    names = "".join(f"<code>{escape(Path(file).name)}</code>" for file in files or [])
+    return f'<div class="ek-line">{names}</div>' if names else ""
 
 
 def _growing(parts: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:

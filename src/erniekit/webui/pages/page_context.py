@@ -15,6 +15,7 @@ from erniekit.webui.forms import FormProblem
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.path_suggestions import suggest_paths
 from erniekit.webui.paths import Roots
+from erniekit.webui.run_folders import kind_of
 from erniekit.webui.runs import Runs
 from erniekit.webui.translations import translate
 
@@ -69,16 +70,18 @@ class PageContext:
 
 
 def folders(context: PageContext) -> dict[str, list[Any]]:
-    """What fields that name files offer: the runs of this page, newest first, then what lies in the roots."""
+    """What fields that name files offer: the results of this page, newest first, then what lies in the roots."""
     offers = suggest_paths(context.roots)
-    runs = [
-        context.shown(job.output_dir)
-        for job in context.jobs.list()
-        if job.word == "train" and Path(job.output_dir).is_dir()
-    ]
-    for key in ("model_name_or_path", "output_dir", "lora_path"):
-        offers[key] = [*runs, *(name for name in offers[key] if name not in runs)]
-    return {key: list(names) for key, names in offers.items()}
+    results = [job.output_dir for job in context.jobs.list() if job.word == "train" and Path(job.output_dir).is_dir()]
+    kinds = {context.shown(folder): kind_of(folder) for folder in results}
+    first = {
+        "model_name_or_path": [name for name, kind in kinds.items() if kind.weights and not kind.adapter],
+        "lora_path": [name for name, kind in kinds.items() if kind.weights and kind.adapter],
+        "output_dir": [name for name, kind in kinds.items() if kind.weights],
+    }
+    for key, names in first.items():
+        offers[key] = [*names, *(name for name in offers[key] if name not in names)]
+    return offers
 
 
 def problems_html(problems: list[FormProblem], lang: str) -> str:
@@ -99,7 +102,7 @@ def as_problem(error: ErnieKitError) -> FormProblem:
     return FormProblem(error.where, error.what, error.fix)
 
 
-def notice(error: ErnieKitError) -> gr.Error:
+def notice(error: ErnieKitError, lang: str = "en") -> gr.Error:
     """An error of ours in the corner of the page; its words may come from outside, so they are escaped."""
     text = escape(error.what) + (f"<br>{escape(error.fix)}" if error.fix else "")
     return gr.Error(text, duration=12, print_exception=False)
