@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import mimetypes
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from erniekit.errors import DataError
 from erniekit.webui.uploads import received
 
+# A fenced block (up to the end where it is still being written), or a span between as many backticks.
+_CODE = re.compile(r"(^ {0,3}```.*?(?:^ {0,3}```|\Z)|(?<!`)`[^`\n]+`(?!`))", re.DOTALL | re.MULTILINE)
 MOST = 16  # of one message
 MAX_BYTES = 8 * 2**20  # of one file: it goes to the server inside the message
 History = list[dict[str, Any]]
@@ -62,5 +65,12 @@ def window(history: History) -> History:
         files = [file for file in turn.get("files", ()) if os.path.isfile(file)]
         out += [{"role": turn["role"], "content": {"path": file}} for file in files]
         if turn["content"] or not files:
-            out.append({name: value for name, value in turn.items() if name != "files"})
+            shown = {name: value for name, value in turn.items() if name != "files"}
+            out.append({**shown, "content": safe_markdown(str(turn["content"]))})
     return out
+
+
+def safe_markdown(text: str) -> str:
+    """Markdown without HTML: a tag is shown as it was written. Code is left alone, as markdown escapes it itself."""
+    parts = _CODE.split(text)  # text and code by turns
+    return "".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts))

@@ -76,6 +76,7 @@ class WebJob:
     ended: float | None = None
     starts: int = 1
     folder: str = ""
+    page: str = ""  # pid and identity of the page's process
 
     @property
     def recipe(self) -> Path:
@@ -138,7 +139,8 @@ class Jobs:
             OwnedFiles(folder).open("job").claim(*JOB_FILES)
             argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
             now = time.time()
-            job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder))
+            page = f"{os.getpid()} {process.identity(os.getpid())}"
+            job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder), page=page)
             self._write_recipe(job, values)
             if word == "server":
                 write_secret(folder / KEY_FILE, secrets.token_urlsafe(24))

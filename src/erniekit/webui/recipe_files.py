@@ -48,9 +48,8 @@ def read_recipe(path: Path) -> str:
     except UnicodeDecodeError:
         raise ConfigError("the recipe is not UTF-8", where="recipe", fix="save it as UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"the recipe cannot be read: {error.strerror}", where="recipe", fix="choose another") from None
+        what = f"the recipe cannot be read: {error.strerror}"
+        raise ConfigError(what, where="recipe", fix="choose another") from None
     if len(text) > MAX_RECIPE:
         raise ConfigError(f"the recipe has more than {MAX_RECIPE:,} characters", where="recipe", fix="a shorter one")
     return text
-
-

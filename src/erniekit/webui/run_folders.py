@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,8 @@ def _base(config: Path) -> str:
 def _search(root: Path) -> Iterator[Path]:
     """Folders with a run.json, newest first; what lies inside a run is its own."""
     found: list[tuple[float, Path]] = []
-    looked = 0
-    for at, folders, files in os.walk(root):  # symlinks are not followed
+    for at, folders, files in islice(os.walk(root), MAX_FOLDERS):  # symlinks are not followed
         here = Path(at)
-        looked += 1
-        if looked > MAX_FOLDERS:
-            break
         if STORY in files:
             found.append((_changed(here / STORY), here))
         if len(here.relative_to(root).parts) >= MAX_DEPTH:

@@ -63,7 +63,7 @@ class RunRow:
     name: str = ""  # given by a person; empty: none
     left: float | None = None  # seconds until a running training ends
     is_job: bool = True  # started by the page; else found in a folder
-    kind: FolderKind = FolderKind()  # of a training's result
+    kind: FolderKind = field(default_factory=FolderKind)  # of a training's result
 
     @property
     def can_resume(self) -> bool:

@@ -97,6 +97,14 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "chat.loading": ("Loading ...", "加载中……"),
     "chat.ready": ("Ready.", "已就绪。"),
     "chat.not_loaded": ("Load a model first.", "请先加载模型。"),
+    "chat.released.idle": (
+        "The model was unloaded: no message for a while. Load it again to continue.",
+        "模型已卸载：一段时间没有消息。重新加载即可继续。",
+    ),
+    "chat.released.closed": (
+        "The model was unloaded when its tab was closed. Load it again to continue.",
+        "标签页关闭后模型已卸载。重新加载即可继续。",
+    ),
     "chat.message": ("Message", "消息"),
     "chat.pictures": ("Add pictures", "添加图片或视频"),
     # export

@@ -11,6 +11,7 @@ pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniek
 import gradio as gr
 
 from erniekit.errors import ConfigError
+from erniekit.webui.chat_leases import ChatLeases
 from erniekit.webui.forms import FormProblem, form
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.pages.chat import _growing, _plain, _turn
@@ -25,7 +26,7 @@ from erniekit.webui.runs import Runs
 def context(tmp_path: Path) -> PageContext:
     roots = Roots([tmp_path])
     jobs = Jobs(tmp_path / "webui", roots)
-    return PageContext(jobs, Runs(jobs), jobs.roots, Labels("en"))
+    return PageContext(jobs, Runs(jobs), jobs.roots, Labels("en"), ChatLeases(jobs))
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class Frame:
 
         runs.again.click(again, [context.lang, runs.watch.job], [tabs, *train.form_outputs], **told)
         runs.table.submit(talk, context.lang, [tabs, *chat.fields.components], **told).success(
-            chat.load_model, [context.lang, context.who, chat.job, *chat.fields.components], chat.state, **told
+            chat.load_model, chat.load_inputs, chat.state, **told
         )
         runs.table.apply(merge, context.lang, [tabs, export.kinds, *export.merge.fields.components], **told)
 

@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
+from erniekit.webui.chat_leases import ChatLeases
 from erniekit.webui.forms import FormProblem
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.path_suggestions import suggest_paths
@@ -58,6 +59,7 @@ class PageContext:
     runs: Runs
     roots: Roots
     labels: Labels
+    leases: ChatLeases
     lang: Any = None  # the switch: an input of every handler that speaks
     who: Any = None  # which browser asks; its own runs are shown to it again
 

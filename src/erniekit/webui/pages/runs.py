@@ -1,4 +1,4 @@
-"""The Runs tab: runs of this page and those found in its folders; one opened, several compared. Put together by app.py."""
+"""The Runs tab: runs of this page and of its folders; one opened, several compared. Put together by app.py."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class RunsPage:
         resuming.then(self.rows, seen, self.shown, **told)
         comparing = [self.compared, self.detail, *self.watch.started]
         self.compare.click(self._compared, [context.lang, self.chosen], comparing, **told)
-        gr.on(
-            [self.rename.click, self.name.submit], self._rename, [self.watch.job, self.name], self.name, **told
-        ).then(self.rows, seen, self.shown, **told)
+        gr.on([self.rename.click, self.name.submit], self._rename, [self.watch.job, self.name], self.name, **told).then(
+            self.rows, seen, self.shown, **told
+        )
         self.delete.click(
             self._delete,
             [context.lang, self.watch.job],
