@@ -17,6 +17,7 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "tab.export": ("Export", "导出"),
     # forms and recipes
     "form.good": ("Ready to start.", "可以开始。"),
+    "form.original": ("Original text", "英文原文"),
     "form.together": ("together", "组合"),
     "recipe.command": ("Command", "命令"),
     "recipe.yaml": ("Recipe (YAML)", "配置（YAML）"),
@@ -70,6 +71,9 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "data.next": ("Next", "下一页"),
     "data.none": ("No rows.", "没有样本。"),
     # watching a job
+    "watch.samples": ("Samples", "生成样例"),
+    "watch.prompt": ("Prompt", "提示"),
+    "watch.expected": ("Expected", "参考回答"),
     "watch.stop": ("Stop", "停止"),
     "watch.resume": ("Resume", "继续"),
     "watch.log": ("Log", "日志"),
@@ -157,7 +161,7 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "runs.column.speed": ("Tokens/s", "词元/秒"),
     "runs.column.time": ("Time", "用时"),
     "runs.column.left": ("Time left", "剩余"),
-    "chat.speaker": ("Who answers", "由谁回答"),
+    "chat.speaker": ("Model", "模型"),
     "chat.speaker.info": ("Adapters and their base, side by side.", "LoRA 与其基座模型可分别提问。"),
     "chat.sampling": ("Answers", "回答设置"),
     "chat.empty": ("Load a model, then ask it something.", "加载模型后即可提问。"),

@@ -1,4 +1,4 @@
-"""Chat models and the tabs that show them: memory is given back when a tab closes, when nobody asks, when the page ends."""
+"""Chat models and the tabs that show them: unloaded when the tab closes, when unused, and when the page stops."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Used by the Train, Runs, Evaluate and Export tabs. A timer asks once a second wh
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -16,11 +17,20 @@ from erniekit.webui.charts import empty, run_charts
 from erniekit.webui.jobs import WebJob
 from erniekit.webui.pages.page_context import PageContext, notice
 from erniekit.webui.runs import RunRow
+from erniekit.webui.samples import last_samples, samples_html
 from erniekit.webui.translations import translate
 
 EVERY_S = 1.0
 LOG_LINES = 300
 CURVES = ("loss", "learning_rate", "tokens_per_second")
+SAMPLE_WORDS = {
+    "title": "watch.samples",
+    "step": "tile.step",
+    "prompt": "watch.prompt",
+    "answer": "chat.answer",
+    "expected": "watch.expected",
+    "thinking": "chat.thinking",
+}
 RESULTS = ("eval_loss", "eval_ppl", "train_loss", "eval_runtime")
 
 
@@ -40,10 +50,12 @@ class JobMonitor:
             )
             self.resume = labels.make(gr.Button, {"value": "watch.resume"}, size="sm", elem_id=f"{name}-resume")
         self.curves = gr.HTML("", visible=charts, elem_id=f"{name}-curves")
+        self.samples = gr.HTML("", visible=charts, elem_id=f"{name}-samples")
         self.log = gr.HTML("", visible=False, elem_id=f"{name}-log")
         # What every handler here answers with, in this order.
         self.started = [
-            self.job, self.seen, self.timer, self.status, self.buttons, self.stop, self.resume, self.curves, self.log,
+            self.job, self.seen, self.timer, self.status, self.buttons, self.stop, self.resume, self.curves,
+            self.samples, self.log,
         ]  # fmt: skip
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         inputs = [context.lang, self.job, self.seen]
@@ -60,8 +72,9 @@ class JobMonitor:
         return self.tick(lang, job.id, ())
 
     def tick(self, lang: str, id: str, seen: tuple[Any, ...]) -> list[Any]:
-        if not id:
-            return [gr.skip()] * len(self.started)
+        if not id:  # another language was chosen
+            skipped = [gr.skip()] * len(self.started)
+            return [*skipped[:3], empty(translate("watch.none", lang)), *skipped[4:]]
         try:
             job = self.context.runs.get(id)
             row = self.context.runs.row(id)
@@ -71,7 +84,7 @@ class JobMonitor:
         now = (lang, job.state, job.starts, job.asked_to_stop, len(log), log[-80:], row.step, row.eval_loss)
         if now == tuple(seen) and not job.is_running:
             return [gr.skip()] * len(self.started)
-        curves = gr.skip() if now == tuple(seen) or not self.has_charts else self._curves(job, lang)
+        drawn = now == tuple(seen) or not self.has_charts
         running = job.is_running
         return [
             id,
@@ -84,20 +97,26 @@ class JobMonitor:
                 visible=running and bool(job.folder),
             ),
             gr.update(visible=row.can_resume),
-            curves,
+            gr.skip() if drawn else self._curves(job, lang),
+            gr.skip() if drawn else self._samples(job, lang),
             gr.skip() if now == tuple(seen) else gr.update(value=log_html(log, lang), visible=bool(log)),
         ]
 
     def nothing(self, lang: str) -> list[Any]:
         return [
             "", (), gr.Timer(active=False), empty(translate("watch.none", lang)), gr.update(visible=False),
-            gr.skip(), gr.skip(), "", gr.update(value="", visible=False),
+            gr.skip(), gr.skip(), "", "", gr.update(value="", visible=False),
         ]  # fmt: skip
 
     def _curves(self, job: WebJob, lang: str) -> str:
         titles = {name: translate(f"watch.{name}", lang) for name in CURVES}
         words = (translate("chart.mean", lang), translate("chart.each", lang))
-        return run_charts(self.context.runs.series(job.id), titles, translate("watch.waiting", lang), words)
+        waiting, step = translate("watch.waiting", lang), translate("tile.step", lang)
+        return run_charts(self.context.runs.series(job.id), titles, waiting, words, step)
+
+    def _samples(self, job: WebJob, lang: str) -> str:
+        words = {name: translate(key, lang) for name, key in SAMPLE_WORDS.items()}
+        return samples_html(last_samples(Path(job.output_dir)), words) if job.output_dir else ""
 
     def _again(self, lang: str, who: str) -> list[Any]:
         """The newest job this browser started; a run goes on without a page."""

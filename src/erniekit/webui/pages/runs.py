@@ -60,9 +60,13 @@ class RunsPage:
         resuming.then(self.rows, seen, self.shown, **told)
         comparing = [self.compared, self.detail, *self.watch.started]
         self.compare.click(self._compared, [context.lang, self.chosen], comparing, **told)
-        gr.on([self.rename.click, self.name.submit], self._rename, [self.watch.job, self.name], self.name, **told).then(
-            self.rows, seen, self.shown, **told
-        )
+        gr.on(
+            [self.rename.click, self.name.submit],
+            self._rename,
+            [context.lang, self.watch.job, self.name],
+            self.name,
+            **told,
+        ).then(self.rows, seen, self.shown, **told)
         self.delete.click(
             self._delete,
             [context.lang, self.watch.job],
@@ -99,13 +103,13 @@ class RunsPage:
         id = str(event.run)
         return [[one for one in chosen if one != id] if id in chosen else [*chosen, id], ""]
 
-    def _rename(self, id: str, name: str) -> Any:
+    def _rename(self, lang: str, id: str, name: str) -> Any:
         if not id:
             return gr.skip()
         try:
             return self.context.runs.rename(id, name or "")
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
     def _resume(self, lang: str, who: str, event: gr.EventData) -> list[Any]:
         try:
@@ -129,7 +133,7 @@ class RunsPage:
         except ErnieKitError as error:
             raise notice(error, lang) from None
         titles = {name: translate(f"watch.{name}", lang) for name in (*CURVES, "eval_loss")}
-        charts = compare_charts(series, titles, translate("watch.waiting", lang))
+        charts = compare_charts(series, titles, translate("watch.waiting", lang), translate("tile.step", lang))
         return charts + differences_html(names, differences, lang)
 
     def _delete(self, lang: str, id: str) -> list[Any]:

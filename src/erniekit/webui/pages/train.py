@@ -11,7 +11,6 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
-from erniekit.webui.charts import empty
 from erniekit.webui.forms import STAGES, FieldSpec, Form, form, from_yaml, page_of, to_yaml
 from erniekit.webui.pages.data_preview import DataPreview
 from erniekit.webui.pages.fields import FormFields, recipe
@@ -19,7 +18,7 @@ from erniekit.webui.pages.job_monitor import JobMonitor
 from erniekit.webui.pages.page_context import PageContext, as_problem, notice, problems_html
 from erniekit.webui.pages.recipe_source import RecipeSource
 from erniekit.webui.preview import doctor
-from erniekit.webui.translations import help_of, label_of, translate
+from erniekit.webui.translations import help_of, label_of
 
 # Rows of the first card; what is basic and not here goes to the drawer of its section.
 FIRST: tuple[tuple[str, ...], ...] = (
@@ -156,7 +155,7 @@ class TrainPage:
             with labels.make(gr.Tab, {"label": "train.pane.data"}, id="data"):
                 self.data = DataPreview(self.context)
             with labels.make(gr.Tab, {"label": "train.pane.doctor"}, id="doctor"):
-                self.report = gr.HTML(empty(translate("doctor.none", labels.lang)), elem_id="train-report")
+                self.report = labels.empty("doctor.none", elem_id="train-report")
             with labels.make(gr.Tab, {"label": "train.pane.live"}, id="live"):
                 self.live = JobMonitor(self.context, "train", "train")
 
