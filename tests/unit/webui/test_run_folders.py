@@ -11,6 +11,7 @@ import pytest
 
 from erniekit.errors import ConfigError
 from erniekit.files import OwnedFiles
+from erniekit.files.output import RUN
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.run_folders import MAX_DEPTH, RunFolders, kind_of, run_id
 from erniekit.webui.run_names import FILE, MAX_NAME, RunNames
@@ -21,6 +22,7 @@ from unit.webui.conftest import RECIPE, Stand, until
 def write_run(folder: Path, status: str = "finished", steps: int = 3, **keys: object) -> Path:
     """A run folder as training leaves it."""
     folder.mkdir(parents=True)
+    OwnedFiles(folder).open(RUN).claim("run.json", "metrics.jsonl")
     config = [{"key": key, "value": value, "origin": "recipe.yaml"} for key, value in keys.items()]
     config.append({"key": "lora_rank", "value": 8, "origin": "default"})
     story = {"status": status, "started": "2026-11-17T09:00:00+00:00", "total_steps": 10, "config": config}
@@ -108,7 +110,6 @@ def test_a_found_run_is_resumed_as_a_job_with_its_recipe_in_its_folder(runs: Run
         train_dataset_path=["data.jsonl"],
         overwrite_output_dir=True,
     )
-    OwnedFiles(run).open("run").claim("run.json", "metrics.jsonl")
     job = runs.resume(run_id(run), "anna")
     assert (job.word, job.who, job.output_dir) == ("train", "anna", str(run))
     assert "overwrite_output_dir" not in job.recipe.read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from erniekit.errors import DataError
 from erniekit.webui import uploads
-from erniekit.webui.forms import STAGES, from_yaml, page_of
+from erniekit.webui.forms import STAGES, from_file, page_of
 from erniekit.webui.recipe_files import recipe_files
 from erniekit.webui.uploads import DATA, RECIPES, keep
 
@@ -81,7 +81,7 @@ def test_the_picker_offers_uploads_first_and_every_shipped_recipe_of_training(se
 def test_shipped_recipes_fill_the_form(tmp_path: Path) -> None:
     found = recipe_files(ROOT, tmp_path)
     for name in list(found)[::8]:
-        values = from_yaml(found[name].read_text(encoding="utf-8"), name)
+        values = from_file(found[name])
         assert page_of("train", values) in STAGES.values(), name
 
 

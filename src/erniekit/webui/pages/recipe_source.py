@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
-from erniekit.webui.forms import from_yaml
+from erniekit.webui.forms import from_file, from_yaml
 from erniekit.webui.pages.page_context import PageContext, folders, notice
 from erniekit.webui.recipe_files import read_recipe, recipe_files
 from erniekit.webui.translations import translate
@@ -93,6 +93,7 @@ class RecipeSource:
 
     def _filled(self, lang: str, filled: Filled, path: Any) -> list[Any]:
         try:
-            return filled(from_yaml(read_recipe(path), path.name))
+            shipped = not path.is_relative_to(self.context.jobs.root)
+            return filled(from_file(path) if shipped else from_yaml(read_recipe(path), path.name))
         except ErnieKitError as error:
             raise notice(error, lang) from None
