@@ -176,8 +176,8 @@ def test_no_component_of_the_page_takes_a_file_that_was_not_uploaded(
     page: Served, secret: Path, listener: Listener, door: str
 ) -> None:
     made_for_it = file_inputs(page)
-    kinds = sorted(kind for _, _, kind in made_for_it)  # recipes; pictures of the Chat tab, sent in two ways
-    assert kinds == ["File"] * 2 + ["UploadButton"] * 4, "another component that takes files"
+    kinds = sorted(kind for _, _, kind in made_for_it)  # recipes, data; pictures of the Chat tab, in three events
+    assert kinds == ["UploadButton"] * 8, "another component that takes files"
     where: Door = getattr(page, door)
     layer = "the page" if door == "guarded" else "gradio's own check"
     with fault(
@@ -299,6 +299,7 @@ def test_a_body_that_is_no_json_or_nests_without_end_is_refused(page: Served) ->
 
 def test_a_body_that_does_not_come_is_given_up(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_S", 0.3)
+    monkeypatch.setattr(limits, "UPLOAD_S", 0.3)
     with fault("W4", "bodies that stop half way") as row:
         for path in limits.POSTS:
             began = time.monotonic()

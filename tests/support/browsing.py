@@ -23,6 +23,21 @@ PATIENCE_S = 90  # a browser beside other work on two cores
 CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), "")
 
 
+WORDS = """() => {
+  const out = [], others = 'pre, code, .cm-editor, .ek-tokens, .ek-text, .message, script, style';
+  const seen = e => e.checkVisibility() && e.getBoundingClientRect().width > 1;
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const text = walk.currentNode.textContent.trim(), around = walk.currentNode.parentElement;
+    if (text && !around.closest(others) && seen(around)) out.push(text);
+  }
+  document.querySelectorAll('[placeholder], [title]').forEach(e => {
+    if (seen(e)) out.push(e.getAttribute('placeholder') || '', e.getAttribute('title') || '');
+  });
+  return out.filter(text => text);
+}"""
+
+
 def why_not() -> str:
     """Why no browser can be driven here, and the command that would change it; empty when one can."""
     if find_spec("gradio") is None or find_spec("playwright") is None:
@@ -133,6 +148,34 @@ class Hands:
 
     def choose(self, field: str, label: str) -> None:
         self.page.locator(f"#{field} label", has_text=label).first.click()
+
+    def upload(self, button: str, path: Path) -> None:
+        with self.page.expect_file_chooser() as chooser:
+            self.press(button)
+        chooser.value.set_files(str(path))
+
+    def act(self, run: str, what: str) -> None:
+        """A button beside a run in the list; `run` is its name, `what` is written on the button."""
+        row = self.page.locator("#runs-table tr", has=self.page.locator(".ek-open", has_text=run)).first
+        row.get_by_role("button", name=what, exact=True).click()
+
+    def tick(self, run: str) -> None:
+        row = self.page.locator("#runs-table tr", has=self.page.locator(".ek-open", has_text=run)).first
+        row.locator(".ek-check").click()
+        self.see(f"#runs-table tr:has-text('{run}') .ek-check[aria-checked=true]")
+
+    def open(self, run: str) -> None:
+        self.page.locator("#runs-table .ek-open", has_text=run).first.click()
+        self.see("#runs-status [data-state]")
+
+    def log_gap(self, watch: str = "train") -> int:
+        """Pixels between what is seen of a log and its end."""
+        script = "log => Math.round(log.scrollHeight - log.clientHeight - log.scrollTop)"
+        return int(self.page.locator(f"#{watch}-log .ek-log").evaluate(script))
+
+    def words(self) -> list[str]:
+        """Every text that is seen now, without what a program or a person wrote: logs, code, data, conversations."""
+        return list(self.page.evaluate(WORDS))
 
     def text(self, selector: str) -> str:
         return self.page.locator(selector).first.inner_text()

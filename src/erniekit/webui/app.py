@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
@@ -22,16 +22,24 @@ from erniekit.extras import install_command
 from erniekit.log import paint, say
 from erniekit.net.listen import bind
 from erniekit.track.charts import HOVER
+from erniekit.webui.chat_leases import ChatLeases
 from erniekit.webui.guard import Guard, new_token
 from erniekit.webui.jobs import TOKEN_VARIABLE, Jobs
 from erniekit.webui.limits import MAX_FILE
 from erniekit.webui.paths import Roots
+from erniekit.webui.run_folders import RunFolders
 from erniekit.webui.runs import Runs
+from erniekit.webui.uploads import HOME
+
+if TYPE_CHECKING:
+    from erniekit.webui.pages.page_context import PageContext
 
 STATIC = Path(__file__).parent / "static"
-HOME = "erniekit-webui"  # of the jobs, in the first root
 MAX_EVENTS = 200  # of all browsers that wait for their turn
-USAGE = "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [lang=en|zh|auto] [--no-token]"
+USAGE = (
+    "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [--runs DIR,DIR] [idle=MINUTES] [lang=en|zh|auto] "
+    "[--no-token]"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class PageSettings:
     lang: str = "auto"  # the browser's
     names: tuple[str, ...] = ()  # further names the machine is reached by
     no_token: bool = False  # on a loopback address: any account of this machine may use the page
+    runs: tuple[str, ...] = ()  # further folders with runs: roots too
+    idle: float = 30.0  # minutes without a message until a chat model is unloaded; 0 keeps it while its tab is open
 
 
 def webui_command(args: list[str]) -> int:
@@ -75,8 +85,12 @@ def settings_from(args: list[str]) -> PageSettings:
             found = replace(found, port=_port(value, "port"))
         elif name == "root":
             found = replace(found, roots=(*found.roots, *(folder for folder in value.split(",") if folder)))
+        elif name == "runs":
+            found = replace(found, runs=(*found.runs, *(folder for folder in value.split(",") if folder)))
         elif name == "name":
             found = replace(found, names=(*found.names, *value.split(",")))
+        elif name == "idle":
+            found = replace(found, idle=_minutes(value))
         elif name == "lang" and value in ("en", "zh", "auto"):
             found = replace(found, lang=value)
         else:
@@ -96,6 +110,16 @@ def _port(text: str, where: str) -> int:
     return int(text)
 
 
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e6:
+        raise ConfigError(f"idle is {text!r}", where="idle", fix="minutes, e.g. idle=30; 0 keeps models loaded")
+    return value
+
+
 def address(settings: PageSettings, token: str | None) -> str:
     host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "[::]") else settings.host
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -113,7 +137,9 @@ def make_app(settings: PageSettings, token: str | None = None) -> Guard:
     import gradio as gr
     from fastapi import FastAPI
 
-    page = build(settings)
+    context = make_context(settings)
+    page = build(settings, context)
+    context.leases.start()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     gr.mount_gradio_app(
         app,
@@ -132,7 +158,9 @@ def make_app(settings: PageSettings, token: str | None = None) -> Guard:
         max_file_size=MAX_FILE,
     )
     check_paths(page)
-    return Guard(app, settings.host, settings.port, token, files=[uploads], names=settings.names)
+    guard = Guard(app, settings.host, settings.port, token, files=[uploads], names=settings.names)
+    guard.on_close = context.leases.close
+    return guard
 
 
 def check_paths(page: Any) -> None:
@@ -143,7 +171,20 @@ def check_paths(page: Any) -> None:
     page.has_launched = True
 
 
-def build(settings: PageSettings) -> Any:
+def make_context(settings: PageSettings) -> PageContext:
+    """What the tabs share: jobs, runs, roots, words, and the chat models that are loaded."""
+    from erniekit.webui.pages.page_context import Labels, PageContext
+
+    roots = Roots(settings.roots)
+    for folder in settings.runs:
+        roots = roots.with_folder(folder)
+    jobs = Jobs(roots.folders[0] / HOME, roots)
+    labels = Labels("en" if settings.lang == "auto" else settings.lang)
+    leases = ChatLeases(jobs, settings.idle * 60)
+    return PageContext(jobs, Runs(jobs, RunFolders(roots.folders)), jobs.roots, labels, leases)
+
+
+def build(settings: PageSettings, context: PageContext | None = None) -> Any:
     """The page itself, as gradio's Blocks."""
     import gradio as gr
 
@@ -152,14 +193,11 @@ def build(settings: PageSettings) -> Any:
     from erniekit.webui.pages.evaluate import EvaluatePage
     from erniekit.webui.pages.export import ExportPage
     from erniekit.webui.pages.frame import Frame
-    from erniekit.webui.pages.page_context import Labels, PageContext
     from erniekit.webui.pages.runs import RunsPage
     from erniekit.webui.pages.train import TrainPage
 
-    roots = Roots(settings.roots)
-    jobs = Jobs(roots.folders[0] / HOME, roots)
-    labels = Labels("en" if settings.lang == "auto" else settings.lang)
-    context = PageContext(jobs, Runs(jobs), jobs.roots, labels)
+    context = context or make_context(settings)
+    labels = context.labels
     with gr.Blocks(title="erniekit", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         frame = Frame(context, __version__)
         kinds = {"train": TrainPage, "runs": RunsPage, "evaluate": EvaluatePage, "chat": ChatPage, "export": ExportPage}
@@ -170,7 +208,7 @@ def build(settings: PageSettings) -> Any:
                 with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as named[name]:
                     parts[name] = kind(context)
         frame.wire(page, settings.lang)
-        frame.tabs(tabs, named, parts["runs"], parts["train"])
+        frame.tabs(tabs, named, parts)
         for name in ("train", "evaluate", "chat", "export"):
             parts[name].on_open(page)
             for handler, outputs in parts[name].files():
@@ -244,7 +282,11 @@ def serve(app: Guard, listening: socket.socket, url: str) -> None:
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             say(f"{paint('ready', 'green', 'bold')}: {url}")
-            say("Ctrl-C ends the page; runs it has started go on, and are found again.")
+            say("Ctrl-C ends the page and unloads its chat models; training runs continue and are found again.")
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            await super().shutdown(sockets)
+            app.on_close()
 
     config, listening = limited(app, listening, timeout_graceful_shutdown=2)
     PageServer(config).run(sockets=[listening])

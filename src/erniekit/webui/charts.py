@@ -24,8 +24,9 @@ def _curve(metrics: Mapping[str, MetricSeries], name: str) -> Curve:
 
 
 def run_charts(
-    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, words: tuple[str, str]
-) -> str:
+    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, words: tuple[str, str],
+    step: str = "step",
+) -> str:  # fmt: skip
     """One chart for each of `titles` the run has logged: loss (with the evaluation's), learning rate, speed.
 
     `words`: what the mean and the single steps of a loss are called.
@@ -35,7 +36,7 @@ def run_charts(
         series = _of_metric(metrics, name, words)
         if series:
             figures.append(line_chart(title, series, from_zero=name.endswith("per_second")))
-    return grid(figures) if figures else empty(waiting)
+    return grid(figures, step) if figures else empty(waiting)
 
 
 def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str, str]) -> list[Series]:
@@ -51,7 +52,9 @@ def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str,
     return series
 
 
-def compare_charts(runs: Mapping[str, Mapping[str, MetricSeries]], titles: Mapping[str, str], nothing: str) -> str:
+def compare_charts(
+    runs: Mapping[str, Mapping[str, MetricSeries]], titles: Mapping[str, str], nothing: str, step: str = "step"
+) -> str:
     """The same metric of several runs in one chart each; a run keeps its colour in all of them."""
     figures = []
     for name, title in titles.items():
@@ -63,11 +66,13 @@ def compare_charts(runs: Mapping[str, Mapping[str, MetricSeries]], titles: Mappi
                 series.append(Series(run, drawn, slot=at % COLOURS + 1))
         if series:
             figures.append(line_chart(title, series, from_zero=name.endswith("per_second")))
-    return grid(figures) if figures else empty(nothing)
+    return grid(figures, step) if figures else empty(nothing)
 
 
-def grid(figures: Sequence[str]) -> str:
-    return f'<div class="ek-charts">{"".join(figures)}</div>'
+def grid(figures: Sequence[str], step: str = "step") -> str:
+    """`step`: the word below the axis; track's charts have the English one."""
+    drawn = "".join(figures).replace(">step</text>", f">{escape(step)}</text>")
+    return f'<div class="ek-charts">{drawn}</div>'
 
 
 def empty(text: str) -> str:

@@ -8,26 +8,31 @@ from __future__ import annotations
 import base64
 import mimetypes
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from erniekit.errors import DataError
+from erniekit.webui.uploads import received
 
+# A fenced block (up to the end where it is still being written), or a span between as many backticks.
+_CODE = re.compile(r"(^ {0,3}```.*?(?:^ {0,3}```|\Z)|(?<!`)`[^`\n]+`(?!`))", re.DOTALL | re.MULTILINE)
 MOST = 16  # of one message
+MAX_BYTES = 8 * 2**20  # of one file: it goes to the server inside the message
 History = list[dict[str, Any]]
 
 
 def part(file: str) -> dict[str, Any]:
     """OpenAI's part of an uploaded picture or video."""
-    real, where = Path(os.path.realpath(file)), Path(file).name
-    if Path(os.path.realpath(os.environ.get("GRADIO_TEMP_DIR", os.devnull))) not in real.parents:
-        raise DataError("this file was not uploaded", where=where, fix="choose it again")
+    real, where = received(file), Path(file).name
     kind = mimetypes.guess_type(real.name)[0] or ""
     word = kind.partition("/")[0]
     if word not in ("image", "video"):
         raise DataError("neither a picture nor a video by its name", where=where, fix="choose another file")
     try:
+        if real.stat().st_size > MAX_BYTES:
+            raise DataError("the file is too large for a message", where=where, fix=f"at most {MAX_BYTES:,} bytes")
         content = real.read_bytes()
     except OSError:
         raise DataError(
@@ -60,5 +65,12 @@ def window(history: History) -> History:
         files = [file for file in turn.get("files", ()) if os.path.isfile(file)]
         out += [{"role": turn["role"], "content": {"path": file}} for file in files]
         if turn["content"] or not files:
-            out.append({name: value for name, value in turn.items() if name != "files"})
+            shown = {name: value for name, value in turn.items() if name != "files"}
+            out.append({**shown, "content": safe_markdown(str(turn["content"]))})
     return out
+
+
+def safe_markdown(text: str) -> str:
+    """Markdown without HTML: a tag is shown as it was written. Code is left alone, as markdown escapes it itself."""
+    parts = _CODE.split(text)  # text and code by turns
+    return "".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts))

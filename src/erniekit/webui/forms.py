@@ -175,15 +175,20 @@ def to_yaml(values: Values, page: str) -> str:
 
 def from_yaml(text: str, name: str = "recipe.yaml") -> dict[str, Any]:
     """What a recipe gives, by declared key and in the form's types; a ConfigError names the line as the CLI would."""
-    from erniekit.config.sources import collect
-
     with tempfile.TemporaryDirectory(prefix="erniekit-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_bytes(text.encode("utf-8", errors="surrogatepass"))
         try:
-            found = collect([str(file)], "train", alone=True)
+            return from_file(file, alone=True)
         except ErnieKitError as error:
             raise _renamed(error, str(file), name) from None
+
+
+def from_file(file: Path, alone: bool = False) -> dict[str, Any]:
+    """The same of a file; unless `alone`, one that extends others is read with them, as shipped recipes do."""
+    from erniekit.config.sources import collect
+
+    found = collect([str(file)], "train", alone=alone)
     out = {key: list(g.value) if isinstance(g.value, tuple) else g.value for key, g in found.given.items()}
     if found.sectioned or out.get("input_dir") or out.get("data_filelist"):
         out.setdefault("stage", "PT")

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -51,6 +51,7 @@ class Guard:
         self.token = token
         self.files = [Path(os.path.realpath(f)) for f in files]
         self.app = RequestLimits(app, self.files)
+        self.on_close: Callable[[], None] = lambda: None  # called when the server has stopped
         self.hosts = Hosts.of(host, names)
         self.cookie = f"erniekit-{port}"  # two pages on one machine share its cookies
 

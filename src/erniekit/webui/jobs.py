@@ -29,11 +29,11 @@ from erniekit.files.walk import foreign_files
 from erniekit.net.address import ADDRESS_VARIABLE, KEY_VARIABLE
 from erniekit.webui import forms, process
 from erniekit.webui.paths import KEY_FILE, Roots
+from erniekit.webui.recipe_files import MAX_RECIPE
 
 State = Literal["running", "ended", "failed", "stopped", "lost"]
 TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
-MAX_RECIPE = 100_000  # characters
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
 ADDRESS_FILE = "server.address"  # where it answers, written by itself
 JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE, ADDRESS_FILE)
@@ -76,6 +76,7 @@ class WebJob:
     ended: float | None = None
     starts: int = 1
     folder: str = ""
+    page: str = ""  # pid and identity of the page's process
 
     @property
     def recipe(self) -> Path:
@@ -138,7 +139,8 @@ class Jobs:
             OwnedFiles(folder).open("job").claim(*JOB_FILES)
             argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
             now = time.time()
-            job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder))
+            page = f"{os.getpid()} {process.identity(os.getpid())}"
+            job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder), page=page)
             self._write_recipe(job, values)
             if word == "server":
                 write_secret(folder / KEY_FILE, secrets.token_urlsafe(24))

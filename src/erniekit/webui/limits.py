@@ -20,14 +20,15 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MAX_FILE = 8 * 2**20  # bytes of an upload: recipes, and pictures and videos for the Chat tab
+MAX_FILE = 64 * 2**20  # bytes of an upload: data files, recipes, and pictures and videos for the Chat tab
 MAX_UPLOAD = MAX_FILE + 2**16  # with the form around it
 MAX_BODY = 2 * 2**20  # bytes of any other request: all fields of a form, or a conversation
 BODY_S = 30.0  # until a body must be here
+UPLOAD_S = 120.0  # until an upload must be
 MAX_REQUESTS = 200  # at once, streams included: an open page has two
 MAX_BODIES = 32  # at once: they are in memory
 MAX_UPLOADS = 4  # at once
-KEPT_BYTES, KEPT_FILES = 64 * 2**20, 200  # of uploads; the oldest go first
+KEPT_BYTES, KEPT_FILES = 256 * 2**20, 200  # of uploads as they come in; the oldest go first
 UPLOAD = "/gradio_api/upload"
 POSTS = (UPLOAD, "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")  # all that the page sends
 CLOSED = (
@@ -75,7 +76,8 @@ class RequestLimits:
             raise Refused(503, "too many requests at once: try again in a moment")
         self.bodies, self.sent = self.bodies + 1, self.sent + is_upload
         try:
-            body = await read_body(scope, receive, MAX_UPLOAD if is_upload else MAX_BODY)
+            limit, seconds = (MAX_UPLOAD, UPLOAD_S) if is_upload else (MAX_BODY, BODY_S)
+            body = await read_body(scope, receive, limit, seconds)
             if is_upload:
                 for folder in self.uploads:
                     trim(folder)
@@ -86,18 +88,19 @@ class RequestLimits:
             self.bodies, self.sent = self.bodies - 1, self.sent - is_upload
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float | None = None) -> bytes:
     """All of it, however it is sent; refused as soon as it is known to be too long, or late."""
     too_long = Refused(413, f"at most {limit:,} bytes")
     told = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"0")
     if not told.isdigit() or int(told[:20]) > limit:
         raise too_long
-    parts, size, end = [], 0, time.monotonic() + BODY_S
+    seconds = BODY_S if seconds is None else seconds
+    parts, size, end = [], 0, time.monotonic() + seconds
     while True:
         try:
             message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
         except asyncio.TimeoutError:
-            raise Refused(408, f"the request was not here within {BODY_S:.0f} s") from None
+            raise Refused(408, f"the request was not here within {seconds:.0f} s") from None
         if message["type"] == "http.disconnect":
             raise Refused(400, "the request broke off")
         part = message.get("body", b"")

@@ -1,4 +1,4 @@
-"""What a run has written so far: curves out of metrics.jsonl as it grows, the runs list, and runs side by side.
+"""The runs of a page: the list, each run's curves out of metrics.jsonl as it grows, and runs side by side.
 
 Called by the pages every few seconds; a file is read from where the last reading ended.
 """
@@ -10,16 +10,19 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from erniekit.errors import ErnieKitError
 from erniekit.webui import forms
-from erniekit.webui.jobs import Jobs, WebJob
+from erniekit.webui.jobs import JobError, Jobs, WebJob
+from erniekit.webui.run_folders import METRICS, FolderKind, RunFolders, kind_of
+from erniekit.webui.run_names import RunNames
 
-METRICS, STORY = "metrics.jsonl", "run.json"
+RECENT = 20  # logged steps whose mean rate gives the time left
+RESUMABLE = ("stopped", "failed", "lost")
 MAX_POINTS = 1000  # of a series handed to a page: more than its pixels
 _CHUNK = 8 * 2**20  # bytes read at once
 
@@ -57,6 +60,14 @@ class RunRow:
     tokens_per_second: float | None
     seconds: float  # from the start to the end, or to now
     output_dir: str
+    name: str = ""  # given by a person; empty: none
+    left: float | None = None  # seconds until a running training ends
+    is_job: bool = True  # started by the page; else found in a folder
+    kind: FolderKind = field(default_factory=FolderKind)  # of a training's result
+
+    @property
+    def can_resume(self) -> bool:
+        return self.word == "train" and self.state in RESUMABLE
 
     @property
     def progress(self) -> float:
@@ -118,32 +129,60 @@ class Reader:
 
 
 class Runs:
-    """The metrics of the jobs of one `Jobs`; safe to ask from several threads."""
+    """The runs of a page - its own jobs and run folders found beside them; safe to ask from several threads."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, folders: RunFolders | None = None) -> None:
         self.jobs = jobs
+        self.folders = folders or RunFolders(())
+        self.names = RunNames(jobs.root)
         self._readers: dict[str, Reader] = {}
         self._given: dict[str, tuple[int, dict[str, Any]]] = {}  # recipes by job, as of their time of change
         self._lock = threading.Lock()
 
     def series(self, id: str, limit: int = MAX_POINTS) -> dict[str, MetricSeries]:
         """Every metric of a run so far, at most `limit` points each: loss, learning_rate, tokens_per_second, ..."""
-        return {name: thinned(series, limit) for name, series in self._all(self.jobs.get(id)).items()}
+        return {name: thinned(series, limit) for name, series in self._all(self.get(id)).items()}
+
+    def get(self, id: str) -> WebJob:
+        """A job of the page, or a run that was found in a folder; the latter has no folder of a job."""
+        return self.folders.get(id) or self.jobs.get(id)
 
     def rows(self, who: str | None = None, words: Iterable[str] = ("train",)) -> list[RunRow]:
-        """The runs list, newest first."""
-        wanted = set(words)
-        return [self._row(job) for job in self.jobs.list(who) if job.word in wanted]
+        """The runs list, newest first; runs found in folders are nobody's, so `who` leaves them out."""
+        wanted, jobs = set(words), self.jobs.list(who)
+        if who is None and "train" in wanted:
+            known = {job.output_dir for job in jobs if job.word == "train"}
+            jobs = sorted([*jobs, *self.folders.list(known)], key=lambda job: -job.created)
+        names = self.names.all()
+        return [self._row(job, names) for job in jobs if job.word in wanted]
 
     def row(self, id: str) -> RunRow:
-        return self._row(self.jobs.get(id))
+        return self._row(self.get(id), self.names.all())
+
+    def rename(self, id: str, name: str) -> str:
+        return self.names.rename(_name_key(self.get(id)), name)
+
+    def recipe(self, id: str) -> dict[str, Any]:
+        """The keys a run was given."""
+        return dict(self._values(self.get(id)))
+
+    def resume(self, id: str, who: str = "") -> WebJob:
+        """Continue a run from its newest checkpoint; one found in a folder becomes a job with the same recipe."""
+        job = self.get(id)
+        if job.folder:
+            return self.jobs.resume(id)
+        if job.is_running:
+            raise JobError("this run is still running", where=job.output_dir, fix="stop it first")
+        values = {**self._values(job), "output_dir": job.output_dir}
+        values.pop("overwrite_output_dir", None)  # it would start from the beginning
+        return self.jobs.start("train", forms.to_yaml(values, forms.page_of("train", values)), who)
 
     def results(self, id: str) -> dict[str, Any]:
         """The numbers a finished job of `train` or `eval` left: all_results.json; empty before."""
-        return _json(Path(self.jobs.get(id).output_dir) / "all_results.json")
+        return _json(Path(self.get(id).output_dir) / "all_results.json")
 
     def compare(self, ids: Sequence[str], metric: str = "loss", limit: int = MAX_POINTS) -> Compared:
-        jobs = [self.jobs.get(id) for id in dict.fromkeys(ids)]
+        jobs = [self.get(id) for id in dict.fromkeys(ids)]
         found = {job.id: thinned(self._all(job).get(metric, MetricSeries()), limit) for job in jobs}
         steps = sorted({step for series in found.values() for step in series.steps})
         values: dict[str, list[float | None]] = {}
@@ -161,6 +200,8 @@ class Runs:
             return {name: MetricSeries([*s.steps], [*s.values]) for name, s in reader.read().items()}
 
     def _values(self, job: WebJob) -> dict[str, Any]:
+        if not job.folder:
+            return self.folders.recipe(job.output_dir)
         try:
             changed = job.recipe.stat().st_mtime_ns
             known = self._given.get(job.id)
@@ -170,11 +211,13 @@ class Runs:
         except (OSError, ErnieKitError):
             return {}
 
-    def _row(self, job: WebJob) -> RunRow:
+    def _row(self, job: WebJob, names: dict[str, str]) -> RunRow:
         found, given = self._all(job), self._values(job)
-        story = _json(Path(job.output_dir) / STORY) if job.output_dir else {}
+        story = self.folders.story(Path(job.output_dir)) if job.output_dir else {}
         loss = found.get("loss", MetricSeries())
+        step = loss.steps[-1] if loss.steps else 0
         total = story.get("total_steps", 0)
+        total = total if isinstance(total, int) else 0
 
         def last(name: str) -> float | None:
             return found.get(name, MetricSeries()).last
@@ -185,16 +228,32 @@ class Runs:
             who=job.who,
             state=job.state,
             created=job.created,
-            stage=str(given.get("stage", "")),
+            stage=str(given.get("stage", "")) or (str(forms.default_of("stage")) if job.word == "train" else ""),
             model=Path(str(given.get("model_name_or_path") or "")).name,
-            step=loss.steps[-1] if loss.steps else 0,
-            total_steps=total if isinstance(total, int) else 0,
+            step=step,
+            total_steps=total,
             loss=loss.last,
             eval_loss=last("eval_loss"),
             tokens_per_second=last("tokens_per_second"),
             seconds=max(0.0, (job.ended or time.time()) - job.began),
             output_dir=job.output_dir,
+            name=names.get(_name_key(job), ""),
+            left=time_left(found, step, total) if job.is_running and job.word == "train" else None,
+            is_job=bool(job.folder),
+            kind=kind_of(job.output_dir) if job.word == "train" and job.output_dir else FolderKind(),
         )
+
+
+def _name_key(job: WebJob) -> str:
+    return job.output_dir if job.word == "train" and job.output_dir else job.id
+
+
+def time_left(found: Mapping[str, MetricSeries], step: int, total: int) -> float | None:
+    """Seconds for the steps that remain, at the mean rate of the last ones; None before the first is logged."""
+    rates = [rate for rate in found.get("interval_steps_per_second", MetricSeries()).values[-RECENT:] if rate > 0]
+    if not rates or total <= step:
+        return None
+    return (total - step) * sum(1 / rate for rate in rates) / len(rates)
 
 
 def thinned(series: MetricSeries, limit: int = MAX_POINTS) -> MetricSeries:

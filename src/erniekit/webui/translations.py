@@ -1,11 +1,12 @@
 """Texts of the page in English and Chinese: translate(key, lang) for its own, help_of and label_of for declared keys.
 
-Called by the pages. A key that has no Chinese help keeps its English one; the page's own words have both, always.
+Called by the pages. Every key that a form offers, and every word of the page, has both languages.
 """
 
 from __future__ import annotations
 
 from erniekit.config.flat import KEYS
+from erniekit.webui.translations_advanced import ADVANCED_ZH
 from erniekit.webui.translations_keys import HELP_ZH, LABELS
 from erniekit.webui.translations_page import TRANSLATIONS
 
@@ -22,7 +23,7 @@ def translate(key: str, lang: str = "en", **values: object) -> str:
 def help_of(key: str, lang: str = "en") -> str:
     """What a declared key does."""
     english = KEYS[key].help if key in KEYS else ""
-    return HELP_ZH.get(key, english) if lang == "zh" else english
+    return HELP_ZH.get(key) or ADVANCED_ZH.get(key, english) if lang == "zh" else english
 
 
 def label_of(key: str, lang: str = "en") -> str:

@@ -49,7 +49,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "save_steps": ("Steps between checkpoints", "保存间隔步数"),
     "save_total_limit": ("Checkpoints kept", "保留检查点数"),
     "save_format": ("Weight layout", "权重格式"),
-    "load_best_model_at_end": ("End with the best weights", "结束时取最佳权重"),
+    "load_best_model_at_end": ("Keep the best checkpoint", "保留最佳检查点"),
     "logging_steps": ("Steps between log lines", "日志间隔步数"),
     "report_to": ("Trackers", "记录工具"),
     "tensor_parallel_degree": ("Tensor parallel", "张量并行"),

@@ -11,12 +11,13 @@ pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniek
 import gradio as gr
 
 from erniekit.errors import ConfigError
+from erniekit.webui.chat_leases import ChatLeases
 from erniekit.webui.forms import FormProblem, form
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.pages.chat import _growing, _plain, _turn
 from erniekit.webui.pages.fields import FormFields, recipe, uploaded
 from erniekit.webui.pages.page_context import Labels, PageContext, notice, problems_html
-from erniekit.webui.pages.runs import RunsPage
+from erniekit.webui.pages.runs import RunsPage, distinct
 from erniekit.webui.paths import Roots
 from erniekit.webui.runs import Runs
 
@@ -25,7 +26,7 @@ from erniekit.webui.runs import Runs
 def context(tmp_path: Path) -> PageContext:
     roots = Roots([tmp_path])
     jobs = Jobs(tmp_path / "webui", roots)
-    return PageContext(jobs, Runs(jobs), jobs.roots, Labels("en"))
+    return PageContext(jobs, Runs(jobs), jobs.roots, Labels("en"), ChatLeases(jobs))
 
 
 @pytest.fixture
@@ -95,12 +96,16 @@ def test_an_uploaded_recipe_is_taken_whole_or_not_at_all(tmp_path: Path, monkeyp
         uploaded(str(file))
 
 
-def test_deleting_runs_clears_the_choice_that_named_them(context: PageContext) -> None:
-    gone = "20260101-000000-abcdef"
+def test_the_table_of_runs_is_sent_only_when_it_has_changed(context: PageContext) -> None:
     page = RunsPage.__new__(RunsPage)
     page.context = context
-    _, choice = page.rows("en", [gone])
-    assert choice["value"] == [], "else the next event sends a name that is no choice any more"
+    table, drawn = page.rows("en", ["20260101-000000-abcdef"], "", "")
+    assert table == drawn
+    assert not isinstance(page.rows("en", [], "", drawn)[0], str)
+
+
+def test_runs_of_the_same_name_are_told_apart() -> None:
+    assert distinct({"a": "x", "b": "x", "c": "y", "d": "x"}) == {"a": "x", "b": "x (2)", "c": "y", "d": "x (3)"}
 
 
 def test_what_is_wrong_is_escaped_before_it_is_shown() -> None:

@@ -19,7 +19,9 @@ def test_models_adapters_and_datasets_are_found_by_what_lies_in_their_folders(tm
     touch(base / "config.json", base / "model.safetensors", adapter / "lora_config.json", adapter / "peft.safetensors")
     touch(tmp_path / "data" / "rows.jsonl", tmp_path / "data" / "notes.txt", tmp_path / "top.jsonl")
     offers = suggest_paths(Roots([tmp_path]))
-    assert offers["model_name_or_path"] == ["models/base", "out/style"]
+    assert offers["model_name_or_path"] == ["models/base"], "an adapter is no base"
+    assert offers["lora_path"] == ["out/style"]
+    assert offers["output_dir"] == ["out/style", "models/base"]
     assert offers["train_dataset_path"] == ["top.jsonl", "data/rows.jsonl"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -19,6 +20,7 @@ from erniekit.webui.jobs import WebJob
 from erniekit.webui.pages.fields import FormFields, recipe
 from erniekit.webui.pages.job_monitor import pill
 from erniekit.webui.pages.page_context import PageContext, notice, problems_html
+from erniekit.webui.run_folders import kind_of
 from erniekit.webui.translations import translate
 
 ROWS = (
@@ -29,7 +31,7 @@ ROWS = (
     ("override_base",),
 )
 SAMPLING = (("temperature", "top_p"), ("max_new_tokens", "repetition_penalty"), ("enable_thinking",))
-EVERY_S = 1.0
+EVERY_S, LOADED_S = 1.0, 5.0  # between two looks at the server: while it loads, and after
 DRAWN_S = 0.06  # between two pictures of a growing answer
 LOG_LINES = 12  # of a server that did not start
 History = list[dict[str, Any]]
@@ -102,39 +104,49 @@ class ChatPage:
             max_lines=6,
             elem_id="chat-message",
         )
-        with labels.make(gr.Accordion, {"label": "chat.pictures"}, open=False):
-            self.pictures = gr.File(
+        self.attached = gr.HTML("", elem_id="chat-attached")
+        with gr.Row():
+            self.send = labels.make(
+                gr.Button, {"value": "chat.send"}, variant="primary", elem_id="chat-send", min_width=90
+            )
+            self.pictures = labels.make(
+                gr.UploadButton,
+                {"label": "chat.pictures"},
                 file_count="multiple",
                 file_types=["image", "video"],
-                show_label=False,
-                height=120,
                 elem_id="chat-pictures",
+                min_width=120,
             )
-        with gr.Row():
-            self.send = labels.make(gr.Button, {"value": "chat.send"}, variant="primary", elem_id="chat-send")
-            self.halt = labels.make(gr.Button, {"value": "chat.stop"}, elem_id="chat-stop")
-            self.clear = labels.make(gr.Button, {"value": "chat.clear"}, elem_id="chat-clear")
+            self.halt = labels.make(gr.Button, {"value": "chat.stop"}, elem_id="chat-stop", min_width=90)
+            self.clear = labels.make(gr.Button, {"value": "chat.clear"}, elem_id="chat-clear", min_width=90)
 
     def _wire(self) -> None:
         context = self.context
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         self.state = [self.job, self.timer, self.status, self.unload, self.speaker]
-        self.load.click(self._load, [context.lang, context.who, self.job, *self.fields.components], self.state, **told)
+        self.load_inputs = [context.lang, context.who, self.job, *self.fields.components]
+        self.load.click(self.load_model, self.load_inputs, self.state, **told)
         self.unload.click(self._unload, [context.lang, self.job], self.state, **told)
-        self.timer.tick(self._tick, [context.lang, self.job], self.state, **told)
-        context.lang.change(self._tick, [context.lang, self.job], self.state, **told)
+        seen = [context.lang, self.job, self.speaker]
+        self.timer.tick(self._look, seen, self.state, **told)
+        context.lang.change(self._look, seen, self.state, **told)
+        adapters, model = self.fields.component("lora_path"), self.fields.component("model_name_or_path")
+        adapters.input(self._base_of, [adapters, model], model, show_progress="hidden")
         asked = [self.message, self.pictures, self.said, self.system]
         inputs = [context.lang, self.job, self.speaker, *asked, *self.asked.components]
-        outputs = [self.window, self.said, self.message, self.pictures]
+        outputs = [self.window, self.said, self.message, self.pictures, self.attached]
+        self.pictures.upload(_attached, self.pictures, self.attached, show_progress="hidden")
         asking = [
             trigger(self._say, inputs, outputs, show_progress="hidden", concurrency_limit=16)
             for trigger in (self.send.click, self.message.submit)
         ]
         self.halt.click(None, None, None, cancels=asking)
-        self.clear.click(lambda: ([], [], "", None), None, outputs, cancels=asking, show_progress="hidden")
+        for clear in (self.clear.click, self.window.clear):
+            clear(lambda: ([], [], "", None, ""), None, outputs, cancels=asking, show_progress="hidden")
 
     def on_open(self, page: Any) -> None:
         page.load(self._again, [self.context.lang, self.context.who], self.state, show_progress="hidden")
+        page.unload(self._left)
         for handler, outputs in self.files():
             page.load(handler, None, outputs, show_progress="hidden")
 
@@ -143,35 +155,47 @@ class ChatPage:
 
     # ---- the server
 
-    def _load(self, lang: str, who: str, id: str, *raw: Any) -> list[Any]:
+    def _base_of(self, adapters: list[str], model: str | None) -> Any:
+        """The base that a chosen adapter names, where no model is chosen yet."""
+        base = kind_of(self.context.roots.folders[0] / adapters[0]).base if adapters and not model else ""
+        return self.context.shown(base) if base else gr.skip()
+
+    def load_model(self, lang: str, who: str, id: str, *raw: Any, request: gr.Request) -> list[Any]:
         text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
         try:
             if id:
                 self.context.jobs.stop(id)
-            return self._tick(lang, self.context.jobs.start("server", text, who).id)
+            job = self.context.jobs.start("server", text, who)
+            return self._tick(lang, job.id, _session(request))
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
     def _unload(self, lang: str, id: str) -> list[Any]:
         if id:
             try:
                 self.context.jobs.stop(id)
             except ErnieKitError as error:
-                raise notice(error) from None
+                raise notice(error, lang) from None
         return self._none(lang)
 
-    def _again(self, lang: str, who: str) -> list[Any]:
+    def _again(self, lang: str, who: str, request: gr.Request) -> list[Any]:
         """The server this browser loaded before, if it still runs."""
         mine = [job for job in self.context.jobs.list(who) if job.word == "server" and job.is_running] if who else []
-        return self._tick(lang, mine[0].id) if mine else [gr.skip()] * len(self.state)
+        return self._tick(lang, mine[0].id, _session(request)) if mine else [gr.skip()] * len(self.state)
+
+    def _look(self, lang: str, id: str, speaker: str | None, request: gr.Request) -> list[Any]:
+        return self._tick(lang, id, _session(request), speaker)
+
+    def _left(self, request: gr.Request) -> None:
+        self.context.leases.leave(_session(request))
 
     def _none(self, lang: str) -> list[Any]:
         nothing = empty(translate("chat.not_loaded", lang))
         return ["", gr.Timer(active=False), nothing, gr.update(interactive=False), gr.update(visible=False)]
 
-    def _tick(self, lang: str, id: str) -> list[Any]:
+    def _tick(self, lang: str, id: str, session: str, speaker: str | None = None) -> list[Any]:
         if not id:
             return self._none(lang)
         try:
@@ -180,20 +204,23 @@ class ChatPage:
             names = list_models(url, self.context.jobs.server_key(id)) if url else []
         except ErnieKitError:
             return self._none(lang)
-        waiting = job.is_running and not url
-        speaker = (
-            gr.update(choices=names, value=names[0], visible=len(names) > 1) if names else gr.update(visible=False)
-        )
+        if job.is_running:
+            self.context.leases.hold(id, session)
+        known = gr.update(visible=len(names) > 1) if speaker in names else gr.update(
+            choices=names, value=names[0] if names else None, visible=len(names) > 1
+        )  # fmt: skip
         return [
             id,
-            gr.Timer(active=waiting),
+            gr.Timer(LOADED_S if url else EVERY_S, active=job.is_running),
             self._status(job, url, lang),
             gr.update(interactive=job.is_running),
-            speaker,
+            known,
         ]
 
     def _status(self, job: WebJob, url: str, lang: str) -> str:
         log = self.context.jobs.log_tail(job.id).text.strip().splitlines()
+        if why := self.context.leases.why(job.id):
+            return empty(translate(f"chat.released.{why}", lang))
         if url:
             head, more = pill("ended", translate("chat.ready", lang)), f"<code>{escape(url)}</code>"
         elif job.is_running:
@@ -218,28 +245,30 @@ class ChatPage:
         history: History,
         system: str,
         *raw: Any,
-    ) -> Iterator[tuple[Any, Any, Any, Any]]:
+    ) -> Iterator[tuple[Any, ...]]:
         message = (message or "").strip()
         if not message and not files:
-            yield gr.skip(), gr.skip(), gr.skip(), gr.skip()
+            yield (gr.skip(),) * 5
             return
         url = self.context.jobs.server_url(id) if id else ""
         if not url:
             raise gr.Error(translate("chat.not_loaded", lang), print_exception=False)
         key = self.context.jobs.server_key(id)
+        self.context.leases.use(id)
         told = [*({"role": "system", "content": system.strip()} for _ in [0] if (system or "").strip())]
         try:
             history = [*history, user_turn(message, files or [])]
             told += _plain(history)
         except ErnieKitError as error:
-            raise notice(error) from None
-        yield window(history), history, "", None
+            raise notice(error, lang) from None
+        yield window(history), history, "", None, ""
         try:
             for thought, answer in _growing(stream_chat(url, told, key, **self._options(speaker, raw))):
                 now = [*history, *_turn(thought, answer, translate("chat.thinking", lang))]
-                yield window(now), now, gr.skip(), gr.skip()
+                yield window(now), now, gr.skip(), gr.skip(), gr.skip()
+            self.context.leases.use(id)
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
     def _options(self, speaker: str | None, raw: tuple[Any, ...]) -> dict[str, Any]:
         values = self.asked.values(raw)
@@ -251,6 +280,16 @@ class ChatPage:
             "repetition_penalty": float(values.get("repetition_penalty", 1.0)),
             "enable_thinking": bool(values.get("enable_thinking", False)),
         }
+
+
+def _session(request: gr.Request) -> str:
+    return str(request.session_hash or "")
+
+
+def _attached(files: list[str] | None) -> str:
+    """The names of the files that go with the next message."""
+    names = "".join(f"<code>{escape(Path(file).name)}</code>" for file in files or [])
+    return f'<div class="ek-line">{names}</div>' if names else ""
 
 
 def _growing(parts: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import gradio as gr
 
-from erniekit.webui.charts import empty
 from erniekit.webui.forms import STAGES, FormProblem
 from erniekit.webui.pages.page_context import PageContext, problems_html
 from erniekit.webui.preview import Preview, PreviewRow, preview
 from erniekit.webui.translations import translate
 
 ROWS = 10  # on a page
+_THOUGHT = re.compile(r"&lt;think&gt;(.*?)&lt;/think&gt;", re.DOTALL)
 
 
 class DataPreview:
@@ -23,7 +24,7 @@ class DataPreview:
         self.context, labels = context, context.labels
         self.asked = gr.State({})  # what the rows were read with, so that the next ones are of the same file
         self.at = gr.State(0)
-        self.rows = gr.HTML(empty(translate("data.none", labels.lang)), elem_id="train-data")
+        self.rows = labels.empty("data.none", elem_id="train-data")
         with gr.Row(visible=False) as self.turns:
             self.before = labels.make(gr.Button, {"value": "data.previous"}, size="sm", elem_id="train-data-before")
             self.after = labels.make(gr.Button, {"value": "data.next"}, size="sm", elem_id="train-data-after")
@@ -72,5 +73,17 @@ def _row(row: PreviewRow, lang: str) -> str:
     told = "" if row.problem else f"<span>{row.trained} / {row.tokens} {escape(translate('data.tokens', lang))}</span>"
     return (
         f'<div class="ek-sample"><header><span>{escape(Path(row.file).name)}:{row.line}</span>{told}</header>'
-        f'<div class="ek-tokens">{row.html}</div></div>'
+        f'<div class="ek-tokens">{fold_thoughts(row.html, translate("chat.thinking", lang))}</div></div>'
     )
+
+
+def fold_thoughts(html: str, title: str) -> str:
+    """A row's text, already escaped, with what stands between <think> marks folded."""
+
+    def fold(found: re.Match[str]) -> str:
+        inside = found[1]
+        if not inside.strip() or inside.count("<mark") != inside.count("</mark>"):  # it would be cut in the middle
+            return found[0]
+        return f'<details class="ek-thought"><summary>{escape(title)}</summary>{inside}</details>'
+
+    return _THOUGHT.sub(fold, html)

@@ -19,7 +19,7 @@ SPLIT = (("output_dir", "model_name_or_path"), ("save_format", "max_shard_size",
 
 class ExportPage:
     def __init__(self, context: PageContext) -> None:
-        with gr.Tabs(elem_id="export-kinds"):
+        with gr.Tabs(selected="merge", elem_id="export-kinds") as self.kinds:
             with context.labels.make(gr.Tab, {"label": "export.merge"}, id="merge"):
                 self.merge = JobForm(context, "export", MERGE, "export.start", hint="export.hint")
             with context.labels.make(gr.Tab, {"label": "export.split"}, id="split"):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.errors import ErnieKitError
 from erniekit.webui.forms import FieldSpec, FormProblem, check, from_yaml, to_yaml
-from erniekit.webui.jobs import MAX_RECIPE
 from erniekit.webui.pages.page_context import PageContext, as_problem, folders, notice
+from erniekit.webui.recipe_files import read_recipe
 from erniekit.webui.translations import help_of, label_of
+from erniekit.webui.uploads import received
 
 FEW = 4  # choices that fit side by side
 
@@ -67,6 +66,9 @@ class FormFields:
             options["value"] = _words(spec.default)
         return gr.Textbox, says
 
+    def component(self, key: str) -> Any:
+        return self.components[list(self.specs).index(key)]
+
     def values(self, raw: Sequence[Any]) -> dict[str, Any]:
         """What the components hold, by key; lists typed as words are split at commas."""
         out: dict[str, Any] = {}
@@ -100,7 +102,7 @@ class FormFields:
             now = folders(self.context)
             return [gr.update(choices=now[key]) for key in keys]
 
-        return again, [self.components[list(self.specs).index(key)] for key in keys]
+        return again, [self.component(key) for key in keys]
 
     def rest(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for keys without a component."""
@@ -121,20 +123,9 @@ def recipe(values: Mapping[str, Any], more: str, page: str, context: PageContext
         return to_yaml(values, page), [as_problem(error)]
 
 
-def uploaded(file: str) -> dict[str, Any]:
-    """The values of a recipe that was uploaded. Its name comes from the browser: nothing but uploads is read."""
-    real = Path(os.path.realpath(file))
-    if Path(os.path.realpath(os.environ.get("GRADIO_TEMP_DIR", os.devnull))) not in real.parents:
-        raise notice(ConfigError("this file was not uploaded", where="recipe", fix="choose it again"))
+def uploaded(file: str, lang: str = "en") -> dict[str, Any]:
+    """The values of a recipe that was uploaded."""
     try:
-        with real.open(encoding="utf-8") as opened:
-            text = opened.read(MAX_RECIPE + 1)
-        if len(text) > MAX_RECIPE:
-            raise ConfigError(
-                f"the recipe has more than {MAX_RECIPE:,} characters", where="recipe", fix="a shorter one"
-            )
-        return from_yaml(text)
-    except UnicodeDecodeError:
-        raise notice(ConfigError("the recipe is not UTF-8", where="recipe", fix="save it as UTF-8")) from None
+        return from_yaml(read_recipe(received(file)))
     except ErnieKitError as error:
-        raise notice(error) from None
+        raise notice(error, lang) from None

@@ -9,7 +9,6 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
-from erniekit.webui.forms import from_yaml
 from erniekit.webui.pages.page_context import PageContext, notice
 from erniekit.webui.translations import LANGUAGES
 
@@ -50,12 +49,13 @@ class Frame:
 
         page.load(opened, [context.who, self.kept], [context.who, context.lang], show_progress="hidden")
 
-    def tabs(self, tabs: Any, named: dict[str, Any], runs: Any, train: Any) -> None:
-        """The list of runs is asked for while it is looked at; a run's recipe may go back into the form."""
-        context = self.context
+    def tabs(self, tabs: Any, named: dict[str, Any], parts: dict[str, Any]) -> None:
+        """The list of runs is asked for while it is looked at; what is done with a run may happen in another tab."""
+        context, runs = self.context, parts["runs"]
+        told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         named["runs"].select(
-            lambda lang, chosen: [*runs.rows(lang, chosen), gr.Timer(active=True)],
-            [context.lang, runs.chosen],
+            lambda *seen: [*runs.rows(*seen), gr.Timer(active=True)],
+            [context.lang, runs.chosen, runs.watch.job, runs.drawn],
             [*runs.shown, runs.timer],
             show_progress="hidden",
         )
@@ -63,18 +63,44 @@ class Frame:
             if name != "runs":
                 tab.select(lambda: gr.Timer(active=False), None, runs.timer, show_progress="hidden")
 
-        def again(chosen: list[str]) -> list[Any]:
+        train, chat, export = parts["train"], parts["chat"], parts["export"]
+
+        def again(lang: str, id: str) -> list[Any]:
             try:
-                jobs = [job for id in chosen or [] if (job := context.jobs.get(id)).word == "train"]
-                if len(jobs) != 1:
-                    return [gr.skip()] * (1 + len(train.form_outputs))
-                values = from_yaml(jobs[0].recipe.read_text(encoding="utf-8"))
+                values = context.runs.recipe(id)
             except ErnieKitError as error:
-                raise notice(error) from None
+                raise notice(error, lang) from None
             values.pop("output_dir", None)
             return [gr.update(selected="train"), *train.filled(values)]
 
-        runs.again.click(again, runs.chosen, [tabs, *train.form_outputs], show_progress="hidden")
+        def talk(lang: str, event: gr.EventData) -> list[Any]:
+            values = self._used(lang, str(event.run), ("compute_type", "device"))
+            return [gr.update(selected="chat"), *chat.fields.updates(values)]
+
+        def merge(lang: str, event: gr.EventData) -> list[Any]:
+            values = self._used(lang, str(event.run), ())
+            values = {"output_dir": values["lora_path"][0], "model_name_or_path": values["model_name_or_path"]}
+            return [gr.update(selected="export"), gr.update(selected="merge"), *export.merge.fields.updates(values)]
+
+        runs.again.click(again, [context.lang, runs.watch.job], [tabs, *train.form_outputs], **told)
+        runs.table.submit(talk, context.lang, [tabs, *chat.fields.components], **told).success(
+            chat.load_model, chat.load_inputs, chat.state, **told
+        )
+        runs.table.apply(merge, context.lang, [tabs, export.kinds, *export.merge.fields.components], **told)
+
+    def _used(self, lang: str, id: str, keys: tuple[str, ...]) -> dict[str, Any]:
+        """A run's result as a model, or as adapters and the base they name, with some keys of its recipe."""
+        runs = self.context.runs
+        try:
+            row, recipe = runs.row(id), runs.recipe(id)
+        except ErnieKitError as error:
+            raise notice(error, lang) from None
+        values = {key: recipe[key] for key in keys if key in recipe}
+        folder = self.context.shown(row.output_dir)
+        if not row.kind.adapter:
+            return {**values, "model_name_or_path": folder}
+        base = self.context.shown(row.kind.base) if row.kind.base else recipe.get("model_name_or_path")
+        return {**values, "model_name_or_path": base, "lora_path": [folder]}
 
 
 def _browsers(request: gr.Request) -> str:

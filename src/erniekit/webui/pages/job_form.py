@@ -88,7 +88,7 @@ class JobForm:
             concurrency_limit=None,
         )
         self.save.click(None, self.yaml, None, js="text => { erniekitSave(text, 'recipe.yaml'); }")
-        self.load.upload(self._load, [self.load], self.fields.components, show_progress="minimal")
+        self.load.upload(self._load, [context.lang, self.load], self.fields.components, show_progress="minimal")
         self.start.click(
             self._start,
             [context.lang, context.who, *self.fields.components],
@@ -110,8 +110,8 @@ class JobForm:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
         return text or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang)
 
-    def _load(self, file: str) -> list[Any]:
-        return self.fields.updates(uploaded(file))
+    def _load(self, lang: str, file: str) -> list[Any]:
+        return self.fields.updates(uploaded(file, lang))
 
     def _start(self, lang: str, who: str, *raw: Any) -> list[Any]:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
@@ -120,4 +120,4 @@ class JobForm:
         try:
             return self.watch.first(self.context.jobs.start(self.form.command, text, who), lang)
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None

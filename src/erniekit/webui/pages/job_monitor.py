@@ -6,6 +6,7 @@ Used by the Train, Runs, Evaluate and Export tabs. A timer asks once a second wh
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -15,11 +16,21 @@ from erniekit.track.units import duration, metric_text, short
 from erniekit.webui.charts import empty, run_charts
 from erniekit.webui.jobs import WebJob
 from erniekit.webui.pages.page_context import PageContext, notice
+from erniekit.webui.runs import RunRow
+from erniekit.webui.samples import last_samples, samples_html
 from erniekit.webui.translations import translate
 
 EVERY_S = 1.0
 LOG_LINES = 300
 CURVES = ("loss", "learning_rate", "tokens_per_second")
+SAMPLE_WORDS = {
+    "title": "watch.samples",
+    "step": "tile.step",
+    "prompt": "watch.prompt",
+    "answer": "chat.answer",
+    "expected": "watch.expected",
+    "thinking": "chat.thinking",
+}
 RESULTS = ("eval_loss", "eval_ppl", "train_loss", "eval_runtime")
 
 
@@ -39,27 +50,19 @@ class JobMonitor:
             )
             self.resume = labels.make(gr.Button, {"value": "watch.resume"}, size="sm", elem_id=f"{name}-resume")
         self.curves = gr.HTML("", visible=charts, elem_id=f"{name}-curves")
-        self.log = labels.make(
-            gr.Textbox,
-            {"label": "watch.log"},
-            lines=12,
-            max_lines=12,
-            interactive=False,
-            autoscroll=True,
-            visible=False,
-            elem_id=f"{name}-log",
-            elem_classes="ek-log",
-        )
+        self.samples = gr.HTML("", visible=charts, elem_id=f"{name}-samples")
+        self.log = gr.HTML("", visible=False, elem_id=f"{name}-log")
         # What every handler here answers with, in this order.
         self.started = [
-            self.job, self.seen, self.timer, self.status, self.buttons, self.stop, self.resume, self.curves, self.log,
+            self.job, self.seen, self.timer, self.status, self.buttons, self.stop, self.resume, self.curves,
+            self.samples, self.log,
         ]  # fmt: skip
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         inputs = [context.lang, self.job, self.seen]
+        self.resume.click(self._resume, [context.lang, context.who, self.job], self.started, **told)
         self.timer.tick(self.tick, inputs, self.started, **told)
         context.lang.change(self.tick, inputs, self.started, **told)
         self.stop.click(self._stop, inputs[:2], self.started, **told)
-        self.resume.click(self._resume, inputs[:2], self.started, **told)
 
     def on_open(self, page: Any) -> None:
         page.load(self._again, [self.context.lang, self.context.who], self.started, show_progress="hidden")
@@ -69,41 +72,51 @@ class JobMonitor:
         return self.tick(lang, job.id, ())
 
     def tick(self, lang: str, id: str, seen: tuple[Any, ...]) -> list[Any]:
-        if not id:
-            return [gr.skip()] * len(self.started)
+        if not id:  # another language was chosen
+            skipped = [gr.skip()] * len(self.started)
+            return [*skipped[:3], empty(translate("watch.none", lang)), *skipped[4:]]
         try:
-            job = self.context.jobs.get(id)
+            job = self.context.runs.get(id)
+            row = self.context.runs.row(id)
         except ErnieKitError:
             return self.nothing(lang)
-        log = self.context.jobs.log_tail(id).text
-        row = self.context.runs.row(id)
+        log = self.context.jobs.log_tail(id).text if job.folder else ""
         now = (lang, job.state, job.starts, job.asked_to_stop, len(log), log[-80:], row.step, row.eval_loss)
         if now == tuple(seen) and not job.is_running:
             return [gr.skip()] * len(self.started)
-        curves = gr.skip() if now == tuple(seen) or not self.has_charts else self._curves(job, lang)
+        drawn = now == tuple(seen) or not self.has_charts
         running = job.is_running
         return [
             id,
             now,
             gr.Timer(active=running),
-            status_html(self.context, job, lang),
-            gr.update(visible=running or job.state != "ended"),
-            gr.update(value=translate("watch.force" if job.asked_to_stop else "watch.stop", lang), visible=running),
-            gr.update(visible=job.word == "train" and job.state in ("stopped", "failed", "lost")),
-            curves,
-            gr.skip() if now == tuple(seen) else gr.update(value=_end(log), visible=True),
+            status_html(self.context, job, row, lang),
+            gr.update(visible=running or row.can_resume),
+            gr.update(
+                value=translate("watch.force" if job.asked_to_stop else "watch.stop", lang),
+                visible=running and bool(job.folder),
+            ),
+            gr.update(visible=row.can_resume),
+            gr.skip() if drawn else self._curves(job, lang),
+            gr.skip() if drawn else self._samples(job, lang),
+            gr.skip() if now == tuple(seen) else gr.update(value=log_html(log, lang), visible=bool(log)),
         ]
 
     def nothing(self, lang: str) -> list[Any]:
         return [
             "", (), gr.Timer(active=False), empty(translate("watch.none", lang)), gr.update(visible=False),
-            gr.skip(), gr.skip(), "", gr.update(value="", visible=False),
+            gr.skip(), gr.skip(), "", "", gr.update(value="", visible=False),
         ]  # fmt: skip
 
     def _curves(self, job: WebJob, lang: str) -> str:
         titles = {name: translate(f"watch.{name}", lang) for name in CURVES}
         words = (translate("chart.mean", lang), translate("chart.each", lang))
-        return run_charts(self.context.runs.series(job.id), titles, translate("watch.waiting", lang), words)
+        waiting, step = translate("watch.waiting", lang), translate("tile.step", lang)
+        return run_charts(self.context.runs.series(job.id), titles, waiting, words, step)
+
+    def _samples(self, job: WebJob, lang: str) -> str:
+        words = {name: translate(key, lang) for name, key in SAMPLE_WORDS.items()}
+        return samples_html(last_samples(Path(job.output_dir)), words) if job.output_dir else ""
 
     def _again(self, lang: str, who: str) -> list[Any]:
         """The newest job this browser started; a run goes on without a page."""
@@ -116,23 +129,22 @@ class JobMonitor:
             asked = self.context.jobs.get(id).asked_to_stop
             return self.first(self.context.jobs.stop(id, force=asked), lang)
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
-    def _resume(self, lang: str, id: str) -> list[Any]:
+    def _resume(self, lang: str, who: str, id: str) -> list[Any]:
         try:
-            return self.first(self.context.jobs.resume(id), lang)
+            return self.first(self.context.runs.resume(id, who), lang)
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
 
 
-def status_html(context: PageContext, job: WebJob, lang: str) -> str:
+def status_html(context: PageContext, job: WebJob, row: RunRow, lang: str) -> str:
     """State, command and folder in a line; the bar; the latest numbers."""
-    row = context.runs.row(job.id)
     state = "stopping" if job.is_running and job.asked_to_stop else job.state
+    command = f"<code>erniekit {escape(job.word)} {escape(context.shown(job.recipe))}</code>" if job.folder else ""
     parts = [
         f'<div class="ek-line">{pill(job.state, translate(f"state.{state}", lang))}'
-        f"<span>{escape(job.id)}</span>"
-        f"<code>erniekit {escape(job.word)} {escape(context.shown(job.recipe))}</code></div>"
+        f"<span>{escape(row.name or (job.id if job.folder else ''))}</span>{command}</div>"
     ]
     if job.output_dir:
         parts.append(
@@ -151,8 +163,8 @@ def status_html(context: PageContext, job: WebJob, lang: str) -> str:
         if row.tokens_per_second is not None:
             tiles.append(("tile.speed", short(row.tokens_per_second)))
         tiles.append(("tile.time", duration(row.seconds)))
-        if job.is_running and row.step and row.total_steps > row.step and job.starts == 1:
-            tiles.append(("tile.left", duration(row.seconds / row.step * (row.total_steps - row.step))))
+        if row.left is not None:
+            tiles.append(("tile.left", duration(row.left)))
     elif job.word == "eval" and not job.is_running:
         results = context.runs.results(job.id)
         tiles = [(f"tile.{name}", metric_text(name, results[name])) for name in RESULTS if name in results]
@@ -169,6 +181,7 @@ def pill(state: str, text: str) -> str:
     return f'<span class="ek-pill {escape(state)}">{escape(text)}</span>'
 
 
-def _end(log: str) -> str:
-    lines = log.splitlines()
-    return "\n".join(lines[-LOG_LINES:])
+def log_html(log: str, lang: str) -> str:
+    """The end of a log; page.js keeps it scrolled to its last line until a person scrolls up."""
+    end = escape("\n".join(log.splitlines()[-LOG_LINES:]))
+    return f'<div class="ek-title">{escape(translate("watch.log", lang))}</div><pre class="ek-log">{end}</pre>'

@@ -11,10 +11,14 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
+from erniekit.webui.charts import empty
+from erniekit.webui.chat_leases import ChatLeases
 from erniekit.webui.forms import FormProblem
 from erniekit.webui.jobs import Jobs
 from erniekit.webui.path_suggestions import suggest_paths
 from erniekit.webui.paths import Roots
+from erniekit.webui.problems import problem_text
+from erniekit.webui.run_folders import kind_of
 from erniekit.webui.runs import Runs
 from erniekit.webui.translations import translate
 
@@ -38,6 +42,10 @@ class Labels:
         """A line of text: a title, a hint. Words of our own, so they may hold markup."""
         return self.make(gr.HTML, {"value": key}, **options)
 
+    def empty(self, key: str, **options: Any) -> Any:
+        """A place where something will be shown; it is empty again in another language."""
+        return self.make(gr.HTML, {"value": lambda lang: empty(translate(key, lang))}, **options)
+
     @property
     def components(self) -> list[Any]:
         return [component for component, _ in self._said]
@@ -57,6 +65,7 @@ class PageContext:
     runs: Runs
     roots: Roots
     labels: Labels
+    leases: ChatLeases
     lang: Any = None  # the switch: an input of every handler that speaks
     who: Any = None  # which browser asks; its own runs are shown to it again
 
@@ -69,16 +78,18 @@ class PageContext:
 
 
 def folders(context: PageContext) -> dict[str, list[Any]]:
-    """What fields that name files offer: the runs of this page, newest first, then what lies in the roots."""
+    """What fields that name files offer: the results of this page, newest first, then what lies in the roots."""
     offers = suggest_paths(context.roots)
-    runs = [
-        context.shown(job.output_dir)
-        for job in context.jobs.list()
-        if job.word == "train" and Path(job.output_dir).is_dir()
-    ]
-    for key in ("model_name_or_path", "output_dir", "lora_path"):
-        offers[key] = [*runs, *(name for name in offers[key] if name not in runs)]
-    return {key: list(names) for key, names in offers.items()}
+    results = [job.output_dir for job in context.jobs.list() if job.word == "train" and Path(job.output_dir).is_dir()]
+    kinds = {context.shown(folder): kind_of(folder) for folder in results}
+    first = {
+        "model_name_or_path": [name for name, kind in kinds.items() if kind.weights and not kind.adapter],
+        "lora_path": [name for name, kind in kinds.items() if kind.weights and kind.adapter],
+        "output_dir": [name for name, kind in kinds.items() if kind.weights],
+    }
+    for key, names in first.items():
+        offers[key] = [*names, *(name for name in offers[key] if name not in names)]
+    return offers
 
 
 def problems_html(problems: list[FormProblem], lang: str) -> str:
@@ -86,20 +97,26 @@ def problems_html(problems: list[FormProblem], lang: str) -> str:
     if not problems:
         return f'<div class="ek-good">{escape(translate("form.good", lang))}</div>'
     rows = "".join(
-        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{escape(p.what.removeprefix(p.key + ' '))}"
-        + (f"<span>{escape(p.fix)}</span>" if p.fix else "")
-        + "</li>"
-        for p in problems
+        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{_said(p, lang)}</li>" for p in problems
     )
     only_missing = all(p.what.endswith("must be given") for p in problems)
     return f'<ul class="ek-problems{" missing" if only_missing else ""}">{rows}</ul>'
+
+
+def _said(problem: FormProblem, lang: str) -> str:
+    """What is wrong and the way out, escaped; the English original folded where only that says it."""
+    text = problem_text(problem.key, problem.what, problem.fix, lang)
+    parts = [escape(text.what), f"<span>{escape(text.fix)}</span>" if text.fix else ""]
+    if text.original:
+        title = escape(translate("form.original", lang))
+        parts.append(f"<details><summary>{title}</summary>{escape(text.original)}</details>")
+    return "".join(parts)
 
 
 def as_problem(error: ErnieKitError) -> FormProblem:
     return FormProblem(error.where, error.what, error.fix)
 
 
-def notice(error: ErnieKitError) -> gr.Error:
+def notice(error: ErnieKitError, lang: str = "en") -> gr.Error:
     """An error of ours in the corner of the page; its words may come from outside, so they are escaped."""
-    text = escape(error.what) + (f"<br>{escape(error.fix)}" if error.fix else "")
-    return gr.Error(text, duration=12, print_exception=False)
+    return gr.Error(_said(FormProblem("", error.what, error.fix), lang), duration=12, print_exception=False)

@@ -1,146 +1,155 @@
-"""The Runs tab: every job of this page with its state, one of them opened, several compared. Put together by app.py."""
+"""The Runs tab: runs of this page and of its folders; one opened, several compared. Put together by app.py."""
 
 from __future__ import annotations
 
-import time
-from html import escape
 from typing import Any
 
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
-from erniekit.track.units import duration, short
 from erniekit.webui.charts import compare_charts, empty
-from erniekit.webui.pages.job_monitor import CURVES, JobMonitor, pill
+from erniekit.webui.pages.job_monitor import CURVES, JobMonitor
 from erniekit.webui.pages.page_context import PageContext, notice
-from erniekit.webui.runs import RunRow
+from erniekit.webui.pages.runs_table import CLICKS, differences_html, run_name, runs_html
 from erniekit.webui.translations import translate
 
 EVERY_S = 3.0
 WORDS = ("train", "eval", "export", "split", "server")
-COLUMNS = ("run", "state", "command", "model", "step", "loss", "eval_loss", "speed", "time", "output")
 MOST_COMPARED = 6
+TO_DETAIL = "() => setTimeout(() => document.getElementById('runs-detail')?.scrollIntoView({block: 'nearest'}), 150)"
 
 
 class RunsPage:
     def __init__(self, context: PageContext) -> None:
         self.context, labels = context, context.labels
         self.timer = gr.Timer(EVERY_S, active=False)
-        self.table = gr.HTML("", elem_id="runs-table")
-        self.chosen = labels.make(
-            gr.Dropdown,
-            {"label": "runs.choose", "info": "runs.choose.info"},
-            choices=[],
-            multiselect=True,
-            elem_id="runs-chosen",
-        )
-        with gr.Row():
-            self.compare = labels.make(gr.Button, {"value": "runs.compare"}, elem_id="runs-compare")
-            self.again = labels.make(gr.Button, {"value": "runs.again"}, elem_id="runs-again")
-            self.delete = labels.make(gr.Button, {"value": "runs.delete"}, elem_id="runs-delete", variant="stop")
+        self.chosen, self.drawn = gr.State([]), gr.State("")
+        with gr.Row(elem_classes="ek-tools"):
+            labels.heading("runs.hint", elem_classes="ek-hint", scale=1)
+            self.compare = labels.make(
+                gr.Button, {"value": "runs.compare"}, elem_id="runs-compare", size="sm", scale=0, min_width=120
+            )
+        self.table = gr.HTML("", elem_id="runs-table", js_on_load=CLICKS, apply_default_css=False)
         self.compared = gr.HTML("", elem_id="runs-compared")
-        self.watch = JobMonitor(context, "runs")
+        with gr.Column(visible=False, elem_id="runs-detail") as self.detail:
+            with gr.Row(equal_height=True, elem_classes="ek-tools"):
+                self.name = labels.make(
+                    gr.Textbox, {"label": "runs.name"}, elem_id="runs-name", max_lines=1, scale=3, min_width=220
+                )
+                self.rename = labels.make(gr.Button, {"value": "runs.rename"}, elem_id="runs-rename", min_width=90)
+                self.again = labels.make(gr.Button, {"value": "runs.again"}, elem_id="runs-again", min_width=150)
+                self.delete = labels.make(
+                    gr.Button, {"value": "runs.delete"}, elem_id="runs-delete", variant="stop", min_width=90
+                )
+            self.watch = JobMonitor(context, "runs")
+        self._wire()
+
+    def _wire(self) -> None:
+        context = self.context
         told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
-        self.shown = [self.table, self.chosen]
-        self.timer.tick(self.rows, [context.lang, self.chosen], self.shown, **told)
-        context.lang.change(self.rows, [context.lang, self.chosen], self.shown, **told)
-        self.chosen.change(self._open, [context.lang, self.chosen], [self.compared, *self.watch.started], **told)
-        self.compare.click(self._compare, [context.lang, self.chosen], self.compared, **told)
+        seen = [context.lang, self.chosen, self.watch.job, self.drawn]
+        self.shown = [self.table, self.drawn]
+        self.opened = [self.compared, self.detail, self.name, self.delete, *self.watch.started]
+        self.timer.tick(self.rows, seen, self.shown, **told)
+        context.lang.change(self.rows, seen, self.shown, **told)
+        opening = self.table.select(self._open, context.lang, self.opened, **told)
+        opening.then(self.rows, seen, self.shown, **told).then(None, None, None, js=TO_DETAIL)
+        choosing = self.table.input(self._choose, self.chosen, [self.chosen, self.compared], **told)
+        choosing.then(self.rows, seen, self.shown, **told)
+        resuming = self.table.retry(self._resume, [context.lang, context.who], self.opened, **told)
+        resuming.then(self.rows, seen, self.shown, **told)
+        comparing = [self.compared, self.detail, *self.watch.started]
+        self.compare.click(self._compared, [context.lang, self.chosen], comparing, **told)
+        gr.on(
+            [self.rename.click, self.name.submit],
+            self._rename,
+            [context.lang, self.watch.job, self.name],
+            self.name,
+            **told,
+        ).then(self.rows, seen, self.shown, **told)
         self.delete.click(
             self._delete,
-            [context.lang, self.chosen],
-            [*self.shown, self.compared],
-            js="(lang, chosen) => confirm(lang === 'zh' ? '删除所选任务及其目录？' : "
-            "'Delete the chosen jobs and their folders?') ? [lang, chosen] : [lang, []]",
+            [context.lang, self.watch.job],
+            self.opened,
+            js="(lang, job) => confirm(lang === 'zh' ? '删除此任务及其目录？' : "
+            "'Delete this job and its folder?') ? [lang, job] : [lang, '']",
             **told,
-        )
+        ).then(self.rows, seen, self.shown, **told)
 
-    def rows(self, lang: str, chosen: list[str]) -> list[Any]:
+    def rows(self, lang: str, chosen: list[str], opened: str, drawn: str) -> list[Any]:
+        """The table; not sent again while nothing in it has changed."""
         rows = self.context.runs.rows(words=WORDS)
-        names = [(_name(row, lang), row.id) for row in rows]
-        known = {row.id for row in rows}
-        kept = [id for id in chosen or [] if id in known]
-        choice = gr.update(choices=names) if kept == (chosen or []) else gr.update(choices=names, value=kept)
-        return [runs_html(rows, self.context, lang), choice]
+        table = runs_html(rows, self.context, lang, chosen, opened)
+        return [gr.skip(), gr.skip()] if table == drawn else [table, table]
 
-    def _open(self, lang: str, chosen: list[str]) -> list[Any]:
-        """One chosen: it is watched here. Several: they are there to be compared."""
-        if len(chosen or []) != 1:
-            return ["", *self.watch.nothing(lang)]
-        return ["", *self.watch.tick(lang, chosen[0], ())]
+    def _open(self, lang: str, event: gr.EventData) -> list[Any]:
+        return self.watched(lang, str(event.run))
+
+    def watched(self, lang: str, id: str) -> list[Any]:
+        """One run below the table, in place of what was compared there."""
+        try:
+            row = self.context.runs.row(id)
+        except ErnieKitError as error:
+            raise notice(error, lang) from None
+        name = gr.update(value=row.name, placeholder=run_name(row, self.context))
+        deleted = gr.update(visible=row.is_job)
+        return ["", gr.update(visible=True), name, deleted, *self.watch.tick(lang, id, ())]
+
+    def _closed(self, lang: str) -> list[Any]:
+        return ["", gr.update(visible=False), gr.skip(), gr.skip(), *self.watch.nothing(lang)]
+
+    def _choose(self, chosen: list[str], event: gr.EventData) -> list[Any]:
+        """One more to compare, or one less; what was compared is no longer what is chosen."""
+        id = str(event.run)
+        return [[one for one in chosen if one != id] if id in chosen else [*chosen, id], ""]
+
+    def _rename(self, lang: str, id: str, name: str) -> Any:
+        if not id:
+            return gr.skip()
+        try:
+            return self.context.runs.rename(id, name or "")
+        except ErnieKitError as error:
+            raise notice(error, lang) from None
+
+    def _resume(self, lang: str, who: str, event: gr.EventData) -> list[Any]:
+        try:
+            return self.watched(lang, self.context.runs.resume(str(event.run), who).id)
+        except ErnieKitError as error:
+            raise notice(error, lang) from None
+
+    def _compared(self, lang: str, chosen: list[str]) -> list[Any]:
+        return [self._compare(lang, chosen), gr.update(visible=False), *self.watch.nothing(lang)]
 
     def _compare(self, lang: str, chosen: list[str]) -> str:
+        runs = self.context.runs
+        known = {row.id: row for row in runs.rows()}
+        ids = [id for id in chosen or [] if id in known][:MOST_COMPARED]
+        if len(ids) < 2:
+            return empty(translate("runs.two", lang))
+        names = distinct({id: run_name(known[id], self.context) for id in ids})
         try:
-            ids = [id for id in chosen or [] if self.context.jobs.get(id).word == "train"][:MOST_COMPARED]
-            if len(ids) < 2:
-                return empty(translate("runs.two", lang))
-            runs = {id: self.context.runs.series(id) for id in ids}
-            differences = self.context.runs.compare(ids).differences
+            series = {names[id]: runs.series(id) for id in ids}
+            differences = runs.compare(ids).differences
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
         titles = {name: translate(f"watch.{name}", lang) for name in (*CURVES, "eval_loss")}
-        return compare_charts(runs, titles, translate("watch.waiting", lang)) + _differences(ids, differences, lang)
+        charts = compare_charts(series, titles, translate("watch.waiting", lang), translate("tile.step", lang))
+        return charts + differences_html(names, differences, lang)
 
-    def _delete(self, lang: str, chosen: list[str]) -> list[Any]:
+    def _delete(self, lang: str, id: str) -> list[Any]:
+        if not id:
+            return [gr.skip()] * len(self.opened)
         try:
-            for id in chosen or []:
-                self.context.jobs.delete(id)
+            self.context.jobs.delete(id)
         except ErnieKitError as error:
-            raise notice(error) from None
-        return [*self.rows(lang, chosen), ""]
+            raise notice(error, lang) from None
+        return self._closed(lang)
 
 
-def _name(row: RunRow, lang: str) -> str:
-    return f"{row.id} · {row.stage or row.word} · {row.model} · {translate(f'state.{row.state}', lang)}"
-
-
-def runs_html(rows: list[RunRow], context: PageContext, lang: str) -> str:
-    if not rows:
-        return empty(translate("runs.none", lang))
-    head = "".join(f"<th>{escape(translate(f'runs.column.{name}', lang))}</th>" for name in COLUMNS)
-    body = "".join(f"<tr>{_cells(row, context, lang)}</tr>" for row in rows)
-    return (
-        f'<div class="ek-scroll"><table class="ek-table"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _cells(row: RunRow, context: PageContext, lang: str) -> str:
-    started = time.strftime("%m-%d %H:%M:%S", time.localtime(row.created))
-    step = f"{row.step:,}" + (f" / {row.total_steps:,}" if row.total_steps else "") if row.word == "train" else ""
-    cells = (
-        ("brief", f"<code>{escape(row.id)}</code><br>{escape(started)}"),
-        ("brief", pill(row.state, translate(f"state.{row.state}", lang))),
-        ("brief", escape(f"{row.word} {row.stage}".strip())),
-        ("", escape(row.model)),
-        ("number", escape(step)),
-        ("number", _number(row, row.loss)),
-        ("number", _number(row, row.eval_loss)),
-        ("number", "" if row.word != "train" or row.tokens_per_second is None else short(row.tokens_per_second)),
-        ("number", duration(row.seconds)),
-        ("", f"<code>{escape(context.shown(row.output_dir))}</code>" if row.output_dir else ""),
-    )
-    return "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells)
-
-
-def _number(row: RunRow, value: float | None) -> str:
-    """Of trainings: another job in the same folder did not make its numbers."""
-    return "" if row.word != "train" or value is None else f"{value:.4f}"
-
-
-def _differences(ids: list[str], differences: dict[str, dict[str, Any]], lang: str) -> str:
-    rows = {key: values for key, values in differences.items() if key != "output_dir"}
-    if not rows:
-        return empty(translate("runs.same", lang))
-    head = "".join(f"<th>{escape(id)}</th>" for id in ids)
-    body = "".join(
-        f"<tr><td><code>{escape(key)}</code></td>"
-        + "".join(f"<td>{escape(str(values.get(id, '')))}</td>" for id in ids)
-        + "</tr>"
-        for key, values in rows.items()
-    )
-    title = f'<div class="ek-title">{escape(translate("runs.differences", lang))}</div>'
-    return (
-        f'{title}<div class="ek-scroll"><table class="ek-table"><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def distinct(names: dict[str, str]) -> dict[str, str]:
+    """The same names, numbered where two runs are called alike: a curve is found by its name."""
+    out: dict[str, str] = {}
+    for id, name in names.items():
+        same = sum(other == name or other.startswith(f"{name} (") for other in out.values())
+        out[id] = f"{name} ({same + 1})" if same else name
+    return out

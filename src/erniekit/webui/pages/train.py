@@ -11,14 +11,14 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
-from erniekit.webui.charts import empty
 from erniekit.webui.forms import STAGES, FieldSpec, Form, form, from_yaml, page_of, to_yaml
 from erniekit.webui.pages.data_preview import DataPreview
-from erniekit.webui.pages.fields import FormFields, recipe, uploaded
+from erniekit.webui.pages.fields import FormFields, recipe
 from erniekit.webui.pages.job_monitor import JobMonitor
 from erniekit.webui.pages.page_context import PageContext, as_problem, notice, problems_html
+from erniekit.webui.pages.recipe_source import RecipeSource
 from erniekit.webui.preview import doctor
-from erniekit.webui.translations import help_of, label_of, translate
+from erniekit.webui.translations import help_of, label_of
 
 # Rows of the first card; what is basic and not here goes to the drawer of its section.
 FIRST: tuple[tuple[str, ...], ...] = (
@@ -67,6 +67,7 @@ class TrainPage:
         labels = self.context.labels
         self.fields = FormFields("train", self.context, OFFERS)
         keys = {**{f.key: f for f in self.forms["SFT"].fields}, **{f.key: f for f in self.forms["DPO"].fields}}
+        self.source = RecipeSource(self.context)
         self.stage = labels.make(
             gr.Radio,
             {"label": "train.stage", "info": "train.stage.info"},
@@ -102,7 +103,7 @@ class TrainPage:
         return drawer
 
     def _more(self, specs: list[FieldSpec]) -> None:
-        """Every other key: found by name, explained, and written into a piece of YAML."""
+        """Advanced options: any other key, found by name, explained, and written into a piece of YAML."""
         labels = self.context.labels
         labels.heading("train.more.hint", elem_classes="ek-hint")
         with gr.Row(equal_height=True):
@@ -150,17 +151,11 @@ class TrainPage:
                 )
                 with gr.Row():
                     self.save = labels.make(gr.Button, {"value": "recipe.download"}, elem_id="train-download")
-                    self.load = labels.make(
-                        gr.UploadButton,
-                        {"label": "recipe.load"},
-                        file_types=[".yaml", ".yml", ".json"],
-                        elem_id="train-load",
-                    )
                     self.clear = labels.make(gr.Button, {"value": "recipe.clear"}, elem_id="train-clear")
             with labels.make(gr.Tab, {"label": "train.pane.data"}, id="data"):
                 self.data = DataPreview(self.context)
             with labels.make(gr.Tab, {"label": "train.pane.doctor"}, id="doctor"):
-                self.report = gr.HTML(empty(translate("doctor.none", labels.lang)), elem_id="train-report")
+                self.report = labels.empty("doctor.none", elem_id="train-report")
             with labels.make(gr.Tab, {"label": "train.pane.live"}, id="live"):
                 self.live = JobMonitor(self.context, "train", "train")
 
@@ -179,7 +174,7 @@ class TrainPage:
         )
         self.save.click(None, self.yaml, None, js="text => { erniekitSave(text, 'recipe.yaml'); }")
         self.form_outputs = [self.stage, self.more, *self.fields.components]
-        self.load.upload(self._load, [self.load], self.form_outputs, show_progress="minimal")
+        self.source.wire(self.filled, self.form_outputs, self.fields.component("train_dataset_path"))
         self.clear.click(lambda: self.filled({}), None, self.form_outputs, show_progress="hidden")
         run_inputs = [context.lang, context.who, *form_inputs[1:]]
         self.start.click(self._start, run_inputs, [self.panes, *self.live.started], concurrency_limit=None)
@@ -200,7 +195,7 @@ class TrainPage:
         page.load(self._recipe, form_inputs, [self.yaml, self.problems], show_progress="hidden")
 
     def files(self) -> list[tuple[Any, list[Any]]]:
-        return [self.fields.files()]
+        return [self.fields.files(), self.source.files()]
 
     def _values(self, stage: str, raw: tuple[Any, ...]) -> dict[str, Any]:
         """Without the keys other stages have, whose fields are hidden."""
@@ -220,9 +215,6 @@ class TrainPage:
         kept = [line for line in (more or "").splitlines() if not line.startswith(f"{key}:")]
         return "\n".join([*kept, f"{key}: {value.strip()}"]), ""
 
-    def _load(self, file: str) -> list[Any]:
-        return self.filled(uploaded(file))
-
     def filled(self, values: dict[str, Any]) -> list[Any]:
         """The form set to a recipe's values; keys without a field go to the piece of YAML beside it."""
         page = page_of("train", values)
@@ -239,7 +231,7 @@ class TrainPage:
         try:
             job = self.context.jobs.start("train", text, who)
         except ErnieKitError as error:
-            raise notice(error) from None
+            raise notice(error, lang) from None
         return [gr.update(selected="live"), *self.live.first(job, lang)]
 
     def _preview(self, lang: str, stage: str, more: str, *raw: Any) -> list[Any]:
