@@ -10,11 +10,11 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
 from erniekit.data.preference import Preference
@@ -48,6 +48,8 @@ FORMATS = Registry(
         "alpaca": "erniekit.data.formats.alpaca:conversations",
         "messages": "erniekit.data.formats.messages:conversations",
         "chatml": "erniekit.data.formats.chatml:conversations",
+        "sharegpt": "erniekit.data.formats.sharegpt:conversations",
+        "prompt_completion": "erniekit.data.formats.prompt_completion:conversations",
     },
 )
 # For rows with two answers to compare: `preference(row, compat) -> Preference`.
@@ -58,22 +60,15 @@ PREFERENCE_FORMATS = Registry(
         "alpaca": "erniekit.data.formats.alpaca:preference",
         "messages": "erniekit.data.formats.messages:preference",
         "chatml": "erniekit.data.formats.messages:preference",
+        "sharegpt": "erniekit.data.formats.sharegpt:preference",
+        "prompt_completion": "erniekit.data.formats.prompt_completion:preference",
     },
 )
 _LOOK_AT = 50  # rows
 _ELSEWHERE = {
     "text_info": "image and video rows; they need stage VL-SFT",
-    "conversations": "ShareGPT rows; rename `conversations` to `messages`, from/value to role/content",
     "text": "plain text; it needs stage PT",
 }
-
-
-@dataclass(frozen=True)
-class Detected:
-    format: str  # a name in FORMATS and PREFERENCE_FORMATS
-    why: str
-    preference: bool = False  # rows hold two answers to compare: data for stage DPO
-    vision: bool = False  # some hold pictures or videos
 
 
 @functools.cache
@@ -170,9 +165,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         except (ValueError, RecursionError):
             foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
-        guess = _guess(row)
-        if vision:
-            guess = _guess_seen(row) or guess
+        guess = guessed(row, vision)
         if guess:
             seen[guess.format, guess.preference] += 1
             before = found.get((guess.format, guess.preference))
@@ -185,7 +178,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
     if not seen:
         raise DataError(
-            f"the format of the dataset cannot be told: {example or 'no row among the first is JSON'}",
+            f"cannot detect the dataset format: {example or 'no row among the first is JSON'}",
             where=str(path),
             fix="give train_dataset_type / eval_dataset_type: " + ", ".join(FORMATS),
         )
@@ -194,57 +187,6 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
     seeing = [kind for kind, _ in seen.most_common() if found[kind].vision]
     return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
-
-
-def _guess(row: Any) -> Detected | None:
-    if isinstance(row, list):
-        if row and isinstance(row[0], dict) and "role" in row[0]:
-            return Detected("messages", "each row is a list of role/content messages")
-        return None
-    if not isinstance(row, dict):
-        return None
-    if is_preference(row):
-        return _guess_pair(row)
-    if "src" in row:
-        return Detected("erniekit", "rows have `src` and `tgt`")
-    if "messages" in row:
-        said = row["messages"] if isinstance(row["messages"], list) else []
-        calls = any(isinstance(m, dict) and (m.get("tool_calls") or m.get("role") == "tool") for m in said)
-        if row.get("tools") or calls:
-            return Detected("chatml", "rows have `messages` with tools")
-        return Detected("messages", "rows have `messages`")
-    if "instruction" in row or ("output" in row and "input" in row):
-        return Detected("alpaca", "rows have `instruction` and `output`")
-    return None
-
-
-def _guess_seen(row: Any) -> Detected | None:
-    """Of a row with pictures or videos."""
-    if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
-        return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
-    pairs = isinstance(row, dict) and is_preference(row)
-    fields = ("messages", "prompt", "chosen", "rejected") if pairs else ("messages",)
-    said = [row.get(field) for field in fields] if isinstance(row, dict) else [row]
-    contents = [m.get("content") for one in said if isinstance(one, list) for m in one if isinstance(m, dict)]
-    kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
-    beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
-    if (contents or pairs) and (beside or kinds & {"image", "image_url", "video", "video_url"}):
-        if pairs:
-            why = "rows have pictures or videos and two answers: preference data, for `stage: DPO`"
-            return Detected(_guess_pair(row).format, why, preference=True, vision=True)
-        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
-    return None
-
-
-def _guess_pair(row: dict[str, Any]) -> Detected:
-    if row.get("response") is not None and row.get("sort") is not None:
-        format, fields = "erniekit", "`response` and `sort`"
-    else:
-        chosen = row.get("chosen")
-        said = chosen[0] if isinstance(chosen, list) and chosen else chosen
-        listed = isinstance(said, dict) or any(isinstance(row.get(field), list) for field in ("messages", "prompt"))
-        format, fields = "messages" if listed else "alpaca", "`chosen` and `rejected`"
-    return Detected(format, f"rows have {fields}: preference data, for `stage: DPO`", preference=True)
 
 
 def _describe(row: Any) -> str:
