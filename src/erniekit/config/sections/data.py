@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from erniekit.config.field import key
 
@@ -11,14 +13,22 @@ from erniekit.config.field import key
 class DataSection:
     train_dataset_path: tuple[str, ...] = key(
         (),
-        "Files to train on, by commas; --data for short. .jsonl .json .gz .parquet",
+        "Training files, comma-separated (or --data): .jsonl .json .csv .tsv .parquet, .gz of them, .txt for PT; "
+        "folders, patterns (data/*.jsonl), URLs (https:// s3:// ...), datasets of the hub (OWNER/NAME?split=train).",
         also=("data",),
         commas=True,
         basic=True,
         path="several",
     )
     train_dataset_type: tuple[str, ...] = key(
-        (), "erniekit, alpaca, messages, chatml; detected when not given.", commas=True, basic=True, fixed=True
+        (),
+        "erniekit, alpaca, messages, chatml, sharegpt, prompt_completion; detected when not given.",
+        commas=True,
+        basic=True,
+        fixed=True,
+    )
+    columns: Mapping[str, Any] | None = key(
+        None, "Which column of the files holds which field: {prompt: q, response: a}.", fixed=True
     )
     train_dataset_prob: tuple[float, ...] = key(
         (), "Share of each file in the mix; equal when not given.", low=0, commas=True, fixed=True

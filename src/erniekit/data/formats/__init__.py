@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from erniekit.data.formats.columns import Columns, mapped_alone
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
@@ -22,7 +23,7 @@ from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
 from erniekit.files.json_file import RepeatedKey
 from erniekit.printable import plain
-from erniekit.registry import Registry
+from erniekit.registry import Registry, nearest
 
 __all__ = [
     "FORMATS",
@@ -30,6 +31,7 @@ __all__ = [
     "PREFERENCE_FORMATS",
     "Detected",
     "Raw",
+    "check_columns",
     "detect",
     "parse",
     "parse_pair",
@@ -82,7 +84,7 @@ def _pair_reader(format: str) -> Callable[[Any, bool], Preference]:
 
 
 def parse(
-    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False
+    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False, columns: Columns = ()
 ) -> list[Conversation] | RowProblem:
     """One raw row as its training conversations (several for tool rows). Depends on nothing but its arguments."""
 
@@ -93,10 +95,12 @@ def parse(
             refuse_media(row)
         return _reader(format)(row, compat)
 
-    return parsed(raw, line_no, path, conversations)
+    return parsed(raw, line_no, path, conversations, columns)
 
 
-def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | RowProblem:
+def parse_pair(
+    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False, columns: Columns = ()
+) -> Preference | RowProblem:
     """One raw row as the pair of answers it compares. Depends on nothing but its arguments."""
 
     def pair(row: Any) -> Preference:
@@ -106,23 +110,19 @@ def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bo
             refuse_media(row)
         return _pair_reader(format)(row, compat)
 
-    return parsed(raw, line_no, path, pair)
+    return parsed(raw, line_no, path, pair, columns)
 
 
-def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], columns: Columns = ()) -> T | RowProblem:
     """What `read` makes of the decoded row; its BadRow, and whatever cannot be decoded, as a problem of that line."""
     if isinstance(raw, RowProblem):
         return raw
     try:
-        return read(decode(raw))
+        return read(decode(raw, columns))
     except BadRow as bad:
         return RowProblem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
-        utf16 = isinstance(raw, bytes) and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = "the file looks like UTF-16, " if utf16 else ""
-        return RowProblem(
-            str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; {hint}save it as UTF-8"
-        )
+        return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; save it as UTF-8")
     except json.JSONDecodeError as error:
         return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
     except RepeatedKey as error:
@@ -144,18 +144,21 @@ def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[
                 yield line_no, conversation
 
 
-def detect(path: str | Path, vision: bool = False) -> Detected:
-    """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures."""
+def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Detected:
+    """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures.
+    columns: which of the file's are which fields; they alone decide if they make up a format."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
     example, count, foreign = "", 0, 0
+    if columns:
+        check_columns(path, columns)
     for _, raw in islice(rows(path), _LOOK_AT):
         count += 1
         if isinstance(raw, RowProblem):
             example = example or raw.reason
             continue
         try:
-            row = decode(raw)
+            row = decode(raw, columns)
         except RepeatedKey as error:
             example = example or str(error)
             continue
@@ -165,7 +168,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         except (ValueError, RecursionError):
             foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
-        guess = guessed(row, vision)
+        guess = guessed(mapped_alone(row, columns), vision) or guessed(row, vision)
         if guess:
             seen[guess.format, guess.preference] += 1
             before = found.get((guess.format, guess.preference))
@@ -180,13 +183,33 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         raise DataError(
             f"cannot detect the dataset format: {example or 'no row among the first is JSON'}",
             where=str(path),
-            fix="give train_dataset_type / eval_dataset_type: " + ", ".join(FORMATS),
+            fix="name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / "
+            "eval_dataset_type: " + ", ".join(FORMATS),
         )
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
     seeing = [kind for kind, _ in seen.most_common() if found[kind].vision]
     return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
+
+
+def check_columns(path: str | Path, columns: Columns) -> None:
+    """DataError if the first rows have no column of a name that `columns` gives."""
+    seen: dict[str, None] = {}
+    for _, raw in islice(rows(path), _LOOK_AT):
+        try:
+            row = decode(raw)
+        except (ValueError, RecursionError):
+            continue
+        seen.update(dict.fromkeys(map(str, row)) if isinstance(row, dict) else {})
+    for field, column in columns:
+        if seen and column not in seen:
+            near = nearest(column, list(seen))
+            raise DataError(
+                f"no column `{plain(column, 60)}`; the first rows have {', '.join(plain(name, 60) for name in seen)}",
+                where=f"columns: {field}: {plain(column, 60)} ({path})",
+                fix=f"did you mean {plain(near[0], 60)}?" if near else "name one of these columns",
+            )
 
 
 def _describe(row: Any) -> str:
