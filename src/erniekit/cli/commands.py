@@ -124,7 +124,7 @@ COMMANDS: dict[str, Command] = {
     "data": Command(
         "erniekit.data.inspect:data_command",
         "train",
-        "look into dataset files: format, rows, lengths, bad rows, duplicates; and three commands of their own",
+        "look into dataset files: format, rows, lengths, duplicates, bad rows; preview, clean or index them",
         (
             "erniekit data FILE [FILE ...] [key=value ...]   reads only, needs no model",
             "  FILE: .jsonl .json .csv .tsv .parquet, .gz of them, a folder, a pattern, a URL, OWNER/NAME of the hub",

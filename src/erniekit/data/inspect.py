@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from erniekit.data.assemble import Assembled
 from erniekit.data.formats import FORMATS, Detected, Raw, check_columns, detect, parse, parse_pair, rows
 from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import file_encoding
 from erniekit.data.preference import PairRules, Preference
-from erniekit.data.quality import is_near_empty, length_line, repeated, row_key, size_of
+from erniekit.data.quality import RowCounts, is_near_empty, length_line, row_key, size_of
 from erniekit.data.report import SHOWN_LINES, DataReport, quality_lines, unused_line
 from erniekit.data.storage import listed_files
 from erniekit.data.thinking import has_thought
@@ -31,7 +29,7 @@ from erniekit.registry import nearest
 
 _SHOWN = 20  # bad rows printed per file
 _NO_LIMIT = 1 << 30  # tokens
-_KEYS = ("train_dataset_type", "model_name_or_path", "max_seq_len", "columns")  # of a recipe
+KEYS_TAKEN = ("train_dataset_type", "model_name_or_path", "max_seq_len", "columns")  # of a recipe
 
 
 def data_command(args: list[str]) -> int:
@@ -52,10 +50,10 @@ def _as_flags(args: list[str]) -> list[str]:
         if name.startswith("columns.") and equals:
             out += ["--columns", f"{name.removeprefix('columns.')}={value}"]
         elif equals and name.isidentifier() and not Path(word).exists():
-            if name not in _KEYS:
-                near = nearest(name, list(_KEYS))
+            if name not in KEYS_TAKEN:
+                near = nearest(name, list(KEYS_TAKEN))
                 hint = f"did you mean {near[0]}? " if near else ""
-                fix = f"{hint}it takes {', '.join(_KEYS)}"
+                fix = f"{hint}it takes {', '.join(KEYS_TAKEN)}"
                 raise ConfigError(f"unknown key {name!r}", where="erniekit data", fix=fix)
             out += [f"--{name}", value]
         else:
@@ -176,7 +174,7 @@ class _Quality:
     def __init__(self, path: str, found: Detected, given: argparse.Namespace) -> None:
         self.report = DataReport(path, found.format, encoding=file_encoding(path).said())
         self.limit, self.over, self.sizes = given.length, list[int](), Counter[int]()
-        self._keys: list[tuple[int, int]] = []
+        self._rows = RowCounts()
         self._job: TokeniseJob | None = None
         if given.model:
             rules = PairRules(_NO_LIMIT) if found.preference else None
@@ -184,10 +182,7 @@ class _Quality:
             self._job = TokeniseJob(path, found.format, tokenizer, _NO_LIMIT, "drop", False, rules)
 
     def add(self, line: int, read: Sequence[Conversation | Preference]) -> None:
-        self._keys.append((line, row_key(read)))
-        if is_near_empty(read):
-            self.report.near_empty += 1
-            self.report.first_near_empty += [line][: SHOWN_LINES - len(self.report.first_near_empty)]
+        self._rows.add([(line, row_key(read))], [line] * is_near_empty(read))
         if self._job is None:
             self.sizes[size_of(read)] += 1
             return
@@ -198,9 +193,7 @@ class _Quality:
             self.over.append(line)
 
     def lines(self) -> list[str]:
-        keys = np.array(self._keys, np.uint64).reshape(-1, 2)
-        same = repeated(keys[:, 1], keys[:, 0])
-        self.report.duplicates, self.report.first_duplicates = len(same), same[:SHOWN_LINES]
+        self._rows.fill(self.report)
         unit = "characters a row" if self._job is None else "tokens an example"
         out = [length_line(self.sizes, unit)] if self.sizes else []
         if self.over:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from erniekit.data.preference import Preference
+from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.types import ChatMessage, Conversation
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -59,6 +60,27 @@ def repeated(keys: np.ndarray, lines: np.ndarray) -> list[tuple[int, int]]:
     later = order[same]
     first = order[starts[same]]
     return sorted(zip(lines[later].tolist(), lines[first].tolist()))
+
+
+class RowCounts:
+    """Repeated and near-empty rows of a file, added in its order."""
+
+    def __init__(self) -> None:
+        self._keys = [np.zeros((0, 2), np.uint64)]
+        self._near_empty = 0
+        self._first: list[int] = []
+
+    def add(self, keys: Sequence[tuple[int, int]], near_empty: Sequence[int]) -> None:
+        """keys: (line, row_key); near_empty: lines."""
+        self._keys.append(np.array(keys, np.uint64).reshape(-1, 2))
+        self._near_empty += len(near_empty)
+        self._first += near_empty[: SHOWN_LINES - len(self._first)]
+
+    def fill(self, report: DataReport) -> None:
+        keys = np.concatenate(self._keys)
+        same = repeated(keys[:, 1], keys[:, 0])
+        report.duplicates, report.first_duplicates = len(same), same[:SHOWN_LINES]
+        report.near_empty, report.first_near_empty = self._near_empty, self._first
 
 
 def size_of(read: Read) -> int:

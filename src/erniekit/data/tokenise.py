@@ -34,8 +34,8 @@ from erniekit.data.formats.files import file_encoding
 from erniekit.data.long_rows import LongRow
 from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
-from erniekit.data.quality import is_near_empty, repeated, row_key
-from erniekit.data.report import SHOWN, SHOWN_LINES, DataReport
+from erniekit.data.quality import RowCounts, is_near_empty, row_key
+from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
@@ -136,8 +136,7 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
                 continue
             out.unused.update(parsed[0].unused)
             out.keys.append((line, row_key(parsed)))
-            if is_near_empty(parsed):
-                out.near_empty.append(line)
+            out.near_empty += [line] * is_near_empty(parsed)
             row = LongRow(parsed, job.tokenizer, job.max_seq_len, job.compat)
             out.dropped += [(line, "overlong", row.too_long)] * (len(parsed) - row.may_fit)
             for number, said in enumerate(parsed[: row.may_fit]):
@@ -200,7 +199,7 @@ class Writer:
         self._bad: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
-        self._keys = [np.zeros((0, 2), np.uint64)]
+        self._rows = RowCounts()
         self.report = DataReport(job.path, job.format, thinking=job.thinking)
         self.more = more
 
@@ -220,9 +219,7 @@ class Writer:
         for name, count in chunk.unused.items():
             known = name in self._unused or len(self._unused) < MOST_FIELDS
             self._unused[name if known else OTHER_FIELDS] += count
-        self._keys.append(np.array(chunk.keys, np.uint64).reshape(-1, 2))
-        report.near_empty += len(chunk.near_empty)
-        report.first_near_empty += chunk.near_empty[: SHOWN_LINES - len(report.first_near_empty)]
+        self._rows.add(chunk.keys, chunk.near_empty)
         report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
@@ -240,9 +237,8 @@ class Writer:
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
         self.report.unused = dict(self._unused.most_common())
-        keys = np.concatenate(self._keys)
-        same = repeated(keys[:, 1], keys[:, 0])
-        self.report.duplicates, self.report.first_duplicates = len(same), same[:SHOWN_LINES]
+        self._rows.fill(self.report)
+        self.report.encoding = file_encoding(self.job.path).said()
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))
@@ -276,9 +272,7 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
             writer.add(chunk)
             bar.add(chunk.rows)
             heartbeat.beat()
-        report = writer.finish(folder)
-        report.encoding = file_encoding(job.path).said()
-        return report
+        return writer.finish(folder)
 
 
 def _cut(lines: Iterator[tuple[int, Any]], most: int) -> Iterator[Rows]:

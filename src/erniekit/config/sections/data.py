@@ -13,8 +13,7 @@ from erniekit.config.field import key
 class DataSection:
     train_dataset_path: tuple[str, ...] = key(
         (),
-        "Training files, comma-separated (or --data): .jsonl .json .csv .tsv .parquet, .gz of them, .txt for PT; "
-        "folders, patterns (data/*.jsonl), URLs (https:// s3:// ...), datasets of the hub (OWNER/NAME?split=train).",
+        "Training files, folders, patterns or URLs, comma-separated (or --data).",
         also=("data",),
         commas=True,
         basic=True,
@@ -22,7 +21,7 @@ class DataSection:
     )
     train_dataset_type: tuple[str, ...] = key(
         (),
-        "erniekit, alpaca, messages, chatml, sharegpt, prompt_completion; detected when not given.",
+        "erniekit alpaca messages chatml sharegpt prompt_completion; else detected",
         commas=True,
         basic=True,
         fixed=True,

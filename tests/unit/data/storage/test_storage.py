@@ -16,7 +16,7 @@ from erniekit.data.token_cache import open_source
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
 
-ROWS = [{"src": [f"question {n} of many"], "tgt": [f"answer {n}"]} for n in range(2000)]
+ROWS = [{"src": [f"question {n} of many"], "tgt": [f"answer {n}"]} for n in range(300)]
 
 
 class Site(BaseHTTPRequestHandler):
@@ -72,15 +72,15 @@ def test_a_url_gives_the_rows_of_the_file(site, local, opened) -> None:
     assert list(rows(url)) == list(rows(local))
     there, here = opened(url), opened(local)
     assert all(map(np.array_equal, samples(there), samples(here)))
-    assert there.report.rows == 2000
+    assert there.report.rows == 300
 
 
 def test_a_lost_connection_is_continued_where_it_broke(site, local) -> None:
     address, handler = site
-    handler.content, handler.most = local.read_bytes(), 30_000
+    handler.content, handler.most = local.read_bytes(), 7_000
     assert list(rows(f"{address}/rows.jsonl")) == list(rows(local))
     assert len(handler.asked) >= 3
-    assert handler.asked[1] == 30_000
+    assert handler.asked[1] == 7_000
 
 
 def test_the_second_opening_reads_the_cache_and_another_version_does_not(site, local, opened, no_tokenising) -> None:
