@@ -5,7 +5,8 @@ recorded digest for each and fails when a result changes under an old number; an
 
 from __future__ import annotations
 
-SAMPLES = 1  # a row of a dataset file -> ids and labels: formats, template, assembling
+SAMPLES = 2  # a row of a dataset file -> ids and labels: formats, template, assembling
+# 2: white space at the ends of `src`, `tgt` and alpaca texts is kept
 DOCUMENTS = 1  # text -> token files for pre-training
 ORDER = 1  # which sample or document comes at which place, and how they share rows: mix, pack, compat, documents, blend
 VISION = 1  # a row with pictures -> ids, labels, positions, and which patches: data/vision, data/media

@@ -59,6 +59,8 @@ class Chunk:
     dropped: list[Told] = field(default_factory=list)
     sums: Counter[str] = field(default_factory=Counter)  # COUNTED, over all samples of `main`
     unused: Counter[str] = field(default_factory=Counter)  # field -> rows in which it holds something no reader takes
+    keys: list[tuple[int, int]] = field(default_factory=list)  # (line, quality.py's key) of rows that could be read
+    near_empty: list[int] = field(default_factory=list)  # their lines
     media: Any = None  # data/vision's columns of the samples in `main`
 
 

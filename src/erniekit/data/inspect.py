@@ -7,43 +7,84 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from erniekit.data.formats import FORMATS, Detected, Raw, detect, parse, parse_pair, rows
-from erniekit.data.preference import Preference
-from erniekit.data.report import unused_line
+from erniekit.data.assemble import Assembled
+from erniekit.data.formats import FORMATS, Detected, Raw, check_columns, detect, parse, parse_pair, rows
+from erniekit.data.formats.columns import Columns, as_columns
+from erniekit.data.formats.files import file_encoding
+from erniekit.data.preference import PairRules, Preference
+from erniekit.data.quality import RowCounts, is_near_empty, length_line, row_key, size_of
+from erniekit.data.report import SHOWN_LINES, DataReport, quality_lines, unused_line
+from erniekit.data.storage import listed_files
 from erniekit.data.thinking import has_thought
-from erniekit.data.types import ChatMessage, RowProblem
+from erniekit.data.tokenise import TokeniseJob
+from erniekit.data.tokenizer import load_tokenizer
+from erniekit.data.types import ChatMessage, Conversation, RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.log import paint, say
 from erniekit.progress import WorkProgress
+from erniekit.registry import nearest
 
 _SHOWN = 20  # bad rows printed per file
+_NO_LIMIT = 1 << 30  # tokens
+KEYS_TAKEN = ("train_dataset_type", "model_name_or_path", "max_seq_len", "columns")  # of a recipe
 
 
 def data_command(args: list[str]) -> int:
     """Exit code 0 when every row of every file is usable, 1 when some are not."""
-    given = data_parser().parse_args(args)
+    given = data_parser().parse_args(_as_flags(args))
     for name, least in (("pixels", given.pixels), ("length", given.length)):
         if least is not None and least < 1:
             raise ConfigError(f"--{name} is {least}", where="erniekit data", fix=f"--{name} takes a number from 1 on")
-    return max([_check(path, given) for path in given.files])
+    given.columns = columns_given(given.columns)
+    return max([_check(str(file.path), given) for file in listed_files(given.files)])
+
+
+def _as_flags(args: list[str]) -> list[str]:
+    """key=value as its flag, for the keys of a recipe that this command takes."""
+    out: list[str] = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        if name.startswith("columns.") and equals:
+            out += ["--columns", f"{name.removeprefix('columns.')}={value}"]
+        elif equals and name.isidentifier() and not Path(word).exists():
+            if name not in KEYS_TAKEN:
+                near = nearest(name, list(KEYS_TAKEN))
+                hint = f"did you mean {near[0]}? " if near else ""
+                fix = f"{hint}it takes {', '.join(KEYS_TAKEN)}"
+                raise ConfigError(f"unknown key {name!r}", where="erniekit data", fix=fix)
+            out += [f"--{name}", value]
+        else:
+            out.append(word)
+    return out
+
+
+def columns_given(words: Sequence[str] | None) -> Columns:
+    """`prompt=q,response=a`, once or several times."""
+    pairs = [part.partition("=") for word in words or () for part in word.split(",")]
+    return as_columns({field.strip(): column.strip() for field, _, column in pairs}, "--columns")
 
 
 def data_parser() -> argparse.ArgumentParser:
     """cli/commands.py has the same in its table."""
     parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
-    parser.add_argument("files", nargs="+", metavar="FILE", help=".jsonl, .json, .gz of either, .parquet")
-    parser.add_argument("--type", choices=FORMATS, help="read as this format instead of detecting it")
-    parser.add_argument("--model", metavar="DIR", help="count the tokens of rows with pictures as this model does")
-    parser.add_argument("--pixels", type=int, metavar="N", help="most pixels of a picture; the model's own")
-    parser.add_argument("--length", type=int, default=8192, metavar="N", help="which rows would be cut; 8192")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .gz; folders, patterns, URLs")
+    add("--type", "--train_dataset_type", choices=list(FORMATS), help="read as this format instead of detecting it")
+    add("--columns", action="append", metavar="FIELD=COLUMN,...", help="which column holds which field: prompt=q")
+    add("--model", "--model_name_or_path", metavar="DIR", help="count tokens as this model does; else characters")
+    add("--pixels", type=int, metavar="N", help="most pixels of a picture; the model's own")
+    add("--length", "--max_seq_len", type=int, default=8192, metavar="N", help="which rows would be cut; 8192")
     return parser
 
 
 def _check(path: str, given: argparse.Namespace) -> int:
-    found = detect(path, vision=True) if given.type is None else _as_given(path, given.type)
+    if given.type and given.columns:
+        check_columns(path, given.columns)
+    columns = given.columns
+    found = detect(path, vision=True, columns=columns) if given.type is None else _as_given(path, given)
     if found.vision:
         return _check_vision(path, found, given)
     total = examples = 0
@@ -51,25 +92,29 @@ def _check(path: str, given: argparse.Namespace) -> int:
     shown: list[RowProblem] = []
     unused: Counter[str] = Counter()
     thoughts = 0
-    pairs = _Pairs()
+    pairs, quality = _Pairs(), _Quality(path, found, given)
     for line, raw in _counted(path):
         total += 1
-        read = parse_pair if found.preference else parse
-        result = read(raw, line, path, found.format)
-        if isinstance(result, RowProblem):
-            kinds[result.kind] += 1
-            if len(shown) < _SHOWN:
-                shown.append(result)
-        elif isinstance(result, Preference):
-            pairs.add(line, result)
-            examples += 1
-            unused.update(result.unused)
-            thoughts += sum(map(has_thought, (*result.prompt, *result.chosen, *result.rejected)))
+        read: list[Conversation] | list[Preference] | RowProblem
+        if found.preference:
+            pair = parse_pair(raw, line, path, found.format, columns=columns)
+            read = pair if isinstance(pair, RowProblem) else [pair]
         else:
-            examples += len(result)
-            unused.update(result[0].unused)
-            # of several conversations each is how the next begins
-            thoughts += sum(map(has_thought, result[-1].messages))
+            read = parse(raw, line, path, found.format, columns=columns)
+        if isinstance(read, RowProblem):
+            kinds[read.kind] += 1
+            if len(shown) < _SHOWN:
+                shown.append(read)
+            continue
+        quality.add(line, read)
+        examples += len(read)
+        unused.update(read[0].unused)
+        last = read[-1]  # of several conversations each is how the next begins
+        if isinstance(last, Preference):
+            pairs.add(line, last)
+            thoughts += sum(map(has_thought, (*last.prompt, *last.chosen, *last.rejected)))
+        else:
+            thoughts += sum(map(has_thought, last.messages))
     if not total:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
@@ -80,7 +125,7 @@ def _check(path: str, given: argparse.Namespace) -> int:
         say(f"  {thoughts:,} answers think first; `train_thinking` says what becomes of their thoughts")
     if unused:
         say(f"  {unused_line(unused)}")
-    for line_of_text in pairs.lines():
+    for line_of_text in (*quality.lines(), *pairs.lines()):
         say(f"  {line_of_text}")
     _say_bad(shown, kinds)
     return 1 if bad else 0
@@ -115,12 +160,47 @@ def _counted(path: str) -> Iterator[tuple[int, Raw]]:
             progress.add()
 
 
-def _as_given(path: str, format: str) -> Detected:
+def _as_given(path: str, given: argparse.Namespace) -> Detected:
     try:
-        found = detect(path, vision=True)
+        found = detect(path, vision=True, columns=given.columns)
     except DataError:
-        return Detected(format, "as given")
-    return Detected(format, "as given", found.preference, found.vision)
+        return Detected(given.type, "as given")
+    return Detected(given.type, "as given", found.preference, found.vision)
+
+
+class _Quality:
+    """Lengths, repeated rows, near-empty answers and the encoding of a file."""
+
+    def __init__(self, path: str, found: Detected, given: argparse.Namespace) -> None:
+        self.report = DataReport(path, found.format, encoding=file_encoding(path).said())
+        self.limit, self.over, self.sizes = given.length, list[int](), Counter[int]()
+        self._rows = RowCounts()
+        self._job: TokeniseJob | None = None
+        if given.model:
+            rules = PairRules(_NO_LIMIT) if found.preference else None
+            tokenizer = load_tokenizer(Path(given.model).expanduser())
+            self._job = TokeniseJob(path, found.format, tokenizer, _NO_LIMIT, "drop", False, rules)
+
+    def add(self, line: int, read: Sequence[Conversation | Preference]) -> None:
+        self._rows.add([(line, row_key(read))], [line] * is_near_empty(read))
+        if self._job is None:
+            self.sizes[size_of(read)] += 1
+            return
+        made = [self._job.assemble(said) for said in read]
+        lengths = [len(one.sample.ids) for one in made if isinstance(one, Assembled)]
+        self.sizes.update(lengths)
+        if any(length > self.limit for length in lengths):
+            self.over.append(line)
+
+    def lines(self) -> list[str]:
+        self._rows.fill(self.report)
+        unit = "characters a row" if self._job is None else "tokens an example"
+        out = [length_line(self.sizes, unit)] if self.sizes else []
+        if self.over:
+            more = ", ..." if len(self.over) > SHOWN_LINES else ""
+            named = ", ".join(map(str, self.over[:SHOWN_LINES]))
+            out.append(f"longer than {self.limit:,} tokens: {len(self.over):,} rows (row {named}{more})")
+        return out + quality_lines(self.report)
 
 
 class _Pairs:

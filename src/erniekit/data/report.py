@@ -16,6 +16,7 @@ from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 
 SHOWN = 20  # bad rows quoted in an error
+SHOWN_LINES = 5  # of repeated and near-empty rows
 SHOWN_FIELDS = 12  # named in the line on fields that are not used
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -34,6 +35,11 @@ class DataReport:
     rewritten_turns: int = 0  # older answers that are read only: the chat template renders them otherwise than when new
     truncated_tokens: int = 0
     unused: dict[str, int] = field(default_factory=dict)  # field -> rows in which it holds something no reader takes
+    encoding: str = ""  # and how it was found; empty for UTF-8
+    duplicates: int = 0  # rows that say the same as an earlier one
+    first_duplicates: list[tuple[int, int]] = field(default_factory=list)  # (line, line of the first)
+    near_empty: int = 0  # rows with an answer that says next to nothing
+    first_near_empty: list[int] = field(default_factory=list)  # their lines
     thinking: str = "all"  # the rule for thoughts
     thoughts: int = 0  # answers that think first, in rows that gave samples
     thoughts_in: int = 0  # of them, those whose thought is in its sample
@@ -158,7 +164,7 @@ class DataReport:
             out.append("  " + self._thoughts())
         if self.unused:
             out.append("  " + unused_line(self.unused))
-        return out
+        return out + [f"  {line}" for line in quality_lines(self)]
 
     def _thoughts(self) -> str:
         what = "read, not trained" if self.thinking == "mask" else "trained with their answers"
@@ -177,8 +183,23 @@ class DataReport:
         told = {key: told[key] for key in cls.__dataclass_fields__ if key in told} | {"file": file}
         for key in ("first_bad", "first_dropped"):
             told[key] = [RowProblem(**(problem | {"file": file})) for problem in told[key]]
+        told["first_duplicates"] = [(line, first) for line, first in told.get("first_duplicates", ())]
         told["histogram"] = [(top, n) for top, n in told["histogram"]]
         return cls(**told)
+
+
+def quality_lines(report: DataReport) -> list[str]:
+    """What is readable, and may still not be meant."""
+    out = [f"encoding: {report.encoding}"] if report.encoding else []
+    if report.duplicates:
+        shown = ", ".join(f"{line} = {first}" for line, first in report.first_duplicates)
+        more = ", ..." if report.duplicates > len(report.first_duplicates) else ""
+        out.append(f"duplicates: {report.duplicates:,} rows say the same as an earlier one (rows {shown}{more})")
+    if report.near_empty:
+        shown = ", ".join(map(str, report.first_near_empty))
+        more = ", ..." if report.near_empty > len(report.first_near_empty) else ""
+        out.append(f"near-empty answers: {report.near_empty:,} rows (row {shown}{more})")
+    return out
 
 
 def unused_line(fields: Mapping[str, int]) -> str:

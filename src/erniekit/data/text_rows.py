@@ -1,6 +1,7 @@
 """Documents of text files, one after the other, from any place on: what indexing reads, and where it resumes.
 
-index.py asks for them; a document is a line of JSONL, a row of .json or .parquet, or a paragraph block of .txt.
+index.py asks for them; a document is a line of JSONL, a row of .json, .parquet, .csv or .tsv, or a paragraph block of
+.txt.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from erniekit.data.formats import files
+from erniekit.data.formats.encodings import UTF8, as_utf8
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
@@ -55,7 +57,7 @@ def documents(path: Path, place: Place) -> Iterator[FoundDocument]:
     except OSError as error:
         raise DataError(f"text cannot be read: {error.strerror}", where=str(path)) from error
     with disk:
-        if path.is_dir() or kind.endswith((".json", ".parquet")):
+        if path.is_dir() or kind.endswith((".json", ".parquet", ".csv", ".tsv")):
             for number, raw in islice(rows(path), place.row, None):
                 yield FoundDocument(number, raw, place._replace(row=max(number, place.row)), 0)
             return
@@ -67,6 +69,8 @@ def documents(path: Path, place: Place) -> Iterator[FoundDocument]:
         reader = _paragraphs if kind.endswith(".txt") else _lines
         number = place.row
         try:
+            stream, encoding = as_utf8(stream, str(path))
+            packed = packed or encoding.name != UTF8
             stream.seek(place.offset)  # packed: unpacks what lies before, which costs little beside tokenising it
             for number, raw, line in reader(stream, path, place.row):
                 offset = stream.tell()

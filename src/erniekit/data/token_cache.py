@@ -18,23 +18,23 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from erniekit import heartbeat
 from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
-from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, detect
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, check_columns, detect
+from erniekit.data.formats.columns import Columns
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.report import DataReport
+from erniekit.data.storage import as_place, located
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
-from erniekit.files import OwnedFiles, own, refuse_special, settle
+from erniekit.files import OwnedFiles, own, settle
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.files.unwritable import way_out
 
 REPORT = "report.json"
-_READ = 1 << 20
 
 
 class TokenSource:
@@ -117,6 +117,7 @@ def open_source(
     compat: bool = False,
     pairs: PairRules | None = None,
     thinking: Thinking = "all",
+    columns: Columns = (),
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
@@ -127,14 +128,16 @@ def open_source(
     """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource; with
     `kind` both are that kind's.
     DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
-    path = Path(path)
+    path = as_place(path)
+    if columns and format:
+        check_columns(path, columns)
     if kind is not None:
         kind = kind if isinstance(kind, RowKind) else kind(path, format)
-        job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking)
+        job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking, columns)
         return kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
-    format = format or _detected(path, pairs is not None)
+    format = format or _detected(path, pairs is not None, columns)
     (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
-    job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking)
+    job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
     folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
     return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
 
@@ -148,7 +151,7 @@ def tokenised(
     append_bad_rows: bool,
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
-    content, lines = digest_of(Path(job.path))
+    content, lines = digest_of(job.path)
     folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
     report = _opened(folder, job)
     if report is None:
@@ -170,8 +173,8 @@ def open_sources(
     ]
 
 
-def _detected(path: Path, pairs: bool) -> str:
-    found = detect(path)
+def _detected(path: str | Path, pairs: bool, columns: Columns) -> str:
+    found = detect(path, columns=columns)
     if found.preference and not pairs:
         raise preference_rows(path)
     if pairs and not found.preference:
@@ -198,23 +201,9 @@ def cores() -> int:
     return min(count, 32)
 
 
-def digest_of(path: Path) -> tuple[str, int]:
-    """Of the file's bytes, and how many lines they are."""
-    digest, lines = hashlib.blake2b(digest_size=20), 0
-    refuse_special(path, DataError)
-    try:
-        with open(path, "rb") as file:
-            while part := file.read(_READ):
-                digest.update(part)
-                lines += part.count(b"\n")
-                heartbeat.beat()
-    except OSError as error:
-        raise DataError(
-            f"dataset cannot be read: {error.strerror}",
-            where=str(path),
-            fix="check train_dataset_path / eval_dataset_path",
-        ) from error
-    return digest.hexdigest(), lines
+def digest_of(path: str | Path) -> tuple[str, int]:
+    """Of the file's content, and how many lines it has, 0 where that is not known."""
+    return located(path).identity()
 
 
 def _key(job: TokeniseJob, content: str) -> str:
@@ -229,6 +218,7 @@ def _key(job: TokeniseJob, content: str) -> str:
         "compat": job.compat,
         "thinking": job.thinking,
         "pairs": asdict(job.pairs) if job.pairs else None,
+        **({"columns": job.columns} if job.columns else {}),
         **job.more_key(),
         **_reader_key(job.format),
     }
@@ -282,10 +272,10 @@ def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: boo
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
     temporary.mkdir()
     try:
-        began, before = time.monotonic(), os.stat(job.path)
+        stored = located(job.path)
+        began, before = time.monotonic(), stored.stamp()
         report = tokenise_file(job, temporary, num_proc, lines or None)
-        after = os.stat(job.path)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        if before != stored.stamp():
             raise DataError("dataset changed while it was read", where=job.path, fix="start again once it is whole")
         report.seconds = round(time.monotonic() - began, 2)
         files = sealed.records(temporary)

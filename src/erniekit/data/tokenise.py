@@ -29,9 +29,12 @@ from erniekit import heartbeat
 from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
 from erniekit.data.formats import parse, parse_pair, rows
+from erniekit.data.formats.columns import Columns
+from erniekit.data.formats.files import file_encoding
 from erniekit.data.long_rows import LongRow
 from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
+from erniekit.data.quality import RowCounts, is_near_empty, row_key
 from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
@@ -69,6 +72,7 @@ class TokeniseJob:
     compat: bool
     pairs: PairRules | None = None  # rows are preferences
     thinking: Thinking = "all"
+    columns: Columns = ()
     chunk_rows: ClassVar[int] = CHUNK_ROWS
 
     @property
@@ -98,8 +102,8 @@ class TokeniseJob:
     def read(self, raw: Any, line: int) -> Sequence[Any] | RowProblem:
         """A Conversation or Preference each; another job's own noun."""
         if self.pairs is None:
-            return parse(raw, line, self.path, self.format, self.compat)
-        pair = parse_pair(raw, line, self.path, self.format, self.compat)
+            return parse(raw, line, self.path, self.format, self.compat, self.columns)
+        pair = parse_pair(raw, line, self.path, self.format, self.compat, self.columns)
         return pair if isinstance(pair, RowProblem) else [pair]
 
     def assemble(self, said: Any, known: list[Turn] | None = None) -> Assembled | Dropped:
@@ -136,6 +140,8 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
                 out.bad.append((line, parsed.kind, parsed.reason))
                 continue
             out.unused.update(parsed[0].unused)
+            out.keys.append((line, row_key(parsed)))
+            out.near_empty += [line] * is_near_empty(parsed)
             row = LongRow(parsed, job.tokenizer, job.max_seq_len, job.compat)
             out.dropped += [(line, "overlong", row.too_long)] * (len(parsed) - row.may_fit)
             for number, said in enumerate(parsed[: row.may_fit]):
@@ -198,6 +204,7 @@ class Writer:
         self._bad: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
+        self._rows = RowCounts()
         self.report = DataReport(job.path, job.format, thinking=job.thinking)
         self.more = more
 
@@ -217,6 +224,7 @@ class Writer:
         for name, count in chunk.unused.items():
             known = name in self._unused or len(self._unused) < MOST_FIELDS
             self._unused[name if known else OTHER_FIELDS] += count
+        self._rows.add(chunk.keys, chunk.near_empty)
         report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
         self._bad.update(kind for _, kind, _ in chunk.bad)
         self._dropped.update(kind for _, kind, _ in chunk.dropped)
@@ -234,6 +242,8 @@ class Writer:
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
         self.report.unused = dict(self._unused.most_common())
+        self._rows.fill(self.report)
+        self.report.encoding = file_encoding(self.job.path).said()
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +17,14 @@ from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.embedding_noise import NoiseMaker
+from erniekit.data.formats.columns import as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
+from erniekit.data.storage import DatasetFile, HubDataset, is_remote, listed_files, located
 from erniekit.data.token_cache import RowKind, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
@@ -159,7 +162,7 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows 
     sources = sources_for(cfg, "train", tokenizer, bad, rows)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
-    probs = list(d.train_dataset_prob) or [1.0] * len(sources)
+    probs = file_shares(cfg, "train", [len(source) for source in sources])
     if cfg.compat.erniekit_order and (rows is None or rows.kind is None):
         order = CompatOrder(
             [source.forms() for source in sources],
@@ -324,11 +327,8 @@ def ends_with_weights_alone(cfg: RunConfig) -> bool:
     return cfg.checkpoint.save_strategy == "no" and not asked
 
 
-def sources_for(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: DataRows | None = None
-) -> list[TokenSource]:
-    """The train or eval files, tokenised; their bad rows listed in one file."""
-    d = cfg.data
+def dataset_files(cfg: RunConfig, which: str) -> tuple[list[DatasetFile], list[str | None]]:
+    """The train or eval files, those of folders and patterns one by one, each with its format where that is given."""
     paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
     if formats and len(formats) != len(paths):
         raise ConfigError(
@@ -336,15 +336,47 @@ def sources_for(
             where=f"{which}_dataset_path, {which}_dataset_type",
             fix="give one format for each file, or none: they are detected",
         )
+    for path in paths if which == "eval" else ():
+        if is_remote(path) and isinstance(place := located(path), HubDataset) and not place.names_split:
+            raise ConfigError(
+                "which split is evaluated on is not given",
+                where=f"eval_dataset_path: {path}",
+                fix=f"name it: {path}?split=test",
+            )
+    files = listed_files(paths, text=cfg.train.stage == "PT")
+    named = [None if name == "auto" else name for name in formats] or [None] * len(paths)
+    return files, [named[file.entry] for file in files]
+
+
+def file_shares(cfg: RunConfig, which: str, sizes: Sequence[int]) -> list[float]:
+    """Of each file in the mix. What the recipe gives a folder or a pattern is divided by its files' samples."""
+    files = dataset_files(cfg, which)[0]
+    given = list(cfg[f"{which}_dataset_prob"]) or [1.0] * (1 + max(file.entry for file in files))
+    together, members = Counter[int](), Counter(file.entry for file in files)
+    for file, size in zip(files, sizes):
+        together[file.entry] += size
+    return [
+        given[file.entry] * (1.0 if members[file.entry] == 1 else size / max(1, together[file.entry]))
+        for file, size in zip(files, sizes)
+    ]
+
+
+def sources_for(
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: DataRows | None = None
+) -> list[TokenSource]:
+    """The train or eval files, tokenised; their bad rows listed in one file."""
+    d = cfg.data
+    files, formats = dataset_files(cfg, which)
     return open_sources(
-        [Path(path).expanduser() for path in paths],
-        [None if name == "auto" else name for name in formats] or [None] * len(paths),
+        [file.path for file in files],
+        formats,
         tokenizer,
         max_seq_len=d.max_seq_len,
         overlong=d.overlong,
         thinking=d.train_thinking,
         pairs=None if rows is None else rows.pairs,
         kind=None if rows is None else rows.kind,
+        columns=as_columns(d.columns, cfg.origin("columns")),
         compat=cfg.compat.erniekit_rows,
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,

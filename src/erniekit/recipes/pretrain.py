@@ -10,6 +10,7 @@ from typing import Any
 
 from erniekit.config import RunConfig
 from erniekit.data.documents import DocumentRows
+from erniekit.data.formats.columns import as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mmap_files import TokenFiles
 from erniekit.data.pretrain import EVERYTHING, PretrainData, index_online, open_corpora
@@ -18,7 +19,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Sample
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
-from erniekit.recipes.datasets import TrainData, every
+from erniekit.recipes.datasets import TrainData, dataset_files, every, file_shares
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
 
@@ -126,12 +127,13 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
     weights: Sequence[float] | None = None
     reports: list[DataReport] = []
     if own_eval and part != "train":
-        corpora, reports = _index(cfg, d.eval_dataset_path, tokenizer, output and output / "bad_eval_rows.jsonl")
+        corpora, reports = _index(cfg, "eval", tokenizer, output and output / "bad_eval_rows.jsonl")
     elif d.input_dir or d.data_filelist:
         corpora, weights = open_corpora(d.input_dir, d.data_filelist, d.data_weights)
     elif d.train_dataset_path:
-        corpora, reports = _index(cfg, d.train_dataset_path, tokenizer, output and output / "bad_rows.jsonl")
-        weights = list(d.train_dataset_prob) if cfg.given("train_dataset_prob") else None
+        corpora, reports = _index(cfg, "train", tokenizer, output and output / "bad_rows.jsonl")
+        if cfg.given("train_dataset_prob"):
+            weights = file_shares(cfg, "train", [files.num_documents for files in corpora])
     else:
         raise ConfigError(
             "no text to train on",
@@ -157,15 +159,28 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
 
 
 def _index(
-    cfg: RunConfig, paths: Sequence[str], tokenizer: Tokenizer, bad_rows: Path | None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None
 ) -> tuple[list[TokenFiles], list[DataReport]]:
+    columns = dict(as_columns(cfg.data.columns, cfg.origin("columns")))
     return index_online(
-        [Path(path).expanduser() for path in paths],
+        [_local(file.path, which) for file in dataset_files(cfg, which)[0]],
         tokenizer,
+        json_key=columns.get("text", "text"),
         cache_dir=cfg.data.cache_dir,
         num_proc=cfg.data.dataset_num_proc or None,
         max_bad_fraction=cfg.data.max_bad_fraction,
         bad_rows_path=bad_rows,
+    )
+
+
+def _local(path: str | Path, which: str) -> Path:
+    """Text is indexed from files, whose bytes an interrupted index goes back to."""
+    if isinstance(path, Path):
+        return path
+    raise ConfigError(
+        "text for pre-training is read from files of this machine",
+        where=f"{which}_dataset_path: {path}",
+        fix="copy it here first; conversations and pairs are read from where they lie",
     )
 
 

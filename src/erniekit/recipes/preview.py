@@ -20,9 +20,11 @@ from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
 from erniekit.data.classification import ClassifyJob, ClassRow, classes_in
 from erniekit.data.formats import Raw, detect, rows
+from erniekit.data.formats.columns import as_columns
 from erniekit.data.formats.files import decode
-from erniekit.data.preference import PairRules, PairSample
+from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.reward import RewardJob, reward_rows
+from erniekit.data.storage import listed_files
 from erniekit.data.text_rows import Place, PlainText, documents
 from erniekit.data.thinking import write_out
 from erniekit.data.token_cache import RowKind, TokenSource
@@ -39,8 +41,8 @@ MOST_TOKENS = 2000  # shown of a row
 COUNTED_BYTES = 256 * 2**20  # larger files are not read to their end for the number of their rows
 
 KEYS_READ = (
-    "train_dataset_path", "train_dataset_type", "model_name_or_path", "tokenizer_name", "download_hub", "stage",
-    "compat", "max_seq_len", "overlong", "train_thinking", "max_prompt_len", "mask_out_eos_token",
+    "train_dataset_path", "train_dataset_type", "columns", "model_name_or_path", "tokenizer_name", "download_hub",
+    "stage", "compat", "max_seq_len", "overlong", "train_thinking", "max_prompt_len", "mask_out_eos_token",
     "class_labels",
 )  # fmt: skip
 
@@ -81,13 +83,16 @@ def preview_parser() -> argparse.ArgumentParser:
 def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
     """`rows` of the training files from number `start` on; `total`: how many there are, 0 where not counted."""
     need(cfg, "train_dataset_path")
-    files = [Path(path).expanduser() for path in cfg.data.train_dataset_path]
+    listed = listed_files(cfg.data.train_dataset_path, text=cfg.train.stage == "PT")
+    files = [file.path for file in listed]
     tokenizer = _tokenizer(cfg)
-    formats = cfg.data.train_dataset_type or ("auto",) * len(files)  # as many: config/rules/batch.py sees to it
-    readers = [_reader(cfg, file, None if name == "auto" else name, tokenizer) for file, name in zip(files, formats)]
+    given = cfg.data.train_dataset_type or ("auto",) * len(files)  # one an entry: config/rules/batch.py sees to it
+    formats = [None if given[file.entry] == "auto" else given[file.entry] for file in listed]
+    readers = [_reader(cfg, file, name, tokenizer) for file, name in zip(files, formats)]
     stream = ((n, line, raw) for n, file in enumerate(files) for line, raw in _raw_rows(cfg, file))
     wanted = list(islice(stream, start, start + count))
-    small = sum(file.stat().st_size for file in files if file.is_file()) <= COUNTED_BYTES
+    here = [file for file in files if isinstance(file, Path)]
+    small = len(here) == len(files) and sum(file.stat().st_size for file in here if file.is_file()) <= COUNTED_BYTES
     total = start + len(wanted) + sum(1 for _ in stream) if small and wanted else 0
     out = []
     for n, line, raw in wanted:
@@ -114,14 +119,14 @@ def _model(cfg: RunConfig) -> Path | None:
     return resolve_model(name, cfg.model.download_hub) if name else None
 
 
-def _raw_rows(cfg: RunConfig, file: Path) -> Iterator[tuple[int, Raw]]:
-    if cfg.train.stage != "PT":
+def _raw_rows(cfg: RunConfig, file: str | Path) -> Iterator[tuple[int, Raw]]:
+    if cfg.train.stage != "PT" or not isinstance(file, Path):
         return rows(file)
     return ((found.row, found.raw) for found in documents(file, Place()))
 
 
 def _reader(
-    cfg: RunConfig, file: Path, format: str | None, tokenizer: Tokenizer | None
+    cfg: RunConfig, file: str | Path, format: str | None, tokenizer: Tokenizer | None
 ) -> tuple[str, Callable[[int, Raw], Shown]]:
     """The name of the file's format, and what a row of it becomes."""
     if cfg.train.stage == "PT":
@@ -129,22 +134,25 @@ def _reader(
     if cfg.train.stage == "VL-SFT" and tokenizer is not None:
         from erniekit.recipes.vision_preview import VisionPreview
 
-        seen = VisionPreview(cfg, file, format, tokenizer, _model(cfg))
+        seen = VisionPreview(cfg, Path(file), format, tokenizer, _model(cfg))
         return seen.format, seen.row
+    columns = as_columns(cfg.data.columns, cfg.origin("columns"))
     if cfg.train.stage in PREFERENCE_KEYS:
-        judging = _scored_job(cfg, file, format, tokenizer)
-        return judging.format, lambda line, raw: row_pieces(judging, line, raw)
-    found = detect(file) if format is None else None
+        scored = _scored_job(cfg, file, format, tokenizer, columns)
+        return scored.format, lambda line, raw: row_pieces(scored, line, raw)
+    found = detect(file, columns=columns) if format is None else None
     pairs = PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token) if cfg.train.stage == "DPO" else None
     name = format or (found.format if found else "")
     compat = cfg.compat.erniekit_rows and pairs is None
     d = cfg.data
-    rules: Any = (d.max_seq_len, d.overlong, compat, pairs, d.train_thinking)
+    rules: Any = (d.max_seq_len, d.overlong, compat, pairs, d.train_thinking, columns)
     job = TokeniseJob(str(file), name, tokenizer, *rules)  # type: ignore[arg-type]  # without a tokenizer it only reads
     return name, lambda line, raw: row_pieces(job, line, raw)
 
 
-def _scored_job(cfg: RunConfig, file: Path, format: str | None, tokenizer: Tokenizer | None) -> TokeniseJob:
+def _scored_job(
+    cfg: RunConfig, file: str | Path, format: str | None, tokenizer: Tokenizer | None, columns: Columns
+) -> TokeniseJob:
     """Of the stages that score answers or texts, beside DPO."""
     stage, d = cfg.train.stage, cfg.data
     kind: RowKind = UNPAIRED
@@ -154,7 +162,7 @@ def _scored_job(cfg: RunConfig, file: Path, format: str | None, tokenizer: Token
         classes = cfg.score.class_labels or classes_in([file])
         kind = RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource)
     rules = None if stage == "CLS" else PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token)
-    return kind.job(str(file), kind.name, tokenizer, d.max_seq_len, d.overlong, False, rules, d.train_thinking)
+    return kind.job(str(file), kind.name, tokenizer, d.max_seq_len, d.overlong, False, rules, d.train_thinking, columns)
 
 
 def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:

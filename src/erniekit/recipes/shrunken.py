@@ -4,6 +4,7 @@ recipe."""
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -185,13 +186,19 @@ def _data(cfg: RunConfig, folder: Path) -> dict[str, str]:
     seen = cfg.train.stage == "VL-SFT"
     for key in ("train_dataset_path", "eval_dataset_path"):
         files = cfg[key] or ()
-        if all(Path(file).expanduser().exists() for file in files):
+        if all(_is_here(file) for file in files):
             continue
         if cfg.train.stage == "DPO":
-            missing = next(file for file in files if not Path(file).expanduser().exists())
+            missing = next(file for file in files if not _is_here(file))
             raise ConfigError(f"no file {missing}", where=cfg.origin(key), fix=f"{key}=FILE with preference pairs")
         stand_in = shapes.write_pictures(folder, key, shapes.scenes(PICTURES, seed=0)) if seen else TRAIN
         keys[key] = ",".join([str(stand_in)] * len(files))
         kind = key.replace("path", "type")
         keys[kind] = ",".join(["erniekit"] * len(files))
     return keys
+
+
+def _is_here(entry: str) -> bool:
+    """A file, a folder, or a pattern that some file matches."""
+    place = Path(entry).expanduser()
+    return place.exists() or bool(glob.glob(str(place), recursive=True))

@@ -36,7 +36,7 @@ from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
-from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
+from erniekit.recipes.datasets import TrainData, counted, dataset_files, file_shares, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
 
@@ -71,11 +71,11 @@ def vision_sources(
 ) -> list[VisionSource]:
     """The train or eval files, tokenised."""
     d = cfg.data
-    paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
+    files, formats = vision_files(cfg, which)
     return [
         open_vision_source(
-            Path(path).expanduser(),
-            None if not formats or formats[n] == "auto" else formats[n],
+            path,
+            formats[n],
             tokenizer,
             rules,
             max_seq_len=d.max_seq_len,
@@ -87,8 +87,27 @@ def vision_sources(
             bad_rows_path=bad_rows,
             append_bad_rows=n > 0,
         )
-        for n, path in enumerate(paths)
+        for n, path in enumerate(files)
     ]
+
+
+def vision_files(cfg: RunConfig, which: str) -> tuple[list[Path], list[str | None]]:
+    """The train or eval files and their formats. Media are found beside their rows, which must be files here."""
+    files, formats = dataset_files(cfg, which)
+    far = next((file.path for file in files if not isinstance(file.path, Path)), None)
+    if far is not None:
+        raise ConfigError(
+            "rows with pictures are read from files of this machine",
+            where=f"{which}_dataset_path: {far}",
+            fix="copy them here, with the pictures they name",
+        )
+    if cfg.data.columns:
+        raise ConfigError(
+            "columns are not renamed in rows with pictures",
+            where=cfg.origin("columns"),
+            fix="name the fields in the files as `docs/vision-data.md` does",
+        )
+    return [Path(file.path) for file in files], formats
 
 
 def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | None) -> list[TokenSource]:
@@ -114,7 +133,7 @@ def vision_stream(
 ) -> PackStream | ModalStream:
     """Packs of pictures, by tokens and patches; text steps between them where modality_ratio says so."""
     d, v = cfg.data, cfg.vision
-    lengths, probs = [source.lengths for source in sources], list(d.train_dataset_prob) or [1.0] * len(sources)
+    lengths, probs = [source.lengths for source in sources], file_shares(cfg, "train", [len(s) for s in sources])
     more: dict[str, Any] = dict(costs=[source.patches for source in sources], max_cost=v.max_patches or None)
     if cfg.compat.erniekit_order:
         rows = [_rows(source) for source in sources]

@@ -18,7 +18,7 @@ from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData, counted, eval_batches, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
-from erniekit.recipes.vision_data import vision_collate, vision_rules, vision_stream
+from erniekit.recipes.vision_data import vision_collate, vision_files, vision_rules, vision_stream
 
 
 def sees(cfg: RunConfig) -> bool:
@@ -70,15 +70,15 @@ def pair_sources(
     cfg: RunConfig, which: str, tokenizer: Tokenizer, seen: VisionRules, rules: PairRules, bad_rows: Path | None
 ) -> list[pairs.VisionPairSource]:
     d = cfg.data
-    paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
+    files, formats = vision_files(cfg, which)
     job = dict(
         tokenizer=tokenizer, max_seq_len=d.max_seq_len, overlong=d.overlong, compat=False, pairs=rules,
         thinking=d.train_thinking, rules=seen,
     )  # fmt: skip
     return [
         pairs.open_vision_pairs(
-            Path(path).expanduser(),
-            None if not formats or formats[n] == "auto" else formats[n],
+            path,
+            formats[n],
             job,
             cache_dir=d.cache_dir,
             num_proc=d.dataset_num_proc,
@@ -86,5 +86,5 @@ def pair_sources(
             bad_rows_path=bad_rows,
             append_bad_rows=n > 0,
         )
-        for n, path in enumerate(paths)
+        for n, path in enumerate(files)
     ]

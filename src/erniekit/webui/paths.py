@@ -6,6 +6,7 @@ Which keys hold paths, and in which form, is declared with the keys (config/fiel
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,13 @@ class Roots:
         words = [str(word).strip() for word in words if str(word).strip()]
         if kind == "named":
             return [f"{label}={self._path(path, name)}" for label, path in (_halves(word, name) for word in words)]
-        return [self._path(word, name) for word in words]
+        return [self._path(self._no_pattern(word, name), name) for word in words]
+
+    def _no_pattern(self, word: str, name: str) -> str:
+        """A pattern may match links that lead out; a folder's links are looked at."""
+        if glob.has_magic(word) and not self.resolve(word, name).exists():
+            raise PathError(f"{name} is a pattern: {_short(word)}", where=name, fix="name files, or their folder")
+        return word
 
     def _is_hub_id(self, text: str, name: str) -> bool:
         """`owner/name`, nothing of that name on the disk: it is looked up in the download cache."""

@@ -133,7 +133,8 @@ def preview(
     which = "eval" if evaluation else "train"
     wanted = (
         "model_name_or_path", "tokenizer_name", "download_hub", "max_seq_len", "overlong", "train_thinking", "stage",
-        "compat", "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "input_dir", *VISION_KEYS,
+        "compat", "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "columns", "input_dir",
+        *VISION_KEYS,
     )  # fmt: skip
     kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
     kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}

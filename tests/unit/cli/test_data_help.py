@@ -1,4 +1,4 @@
-"""`erniekit data` and its two commands: their help lists what they take, and they take what it lists."""
+"""`erniekit data` and its three commands: their help lists what they take, and they take what it lists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.config.flat import KEYS
 from erniekit.data import index_command
+from erniekit.data.clean import clean_parser
 from erniekit.data.formats import FORMATS
-from erniekit.data.inspect import data_parser
+from erniekit.data.inspect import KEYS_TAKEN, data_parser
 from erniekit.recipes.preview import KEYS_READ, preview, preview_parser
 from support.jsonl import write_jsonl
 
@@ -36,15 +37,16 @@ def printed(capsys: pytest.CaptureFixture, *words: str) -> str:
 
 def test_the_help_of_data_lists_its_flags_and_formats_and_no_key_it_does_not_take() -> None:
     lines = help_lines(["data"])
-    own = "\n".join(line for line in lines if "data index" not in line and "data preview" not in line)
-    assert set(re.findall(r"--\w+", own)) == flags(data_parser())
+    parts = [f"data {name}" for name, _ in COMMANDS["data"].parts]
+    own = "\n".join(line for line in lines if not any(part in line for part in parts))
+    assert set(re.findall(r"--\w+", own)) == flags(data_parser()) - {f"--{key}" for key in KEYS_TAKEN} | {"--columns"}
     for format in FORMATS:
         assert format in own
     others = KEYS.keys() - {"format"}  # of export; a word of this help as well
-    assert not [key for key in others if re.search(rf"\b{key}\b", own)]
+    assert {key for key in others if re.search(rf"\b{key}\b", own)} == set(KEYS_TAKEN)
 
 
-def test_the_help_of_data_names_both_commands_and_what_they_need() -> None:
+def test_the_help_of_data_names_its_commands_and_what_they_need() -> None:
     text = "\n".join(help_lines(["data"]))
     for name, _ in COMMANDS["data"].parts:
         assert f"erniekit data {name} " in text
@@ -55,9 +57,9 @@ def test_the_help_of_data_names_both_commands_and_what_they_need() -> None:
 
 
 def test_the_help_of_each_command_lists_every_flag_it_takes(capsys: pytest.CaptureFixture) -> None:
-    for name, parser in (("preview", preview_parser()), ("index", index_command._parser())):
+    for name, parser in (("preview", preview_parser()), ("index", index_command._parser()), ("clean", clean_parser())):
         text = printed(capsys, "data", name, "--help")
-        assert flags(parser) <= set(re.findall(r"--\w+", text))
+        assert flags(parser) <= set(re.findall(r"--[\w-]+", text))
         assert printed(capsys, "help", "data", name) == text
         assert printed(capsys, "data", "--help", name) == text
 
@@ -106,7 +108,7 @@ def test_every_key_and_flag_that_preview_lists_is_taken(
         "model_name_or_path": "not looked at", "tokenizer_name": str(paddle / "tokenizer"),
         "download_hub": "huggingface", "max_seq_len": "64", "overlong": "truncate", "train_thinking": "mask",
         "max_prompt_len": "32",
-        "mask_out_eos_token": "True",
+        "mask_out_eos_token": "True", "columns": "{src: src}",
     }  # fmt: skip
     assert set(given) == set(KEYS_READ)
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
@@ -115,10 +117,16 @@ def test_every_key_and_flag_that_preview_lists_is_taken(
     assert row["line"] == 2
 
 
-def test_data_takes_its_flag_and_refuses_a_key(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_data_takes_its_flags_and_keys_and_refuses_others(
+    capsys: pytest.CaptureFixture, paddle: Path, tmp_path: Path
+) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"src": ["q"], "tgt": ["a"]}])
     assert main(["data", str(file), "--type", "erniekit"]) == 0
     assert "as given" in capsys.readouterr().out
+    given = {"train_dataset_type": "erniekit", "max_seq_len": "64", "model_name_or_path": str(paddle / "tokenizer")}
+    assert given.keys() == set(KEYS_TAKEN) - {"columns"}
+    assert main(["data", str(file), "columns.src=src", *(f"{name}={value}" for name, value in given.items())]) == 0
+    assert main(["data", str(file), *(word for name, value in given.items() for word in (f"--{name}", value))]) == 0
     with pytest.raises(SystemExit) as refused:
-        main(["data", str(file), "--max_seq_len", "64"])
+        main(["data", str(file), "--overlong", "drop"])
     assert refused.value.code == 2

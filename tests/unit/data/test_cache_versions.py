@@ -30,7 +30,7 @@ from support.jsonl import write_jsonl
 
 # Never edit a line: add one, with the raised number.
 RECORDED = {
-    "SAMPLES": {1: "b40f17d405cd7a57"},
+    "SAMPLES": {1: "b40f17d405cd7a57", 2: "d699ab3f082d5233"},
     "DOCUMENTS": {1: "97d0db3d9bce0404"},
     "ORDER": {1: "2b324ad75325eae8"},
     "VISION": {1: "992e068d43ddff18"},
@@ -41,6 +41,7 @@ CHATS: dict[str, list[dict]] = {
         {"src": ["How far is the harbor?", "And the river?"], "tgt": ["Two miles.", "Three."], "label": [0, 1]},
         {"src": ["Name a colour."], "tgt": ["Blue."], "system": "Be brief."},
         {"src": ["word " * 200], "tgt": ["too long to fit"]},
+        {"src": ["Indent it. "], "tgt": ["    x = 1\n"]},
     ],
     "alpaca": [{"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Hello"]]}],
     "messages": [
@@ -52,6 +53,8 @@ CHATS: dict[str, list[dict]] = {
             ]
         }
     ],
+    "sharegpt": [{"conversations": [{"from": "human", "value": "Hi "}, {"from": "gpt", "value": " Hello.\n"}]}],
+    "prompt_completion": [{"question": "1 + 1?", "answer": " 2", "reasoning_content": "Count."}],
 }
 PAIRS = [
     {"src": ["Name a bird.", "Another?"], "tgt": ["Owl."], "response": [["Wren."], ["A stone."]], "sort": [1, 0]},

@@ -46,7 +46,8 @@ def one(row: object, format: str = "erniekit", compat: bool = False) -> Conversa
 
 def test_erniekit_rows() -> None:
     assert one(ROW) == said("q1", "a1", "q2", "a2")
-    assert one({"src": " q ", "tgt": "\na"}) == said("q", "a")
+    assert one({"src": " q ", "tgt": "\na"}) == said(" q ", "\na")  # white space is kept
+    assert one({"src": " q ", "tgt": "\na"}, compat=True) == said("q", "a")
     assert one({**ROW, "system": " s "}) == said("q1", "a1", "q2", "a2", system=" s ")
     assert one({"src": ["s", "q"], "tgt": ["ok", "a"], "is_system": 1}) == said("q", "a", system="s")
     assert [m.trained for m in one({**ROW, "label": [0, 1]}).messages[1::2]] == [False, True]
@@ -229,7 +230,7 @@ def test_a_file_with_some_tool_rows_is_chatml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "hint"),
-    [({"conversations": []}, "ShareGPT"), ({"text_info": []}, "VL-SFT"), ({"zzz": 1}, "zzz"), (b"{", "JSON")],
+    [({"text_info": []}, "VL-SFT"), ({"zzz": 1}, "zzz"), (b"{", "JSON")],
 )
 def test_unknown_formats_name_what_was_found(row: object, hint: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=hint):

@@ -60,7 +60,7 @@ def test_how_far_apart_the_answers_sort_is_kept_but_not_by_the_old_reader() -> N
 def test_a_response_may_be_a_text_or_turns_of_assistant_and_user_and_each_its_own_number() -> None:
     found = pair({**ROW, "response": ["good", ["bad", "why?", " worse "]]})
     assert said(found.chosen) == [("assistant", "good")]
-    assert said(found.rejected) == [("assistant", "bad"), ("user", "why?"), ("assistant", "worse")]
+    assert said(found.rejected) == [("assistant", "bad"), ("user", "why?"), ("assistant", " worse ")]
 
 
 def test_the_system_text_comes_from_its_field_or_from_the_first_src() -> None:
@@ -74,11 +74,11 @@ def test_a_single_question_may_be_plain_text_without_tgt() -> None:
     assert said(pair({"src": "q", "response": ["a", "b"], "sort": [1, 0]}).prompt) == [("user", "q")]
 
 
-def test_texts_are_stripped_but_not_by_the_old_reader() -> None:
+def test_white_space_of_prompts_and_answers_is_kept() -> None:
     row = {**ROW, "src": [" q "], "response": [" good", "bad "]}
-    assert (pair(row).prompt[0].content, pair(row).chosen[0].content) == ("q", "good")
-    old = pair(row, compat=True)
-    assert (old.prompt[0].content, old.chosen[0].content, old.rejected[0].content) == (" q ", " good", "bad ")
+    for compat in (False, True):
+        read = pair(row, compat=compat)
+        assert (read.prompt[0].content, read.chosen[0].content, read.rejected[0].content) == (" q ", " good", "bad ")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_alpaca_pairs_ask_under_several_names(asked: str) -> None:
     row = {asked: "i", "input": "n", "chosen": "a ", "rejected": "b", "system": "s", "history": [["h", "r"]]}
     found = pair(row, "alpaca")
     assert said(found.prompt) == [("system", "s"), ("user", "h"), ("assistant", "r"), ("user", "i\nn")]
-    assert (said(found.chosen), said(found.rejected)) == ([("assistant", "a")], [("assistant", "b")])
+    assert (said(found.chosen), said(found.rejected)) == ([("assistant", "a ")], [("assistant", "b")])
 
 
 def test_the_old_reader_joins_instruction_and_input_and_knows_no_history() -> None:

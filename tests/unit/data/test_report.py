@@ -115,3 +115,18 @@ def test_the_report_measures_lengths_and_the_trained_share(tmp_path, opened):
     assert report.trained_tokens == sum(int((source.sample(i).labels != IGNORE).sum()) for i in range(300))
     assert 0 < report.trained_share < 1
     assert json.loads(json.dumps(report.to_dict()))["samples"] == 300
+
+
+def test_repeated_rows_near_empty_answers_and_the_encoding_are_counted(tmp_path, opened):
+    rows = [{"src": ["你好吗？这是问题"], "tgt": ["很好，谢谢。"]}, {"src": ["x"], "tgt": ["N/A"]}] * 2
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("gbk"))
+    for _ in range(2):  # as made, and as kept beside the cache
+        report = opened(path).report
+        assert (report.duplicates, report.first_duplicates) == (2, [(3, 1), (4, 2)])
+        assert (report.near_empty, report.first_near_empty) == (2, [2, 4])
+        assert "GB18030" in report.encoding
+    said = "\n".join(report.lines())
+    assert "duplicates: 2 rows" in said
+    assert "near-empty answers: 2 rows (row 2, 4)" in said
+    assert "encoding: GB18030" in said

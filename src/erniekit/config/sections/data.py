@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from erniekit.config.field import key
 from erniekit.config.mix_schedule import Stage, stages_of
@@ -12,7 +14,7 @@ from erniekit.config.mix_schedule import Stage, stages_of
 class DataSection:
     train_dataset_path: tuple[str, ...] = key(
         (),
-        "Training files, comma-separated (or --data): .jsonl .json .gz .parquet",
+        "Training files, folders, patterns or URLs, comma-separated (or --data).",
         also=("data",),
         commas=True,
         basic=True,
@@ -20,10 +22,13 @@ class DataSection:
     )
     train_dataset_type: tuple[str, ...] = key(
         (),
-        "Data format: erniekit, alpaca, messages, chatml; default: detected.",
+        "erniekit alpaca messages chatml sharegpt prompt_completion; else detected",
         commas=True,
         basic=True,
         fixed=True,
+    )
+    columns: Mapping[str, Any] | None = key(
+        None, "Which column of the files holds which field: {prompt: q, response: a}.", fixed=True
     )
     train_dataset_prob: tuple[float, ...] = key(
         (), "Share of each file in the mixture; default: equal shares.", low=0, commas=True, fixed=True

@@ -10,11 +10,12 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from erniekit.data.formats.columns import Columns, mapped_alone
+from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
 from erniekit.data.preference import Preference
@@ -22,7 +23,7 @@ from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
 from erniekit.files.json_file import RepeatedKey
 from erniekit.printable import plain
-from erniekit.registry import Registry
+from erniekit.registry import Registry, nearest
 
 __all__ = [
     "FORMATS",
@@ -30,6 +31,7 @@ __all__ = [
     "PREFERENCE_FORMATS",
     "Detected",
     "Raw",
+    "check_columns",
     "detect",
     "parse",
     "parse_pair",
@@ -49,6 +51,8 @@ FORMATS = Registry(
         "alpaca": "erniekit.data.formats.alpaca:conversations",
         "messages": "erniekit.data.formats.messages:conversations",
         "chatml": "erniekit.data.formats.chatml:conversations",
+        "sharegpt": "erniekit.data.formats.sharegpt:conversations",
+        "prompt_completion": "erniekit.data.formats.prompt_completion:conversations",
     },
     group="erniekit.formats",
 )
@@ -60,22 +64,15 @@ PREFERENCE_FORMATS = Registry(
         "alpaca": "erniekit.data.formats.alpaca:preference",
         "messages": "erniekit.data.formats.messages:preference",
         "chatml": "erniekit.data.formats.messages:preference",
+        "sharegpt": "erniekit.data.formats.sharegpt:preference",
+        "prompt_completion": "erniekit.data.formats.prompt_completion:preference",
     },
 )
 _LOOK_AT = 50  # rows
 _ELSEWHERE = {
     "text_info": "image and video rows; they need stage VL-SFT",
-    "conversations": "ShareGPT rows; rename `conversations` to `messages`, from/value to role/content",
     "text": "plain text; it needs stage PT",
 }
-
-
-@dataclass(frozen=True)
-class Detected:
-    format: str  # a name in FORMATS and PREFERENCE_FORMATS
-    why: str
-    preference: bool = False  # rows hold two answers to compare: data for stage DPO
-    vision: bool = False  # some hold pictures or videos
 
 
 @functools.cache
@@ -89,7 +86,7 @@ def _pair_reader(format: str) -> Callable[[Any, bool], Preference]:
 
 
 def parse(
-    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False
+    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False, columns: Columns = ()
 ) -> list[Conversation] | RowProblem:
     """One raw row as its training conversations (several for tool rows). Depends on nothing but its arguments."""
 
@@ -100,10 +97,12 @@ def parse(
             refuse_media(row)
         return _reader(format)(row, compat)
 
-    return parsed(raw, line_no, path, conversations)
+    return parsed(raw, line_no, path, conversations, columns)
 
 
-def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False) -> Preference | RowProblem:
+def parse_pair(
+    raw: Raw, line_no: int, path: str | Path, format: str, compat: bool = False, columns: Columns = ()
+) -> Preference | RowProblem:
     """One raw row as the pair of answers it compares. Depends on nothing but its arguments."""
 
     def pair(row: Any) -> Preference:
@@ -113,23 +112,19 @@ def parse_pair(raw: Raw, line_no: int, path: str | Path, format: str, compat: bo
             refuse_media(row)
         return _pair_reader(format)(row, compat)
 
-    return parsed(raw, line_no, path, pair)
+    return parsed(raw, line_no, path, pair, columns)
 
 
-def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T]) -> T | RowProblem:
+def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], columns: Columns = ()) -> T | RowProblem:
     """What `read` makes of the decoded row; its BadRow, and whatever cannot be decoded, as a problem of that line."""
     if isinstance(raw, RowProblem):
         return raw
     try:
-        return read(decode(raw))
+        return read(decode(raw, columns))
     except BadRow as bad:
         return RowProblem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
-        utf16 = isinstance(raw, bytes) and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = "the file looks like UTF-16, " if utf16 else ""
-        return RowProblem(
-            str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; {hint}save it as UTF-8"
-        )
+        return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; save it as UTF-8")
     except json.JSONDecodeError as error:
         return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
     except RepeatedKey as error:
@@ -151,18 +146,21 @@ def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[
                 yield line_no, conversation
 
 
-def detect(path: str | Path, vision: bool = False) -> Detected:
-    """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures."""
+def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Detected:
+    """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures.
+    columns: which of the file's are which fields; they alone decide if they make up a format."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
     example, count, foreign = "", 0, 0
+    if columns:
+        check_columns(path, columns)
     for _, raw in islice(rows(path), _LOOK_AT):
         count += 1
         if isinstance(raw, RowProblem):
             example = example or raw.reason
             continue
         try:
-            row = decode(raw)
+            row = decode(raw, columns)
         except RepeatedKey as error:
             example = example or str(error)
             continue
@@ -172,9 +170,7 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         except (ValueError, RecursionError):
             foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
-        guess = _guess(row)
-        if vision:
-            guess = _guess_seen(row) or guess
+        guess = guessed(mapped_alone(row, columns), vision) or guessed(row, vision)
         if guess:
             seen[guess.format, guess.preference] += 1
             before = found.get((guess.format, guess.preference))
@@ -189,7 +185,8 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
         raise DataError(
             f"cannot detect the dataset format: {example or 'no row among the first is JSON'}",
             where=str(path),
-            fix="give train_dataset_type / eval_dataset_type: " + ", ".join(FORMATS),
+            fix="name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / "
+            "eval_dataset_type: " + ", ".join(FORMATS),
         )
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
@@ -198,55 +195,23 @@ def detect(path: str | Path, vision: bool = False) -> Detected:
     return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
 
 
-def _guess(row: Any) -> Detected | None:
-    if isinstance(row, list):
-        if row and isinstance(row[0], dict) and "role" in row[0]:
-            return Detected("messages", "each row is a list of role/content messages")
-        return None
-    if not isinstance(row, dict):
-        return None
-    if is_preference(row):
-        return _guess_pair(row)
-    if "src" in row:
-        return Detected("erniekit", "rows have `src` and `tgt`")
-    if "messages" in row:
-        said = row["messages"] if isinstance(row["messages"], list) else []
-        calls = any(isinstance(m, dict) and (m.get("tool_calls") or m.get("role") == "tool") for m in said)
-        if row.get("tools") or calls:
-            return Detected("chatml", "rows have `messages` with tools")
-        return Detected("messages", "rows have `messages`")
-    if "instruction" in row or ("output" in row and "input" in row):
-        return Detected("alpaca", "rows have `instruction` and `output`")
-    return None
-
-
-def _guess_seen(row: Any) -> Detected | None:
-    """Of a row with pictures or videos."""
-    if isinstance(row, dict) and ("text_info" in row or "text_list" in row):
-        return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
-    pairs = isinstance(row, dict) and is_preference(row)
-    fields = ("messages", "prompt", "chosen", "rejected") if pairs else ("messages",)
-    said = [row.get(field) for field in fields] if isinstance(row, dict) else [row]
-    contents = [m.get("content") for one in said if isinstance(one, list) for m in one if isinstance(m, dict)]
-    kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
-    beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
-    if (contents or pairs) and (beside or kinds & {"image", "image_url", "video", "video_url"}):
-        if pairs:
-            why = "rows have pictures or videos and two answers: preference data, for `stage: DPO`"
-            return Detected(_guess_pair(row).format, why, preference=True, vision=True)
-        return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
-    return None
-
-
-def _guess_pair(row: dict[str, Any]) -> Detected:
-    if row.get("response") is not None and row.get("sort") is not None:
-        format, fields = "erniekit", "`response` and `sort`"
-    else:
-        chosen = row.get("chosen")
-        said = chosen[0] if isinstance(chosen, list) and chosen else chosen
-        listed = isinstance(said, dict) or any(isinstance(row.get(field), list) for field in ("messages", "prompt"))
-        format, fields = "messages" if listed else "alpaca", "`chosen` and `rejected`"
-    return Detected(format, f"rows have {fields}: preference data, for `stage: DPO`", preference=True)
+def check_columns(path: str | Path, columns: Columns) -> None:
+    """DataError if the first rows have no column of a name that `columns` gives."""
+    seen: dict[str, None] = {}
+    for _, raw in islice(rows(path), _LOOK_AT):
+        try:
+            row = decode(raw)
+        except (ValueError, RecursionError):
+            continue
+        seen.update(dict.fromkeys(map(str, row)) if isinstance(row, dict) else {})
+    for field, column in columns:
+        if seen and column not in seen:
+            near = nearest(column, list(seen))
+            raise DataError(
+                f"no column `{plain(column, 60)}`; the first rows have {', '.join(plain(name, 60) for name in seen)}",
+                where=f"columns: {field}: {plain(column, 60)} ({path})",
+                fix=f"did you mean {plain(near[0], 60)}?" if near else "name one of these columns",
+            )
 
 
 def _describe(row: Any) -> str:

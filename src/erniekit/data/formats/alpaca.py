@@ -10,7 +10,8 @@ from typing import Any
 
 from erniekit.data.formats import pairs
 from erniekit.data.formats.erniekit import build
-from erniekit.data.formats.fields import BadRow, named, refuse_tools, require, text, unread
+from erniekit.data.formats.fields import BadRow, holds, named, refuse_tools, require, text, unread
+from erniekit.data.formats.message import from_cell
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation
 
@@ -43,8 +44,8 @@ def preference(row: Any, compat: bool) -> Preference:
     known = (asked, "input", "system", "chosen", "rejected", *(() if compat else ("history", "score_delta")))
     return Preference(
         pairs.prompt(row.get("system"), [*(pair[0] for pair in past), question], [pair[1] for pair in past], compat),
-        pairs.answer(row["chosen"], "chosen", compat),
-        pairs.answer(row["rejected"], "rejected", compat),
+        pairs.answer(row["chosen"], "chosen"),
+        pairs.answer(row["rejected"], "rejected"),
         score_delta=pairs.score_delta(row, compat),
         unused=tuple(unread(row, known)),
     )
@@ -60,8 +61,9 @@ def _question(row: dict[str, Any], asked: str, compat: bool) -> str:
 
 
 def _history(value: Any) -> list[tuple[str, str]]:
-    if value is None:
+    if not holds(value):
         return []
+    value = from_cell(value, "history")
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"`history` must be a list of [user, assistant] pairs, not {named(value)}")
     out = []

@@ -53,15 +53,15 @@ def build(
     compat: bool,
     unused: Sequence[str] = (),
 ) -> Conversation:
-    """Turns are stripped, the system text is not. An empty system text is none (the old reader kept its newline)."""
+    """White space of turns is kept; the old reader stripped it. An empty system text is none (it kept its newline)."""
     said = []
     if system is not None:
         system = text(system, "system", empty=True)
         if system or compat:
             said.append(ChatMessage("system", system))
     for question, answer, train in zip(questions, answers, trained):
-        said.append(ChatMessage("user", question.strip()))
-        said.append(ChatMessage("assistant", answer.strip(), trained=train))
+        said.append(ChatMessage("user", question.strip() if compat else question))
+        said.append(ChatMessage("assistant", answer.strip() if compat else answer, trained=train))
     return Conversation(tuple(said), unused=tuple(unused))
 
 
@@ -88,8 +88,8 @@ def preference(row: Any, compat: bool) -> Preference:
             raise BadRow("no_question", "`is_system` is 1 and `src` holds nothing but the system text")
     return Preference(
         pairs.prompt(system, questions, answers, compat),
-        pairs.answer(row["response"][better], f"response[{better}]", compat),
-        pairs.answer(row["response"][worse], f"response[{worse}]", compat),
+        pairs.answer(row["response"][better], f"response[{better}]"),
+        pairs.answer(row["response"][worse], f"response[{worse}]"),
         score_delta=1.0 if compat else delta,
         unused=tuple(unused),
     )

@@ -61,7 +61,7 @@ def refuse_media(row: Mapping[str, Any]) -> None:
 
 def refuse_tools(row: Mapping[str, Any]) -> None:
     if holds(row.get("tools")):
-        raise BadRow("tools", "the row has `tools`; those are read in rows with `messages` only")
+        raise BadRow("tools", "the row has `tools`, and answers that are text: write them as lists of messages")
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from erniekit import heartbeat
+from erniekit.data.formats.columns import Columns, renamed
+from erniekit.data.formats.encodings import Encoding, as_utf8
+from erniekit.data.formats.tables import TableRow, is_table, table_rows, typed
+from erniekit.data.storage import HubDataset, located
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
-from erniekit.files import refuse_special
 from erniekit.files.json_file import RepeatedKey, unique_keys
 
 Raw = bytes | dict[str, Any] | list[Any] | RowProblem
@@ -35,25 +38,43 @@ TOO_MANY_DIGITS = "a number of it has more digits than are read"
 
 
 def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[int, Raw]]:
-    """(number, raw row): lines of JSONL as bytes, elements of an array and parquet rows as objects; 1-based."""
-    path = Path(path)
-    refuse_special(path, DataError)
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise DataError(f"dataset {what}", where=str(path), fix="check train_dataset_path / eval_dataset_path")
-    try:
-        file = io.BufferedReader(io.FileIO(path), _CHUNK)
-    except OSError as error:
-        raise DataError(f"dataset cannot be opened: {error.strerror}", where=str(path)) from error
-    with file:
-        magic = file.peek(4)[:4]
-        if magic == b"PAR1" or path.suffix.lower() == ".parquet":
-            yield from _parquet(path)
+    """(number, raw row): lines of JSONL as bytes, elements of an array and rows of tables as objects; 1-based."""
+    stored = located(path)
+    if isinstance(stored, HubDataset):
+        yield from stored.rows()
+        return
+    with stored.open() as file:
+        magic = _magic(file, str(path))
+        if magic == b"PAR1" or stored.name.lower().endswith(".parquet"):
+            yield from _parquet(file, str(path))
         elif magic[:2] == b"\x1f\x8b":
-            with Unpacked(file, path.stat().st_size) as stream:
-                yield from _text_rows(stream, path, max_row_bytes)
+            with Unpacked(file, stored.size()) as stream:
+                yield from _text_rows(stream, str(path), stored.name, max_row_bytes)
         else:
-            yield from _text_rows(file, path, max_row_bytes)
+            yield from _text_rows(file, str(path), stored.name, max_row_bytes)
+
+
+def file_encoding(path: str | Path) -> Encoding:
+    """Of a text file, as its rows are read; UTF-8 for others."""
+    stored = located(path)
+    if isinstance(stored, HubDataset):
+        return Encoding()
+    with stored.open() as file:
+        magic = _magic(file, str(path))
+        if magic == b"PAR1" or stored.name.lower().endswith(".parquet"):
+            return Encoding()
+        try:
+            stream = Unpacked(file, stored.size()) if magic[:2] == b"\x1f\x8b" else file
+            return as_utf8(stream, str(path))[1]
+        except (OSError, EOFError, zlib.error):  # reading the rows says so
+            return Encoding()
+
+
+def _magic(file: io.BufferedReader, path: str) -> bytes:
+    try:
+        return file.peek(4)[:4]
+    except OSError as error:  # a server that answers, and then does not
+        raise DataError(f"dataset cannot be read: {error}", where=path) from error
 
 
 class Unpacked(gzip.GzipFile):
@@ -80,33 +101,40 @@ class Unpacked(gzip.GzipFile):
         return self._counted(super().readline(-1 if size is None else size))
 
 
-def decode(raw: Raw) -> Any:
-    """The JSON value of a raw row. Raises ValueError, or RecursionError for absurd nesting."""
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys) if isinstance(raw, bytes) else raw
+def decode(raw: Raw, columns: Columns = ()) -> Any:
+    """The JSON value of a raw row, its columns renamed. Raises ValueError, or RecursionError for absurd nesting."""
+    row = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys) if isinstance(raw, bytes) else raw
+    if columns and isinstance(row, dict):
+        row = renamed(row, columns)
+    return typed(row) if isinstance(row, TableRow) else row
 
 
-def _text_rows(stream: Any, path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
+def _text_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[int, Raw]]:
     number = 0
     try:
-        head = stream.peek(_CHUNK).removeprefix(_BOM).lstrip()
-        reader = _array if _is_array(head, path) else _lines
-        for number, raw in reader(stream, path, limit):
+        stream, _ = as_utf8(stream, path)
+        if is_table(name):
+            found: Iterator[tuple[int, Raw]] = table_rows(stream, path, name, limit)
+        else:
+            head = stream.peek(_CHUNK).removeprefix(_BOM).lstrip()
+            found = (_array if _is_array(head, name) else _lines)(stream, path, limit)
+        for number, raw in found:
             yield number, raw
     except (OSError, EOFError, zlib.error) as error:
-        yield number + 1, RowProblem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
+        yield number + 1, RowProblem(path, number + 1, "unreadable", f"the file cannot be read further: {error}")
 
 
-def _is_array(head: bytes, path: Path) -> bool:
+def _is_array(head: bytes, name: str) -> bool:
     """A JSON array of rows; in .jsonl a line may itself be a list, so there the array must span lines."""
     if not head.startswith(b"["):
         return False
-    if path.name.lower().removesuffix(".gz").endswith(".json"):
+    if name.lower().removesuffix(".gz").endswith(".json"):
         return True
     first = head.partition(b"\n")[0].rstrip()
     return first == b"[" or first[-1:] in (b",", b"{")
 
 
-def _lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
+def _lines(stream: IO[bytes], path: str, limit: int) -> Iterator[tuple[int, Raw]]:
     number = blank = 0
     while line := stream.readline(limit + 2):
         number += 1
@@ -123,7 +151,7 @@ def _lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw
             blank = 0
             yield number, line
         elif (blank := blank + 1) > MAX_BLANK_LINES:
-            yield number, RowProblem(str(path), number, "unreadable", f"{blank:,} empty lines; the rest is not read")
+            yield number, RowProblem(path, number, "unreadable", f"{blank:,} empty lines; the rest is not read")
             return
 
 
@@ -138,27 +166,25 @@ def skip_line(stream: IO[bytes], size: int) -> tuple[int, bool]:
     return size, False
 
 
-def _too_big(path: Path, number: int, size: int, limit: int, ended: bool = True) -> RowProblem:
+def _too_big(path: str, number: int, size: int, limit: int, ended: bool = True) -> RowProblem:
     reason = f"the row has {size / 2**20:.0f} MiB or more; the limit is {limit / 2**20:.0f} MiB"
-    return RowProblem(
-        str(path), number, "row_too_long", reason if ended else f"{reason}; the rest of the file is not read"
-    )
+    return RowProblem(path, number, "row_too_long", reason if ended else f"{reason}; the rest of the file is not read")
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Raw]]:
+def _parquet(stored: IO[bytes], path: str) -> Iterator[tuple[int, Raw]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise DataError("reading .parquet needs pyarrow", where=str(path), fix=install_command("parquet")) from error
+        raise DataError("reading .parquet needs pyarrow", where=path, fix=install_command("parquet")) from error
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(stored) as file:
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        yield number + 1, RowProblem(str(path), number + 1, "unreadable", f"not a readable parquet file: {error}")
+        yield number + 1, RowProblem(path, number + 1, "unreadable", f"not a readable parquet file: {error}")
 
 
 class _Window:
@@ -198,7 +224,7 @@ _IN_STRING = re.compile(r'["\\]')
 _scan_once = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode
 
 
-def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw]]:
+def _array(stream: IO[bytes], path: str, limit: int) -> Iterator[tuple[int, Raw]]:
     window = _Window(stream)
     window.next_char(_BEGIN)
     window.at += 1  # the opening bracket
@@ -209,11 +235,11 @@ def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw
             window.at += 1
             if window.next_char(_TEXT):
                 reason = "text follows the end of the array; rows after a damaged one may be lost"
-                yield number + 1, RowProblem(str(path), number + 1, "bad_json", reason)
+                yield number + 1, RowProblem(path, number + 1, "bad_json", reason)
             return
         number += 1
         if not char:
-            yield number, RowProblem(str(path), number, "bad_json", "the file ends before the array does")
+            yield number, RowProblem(path, number, "bad_json", "the file ends before the array does")
             return
         value = _element(window, path, number, limit)
         if isinstance(value, RowProblem) and not _skip_element(window):
@@ -222,7 +248,7 @@ def _array(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, Raw
         yield number, value
 
 
-def _element(window: _Window, path: Path, number: int, limit: int) -> Any:
+def _element(window: _Window, path: str, number: int, limit: int) -> Any:
     """The next value, consumed; or a Problem, with the window still at its start."""
     while True:
         try:
@@ -230,18 +256,18 @@ def _element(window: _Window, path: Path, number: int, limit: int) -> Any:
             if end < len(window.text) or window.ended:
                 window.at = end
                 kinds = (dict, list)
-                return value if isinstance(value, kinds) else RowProblem(str(path), number, "not_an_object", _SCALAR)
+                return value if isinstance(value, kinds) else RowProblem(path, number, "not_an_object", _SCALAR)
         except json.JSONDecodeError as error:
             # Cut off by the window, or truly wrong? Errors of the first kind are at its end, or in an open string.
             at_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated string")
             if window.ended or not at_end:
-                return RowProblem(str(path), number, "bad_json", f"row {number} of the array is not JSON: {error.msg}")
+                return RowProblem(path, number, "bad_json", f"row {number} of the array is not JSON: {error.msg}")
         except RecursionError:
-            return RowProblem(str(path), number, "deep_nesting", "the row is nested too deeply")
+            return RowProblem(path, number, "deep_nesting", "the row is nested too deeply")
         except RepeatedKey as error:
-            return RowProblem(str(path), number, "repeated_key", str(error))
+            return RowProblem(path, number, "repeated_key", str(error))
         except ValueError:  # a number of more digits than Python converts
-            return RowProblem(str(path), number, "bad_json", f"row {number} of the array: {TOO_MANY_DIGITS}")
+            return RowProblem(path, number, "bad_json", f"row {number} of the array: {TOO_MANY_DIGITS}")
         if len(window.text) - window.at > limit:
             return _too_big(path, number, len(window.text) - window.at, limit)
         window.more()

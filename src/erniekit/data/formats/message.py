@@ -24,6 +24,8 @@ class MessageReader:
     """Reads the messages of one row. `unused` names what they hold beyond that. `compat` reads what ERNIEKit read;
     in a `preference` the assistant's words are scored whatever a message says of being trained."""
 
+    role_key, content_key = "role", "content"
+
     def __init__(self, compat: bool, preference: bool = False) -> None:
         self.compat, self.preference = compat, preference
         self.row_fields = () if compat else ("system",)
@@ -39,21 +41,23 @@ class MessageReader:
 
     def read(self, item: Any, field: str, place: int = 0) -> ChatMessage:
         if not isinstance(item, dict):
-            raise BadRow("wrong_type", f"`{field}` must be an object with `role` and `content`, not {named(item)}")
+            keys = f"`{self.role_key}` and `{self.content_key}`"
+            raise BadRow("wrong_type", f"`{field}` must be an object with {keys}, not {named(item)}")
         given = item.get("role")
         role = ROLES.get(given) if isinstance(given, str) else None
         if role is None:
-            raise BadRow("bad_role", f"`{field}.role` is {str(given)[:40]!r}; known are {', '.join(ROLES)}")
+            known_roles = ", ".join(ROLES)
+            raise BadRow("bad_role", f"`{field}.{self.role_key}` is {str(given)[:40]!r}; known are {known_roles}")
         if holds(item.get("function_call")):
             raise BadRow("tools", f"`{field}.function_call` is OpenAI's older form; write it as `tool_calls`")
         known = ["role", "content"]
         calls, trained, thought = self._assistants(item, field, known, place) if role == "assistant" else ((), True, "")
-        content, thinks = self._content(item.get("content"), f"{field}.content", role)
+        content, thinks = self._content(item.get("content"), f"{field}.{self.content_key}", role)
         if thought and thinks and thought != thinks:
             raise BadRow("two_thoughts", f"`{field}` holds two different thoughts")
         content, thought = self._one_thought(content, thought or thinks, field)
         if not content.strip() and not calls and role in ("user", "assistant"):
-            raise BadRow("empty_text", f"`{field}.content` is empty")
+            raise BadRow("empty_text", f"`{field}.{self.content_key}` is empty")
         if len(item) > 2:
             # Only assistant messages are trained: the same flag on a user's message changes nothing.
             extra = {name: value for name, value in item.items() if name not in _TRAINED or value not in (0, False)}
@@ -179,6 +183,11 @@ def parsed_json(value: str, field: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise BadRow("bad_json", f"`{field}` is text that is not JSON: {error}") from None
+
+
+def from_cell(value: Any, field: str) -> Any:
+    """A list, which a cell of a table holds as JSON text."""
+    return parsed_json(value, field) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
 def encodable(value: Any, field: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from erniekit.data.formats import pairs
 from erniekit.data.formats.fields import BadRow, flags, holds, named, require, unread
-from erniekit.data.formats.message import MessageReader, encodable, parsed_json
+from erniekit.data.formats.message import MessageReader, encodable, from_cell, parsed_json
 from erniekit.data.preference import Preference
 from erniekit.data.types import ChatMessage, Conversation
 
@@ -36,46 +36,63 @@ def one_per_answer(
     return [Conversation((*before[:i], said[i]), tools, unused) for i in asked]
 
 
-def read_messages(row: Any, compat: bool) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
-    """What is said, and the names of fields that hold something else."""
+def read_messages(
+    row: Any, compat: bool, field: str = "messages", reader: MessageReader | None = None
+) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
+    """What is said, and the names of fields that hold something else. field: the one that holds the list."""
     if isinstance(row, list):  # a line that is the list itself
-        row = {"messages": row}
+        row = {field: row}
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `messages`, not {named(row)}")
-    require(row, "messages")
-    if not isinstance(row["messages"], list):
-        raise BadRow("wrong_type", f"`messages` must be a list, not {named(row['messages'])}")
-    reader = MessageReader(compat)
-    said = reader.read_all(row["messages"], "messages")
-    _check_order(said)
+        raise BadRow("not_an_object", f"a row must be an object with `{field}`, not {named(row)}")
+    require(row, field)
+    items = from_cell(row[field], field)
+    if not isinstance(items, list):
+        raise BadRow("wrong_type", f"`{field}` must be a list, not {named(items)}")
+    reader = reader or MessageReader(compat)
+    said = reader.read_all(items, field)
+    check_order(said, [f"{field}[{i}]" for i in range(len(said))], field, reader.role_key)
     said = reader.opening(said, row)
     if row.get("label") is not None:
         count = sum(message.role == "assistant" for message in said)
         said = reader.labelled(said, flags(row["label"], "label", count, "assistant messages"))
-    unused = unread(row, ("messages", "label", "tools", *reader.row_fields))
+    unused = unread(row, (field, "label", "tools", *reader.row_fields))
     return tuple(said), (*unused, *reader.unused)
 
 
-def preference(row: Any, compat: bool) -> Preference:
+def listed(value: Any, field: str) -> Any:
+    """A cell of a table holds a list of messages as JSON text; any other text is itself, JSON or not."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = parsed_json(value, field)
+    except (BadRow, RecursionError):
+        return value
+    known = all(isinstance(item, dict) and item.get("role", item.get("from")) for item in items)
+    return items if items and known else value
+
+
+def preference(row: Any, compat: bool, field: str = "messages", reader: MessageReader | None = None) -> Preference:
+    """field: the one that holds the prompt, if `prompt` does not."""
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
     require(row, "chosen", "rejected")
-    reader = MessageReader(compat, preference=True)
+    reader = reader or MessageReader(compat, preference=True)
     known = {"chosen", "rejected", "tools", *reader.row_fields, *(() if compat else ("score_delta",))}
-    answers = {field: _answer(row[field], field, reader) for field in ("chosen", "rejected")}
+    answers = {name: _answer(row[name], name, reader) for name in ("chosen", "rejected")}
     if all(said[0].role != "assistant" for said in answers.values()):  # whole conversations
-        for field, said in answers.items():
-            _check_order(said, [f"{field}[{i}]" for i in range(len(said))], field)
-        prompt, chosen, rejected = _common(*answers.values())
+        for name, said in answers.items():
+            check_order(said, [f"{name}[{i}]" for i in range(len(said))], name, reader.role_key)
+        prompt, chosen, rejected = common(*answers.values())
     else:
-        asked = "messages" if row.get("messages") is not None else "prompt"
+        asked = field if row.get(field) is not None else "prompt"
         require(row, asked)
         known.add(asked)
-        given = row[asked] if isinstance(row[asked], list) else [{"role": "user", "content": row[asked]}]
-        prompt = reader.read_all(given, asked)
+        given = listed(row[asked], asked)
+        prompt = reader.read_all(given if isinstance(given, list) else [user_says(given)], asked)
         places = [f"{asked}[{i}]" for i in range(len(prompt))]
-        for field, said in answers.items():
-            _check_order([*prompt, *said], places + [f"{field}[{i}]" for i in range(len(said))], field)
+        for name, said in answers.items():
+            order = places + [f"{name}[{i}]" for i in range(len(said))]
+            check_order([*prompt, *said], order, name, reader.role_key)
         chosen, rejected = answers.values()
     prompt = reader.opening(prompt, row)
     return Preference(
@@ -88,16 +105,21 @@ def preference(row: Any, compat: bool) -> Preference:
     )
 
 
+def user_says(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
 def _answer(value: Any, field: str, reader: MessageReader) -> list[ChatMessage]:
     """A text, texts in turn, one message, or a list of messages."""
+    value = listed(value, field)
     if isinstance(value, dict):
         return [reader.read(value, field)]
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return reader.read_all(value, field)
-    return list(pairs.answer(value, field, reader.compat))
+    return list(pairs.answer(value, field))
 
 
-def _common(
+def common(
     chosen: list[ChatMessage], rejected: list[ChatMessage]
 ) -> tuple[list[ChatMessage], list[ChatMessage], list[ChatMessage]]:
     """Two whole conversations: what they begin with alike, through its last question, and how each goes on."""
@@ -124,7 +146,9 @@ def read_tools(row: Any) -> tuple[dict[str, Any], ...]:
     return tuple(encodable(value, "tools"))
 
 
-def _check_order(said: Sequence[ChatMessage], fields: Sequence[str] = (), ends: str = "messages") -> None:
+def check_order(
+    said: Sequence[ChatMessage], fields: Sequence[str], ends: str = "messages", role_key: str = "role"
+) -> None:
     """system?, then user -> assistant turns; tool results only after an assistant; an answer last.
 
     `fields` names each message's place in the row, `ends` the field that holds the last.
@@ -143,8 +167,9 @@ def _check_order(said: Sequence[ChatMessage], fields: Sequence[str] = (), ends: 
             continue
         if message.role not in follows[before].split(" or "):
             place = f"after {before}" if before else "first"
-            field = fields[i] if fields else f"messages[{i}]"
-            raise BadRow("role_order", f"`{field}.role` is {message.role} {place}; expected {follows[before]}")
+            raise BadRow(
+                "role_order", f"`{fields[i]}.{role_key}` is {message.role} {place}; expected {follows[before]}"
+            )
         before = message.role
     if before != "assistant":
         last = f"the last is from {before}" if before else "the list is empty"

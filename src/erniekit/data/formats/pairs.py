@@ -13,11 +13,11 @@ from erniekit.data.formats.fields import BadRow, named, text, texts
 from erniekit.data.types import ChatMessage
 
 
-def answer(value: Any, field: str, compat: bool) -> tuple[ChatMessage, ...]:
-    """A text, or texts of assistant, user, assistant in turn. The old reader did not strip them."""
+def answer(value: Any, field: str) -> tuple[ChatMessage, ...]:
+    """A text, or texts of assistant, user, assistant in turn."""
     if value is None:
         raise BadRow("missing_field", f"`{field}` is null; it must be the answer")
-    said = [said if compat else said.strip() for said in texts(value, field)]
+    said = texts(value, field)
     if len(said) % 2 == 0:
         raise BadRow(
             "length_mismatch",
@@ -34,9 +34,9 @@ def prompt(system: Any, questions: list[str], answers: list[str], compat: bool) 
         if system or compat:
             said.append(ChatMessage("system", system))
     for i, question in enumerate(questions):
-        said.append(ChatMessage("user", question if compat else question.strip()))
+        said.append(ChatMessage("user", question))
         if i < len(answers):
-            said.append(ChatMessage("assistant", answers[i] if compat else answers[i].strip()))
+            said.append(ChatMessage("assistant", answers[i]))
     return tuple(said)
 
 

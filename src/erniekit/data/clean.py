@@ -1,0 +1,157 @@
+"""`erniekit data clean FILE... --output NEW.jsonl`: a copy of the rows without those that were asked to go.
+
+Called by the command table. Writes new files alone; every row that is left out is listed with file, line and reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from erniekit.data.formats import Raw, detect, parse, parse_pair, rows
+from erniekit.data.formats.columns import Columns
+from erniekit.data.formats.files import decode
+from erniekit.data.inspect import columns_given
+from erniekit.data.overlap import OverlapIndex
+from erniekit.data.quality import Read, is_near_empty, row_key
+from erniekit.data.storage import listed_files
+from erniekit.data.types import RowProblem
+from erniekit.errors import ConfigError, DataError
+from erniekit.log import paint, say
+from erniekit.progress import WorkProgress
+
+_SHOWN = 50  # rows printed; all are in the list beside the copy
+
+
+def clean_command(args: list[str]) -> int:
+    given = clean_parser().parse_args(args)
+    if not (given.dedup or given.against or given.near_empty or given.drop_bad):
+        raise ConfigError(
+            "nothing to clean was asked for",
+            where="erniekit data clean",
+            fix="one or several of --dedup, --near-empty, --drop-bad, --against EVAL",
+        )
+    if given.ngram < 4:
+        raise ConfigError(f"--ngram is {given.ngram}", where="erniekit data clean", fix="4 words or more; 13 is usual")
+    output = Path(given.output).expanduser()
+    if not output.name.endswith(".jsonl"):
+        raise ConfigError(f"{output.name} does not end in .jsonl", where="--output", fix="the copy is JSONL: NEW.jsonl")
+    removed = output.with_name(f"{output.name.removesuffix('.jsonl')}.removed.jsonl")
+    for path in (output, removed):
+        if os.path.lexists(path):
+            raise DataError(f"{path.name} exists and is not replaced", where=str(path), fix="give another --output")
+    _Cleaning(given, output, removed).run()
+    return 0
+
+
+def clean_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="erniekit data clean",
+        description="Copy rows into a new JSONL file without duplicates, bad rows or rows of an evaluation file.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="as for `erniekit data`: files, folders, patterns, URLs")
+    add("--output", required=True, metavar="NEW.jsonl", help="must not exist yet")
+    add("--dedup", action="store_true", help="of rows that say the same, keep the first")
+    add("--near-empty", action="store_true", help="leave out answers without a letter or digit, and N/A")
+    add("--drop-bad", action="store_true", help="leave out rows that cannot be read; else they stop it")
+    add("--against", action="append", default=[], metavar="EVAL", help="leave out rows that share words with this file")
+    add("--ngram", type=int, default=13, metavar="N", help="so many words in a row (13)")
+    add("--columns", action="append", metavar="FIELD=COLUMN,...", help="which column holds which field: prompt=q")
+    return parser
+
+
+class _Cleaning:
+    def __init__(self, given: argparse.Namespace, output: Path, removed: Path) -> None:
+        self.given, self.output, self.removed = given, output, removed
+        self.columns: Columns = columns_given(given.columns)
+        self.seen: dict[int, str] = {}
+        self.against = OverlapIndex(given.ngram)
+        self.reasons: Counter[str] = Counter()
+        self.kept = 0
+
+    def run(self) -> None:
+        for name in self.given.against:
+            for file in listed_files([name]):
+                for where, _, found in self._read(file.path):
+                    if not isinstance(found, RowProblem):
+                        self.against.add(found, where)
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                # x: a file that appeared meanwhile is not ours either
+                copy, listed = (
+                    stack.enter_context(open(path, "x", encoding="utf-8")) for path in (self.output, self.removed)
+                )
+                try:
+                    self._copy(copy, listed)
+                except BaseException:  # half a copy looks like a whole one
+                    self.output.unlink()
+                    self.removed.unlink()
+                    raise
+        except OSError as error:
+            raise DataError(f"the copy cannot be written: {error}", where=str(self.output)) from error
+        self._tell()
+
+    def _copy(self, copy: IO[str], listed: IO[str]) -> None:
+        for file in listed_files(self.given.files):
+            for where, raw, found in self._read(file.path):
+                kind, reason = self._verdict(found, where)
+                if not kind:
+                    self.kept += 1
+                    copy.write(_json_line(raw))
+                    continue
+                self.reasons[kind] += 1
+                listed.write(json.dumps({"where": where, "kind": kind, "reason": reason}, ensure_ascii=False) + "\n")
+                if self.reasons.total() <= _SHOWN:
+                    say(f"  {paint(where, 'yellow')}: {kind}: {reason}")
+
+    def _read(self, path: str | Path) -> Iterator[tuple[str, Raw, Read | RowProblem]]:
+        detected = detect(path, columns=self.columns)
+        with WorkProgress(f"reading {Path(str(path)).name}", None, "rows") as progress:
+            for line, raw in rows(path):
+                found: Any
+                if detected.preference:
+                    pair = parse_pair(raw, line, path, detected.format, columns=self.columns)
+                    found = pair if isinstance(pair, RowProblem) else [pair]
+                else:
+                    found = parse(raw, line, path, detected.format, columns=self.columns)
+                yield f"{path}:{line}", raw, found
+                progress.add()
+
+    def _verdict(self, found: Read | RowProblem, where: str) -> tuple[str, str]:
+        """Why a row goes; two empty texts where it stays."""
+        if isinstance(found, RowProblem):
+            if not self.given.drop_bad:
+                raise DataError(f"bad row: {found.reason}", where=where, fix="fix it, or leave it out: --drop-bad")
+            return "bad row", found.reason
+        if self.given.near_empty and is_near_empty(found):
+            return "near-empty", "an answer has no letter or digit, or is a placeholder"
+        if self.given.against and (shared := self.against.find(found)) is not None:
+            return "in the evaluation file", f"shares `{shared[0]}` with {shared[1]}"
+        if self.given.dedup:
+            first = self.seen.setdefault(row_key(found), where)
+            if first != where:
+                return "duplicate", f"says the same as {first}"
+        return "", ""
+
+    def _tell(self) -> None:
+        if self.reasons.total() > _SHOWN:
+            say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
+        why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common()) or "none"
+        say(f"{paint(str(self.output), 'bold')}: {self.kept:,} rows; left out: {why} (all listed in {self.removed})")
+
+
+def _json_line(raw: Raw) -> str:
+    """The row as it was; a row that is no JSON text itself is written as such."""
+    if isinstance(raw, bytes):
+        return raw.decode("utf-8") + "\n"
+    value = {name: cell for name, cell in decode(raw).items() if cell is not None} if isinstance(raw, dict) else raw
+    return json.dumps(value, ensure_ascii=False, default=str) + "\n"

@@ -1,0 +1,106 @@
+"""Rows of .csv and .tsv files: the separator is found in the header, cells keep their white space, empty ones are null.
+
+Called by files.py with a stream of UTF-8.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from erniekit import heartbeat
+from erniekit.data.types import RowProblem
+from erniekit.errors import DataError
+
+_SEPARATORS = (",", "\t", ";", "|")
+_HEAD = 1 << 16
+_ESCAPED, _DOUBLED = re.compile(r'\\"(?!")'), re.compile(r'[^,;|\t\r\n"]""|""[^,;|\t\r\n"]')
+# Fields that are a number or a flag in other files, and those that are a list there.
+_NUMBERS = ("label", "is_system", "score_delta")
+_LISTS = ("src", "tgt", "response", "sort", "label")
+_TRUTH = {"true": True, "false": False}
+
+
+class TableRow(dict[str, Any]):
+    """A row whose cells are all text."""
+
+
+def is_table(name: str) -> bool:
+    return name.lower().removesuffix(".gz").endswith((".csv", ".tsv"))
+
+
+def table_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[int, TableRow | RowProblem]]:
+    """Each row with the line it begins on."""
+    head = stream.peek(_HEAD)[:_HEAD].decode("utf-8-sig", "replace")
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    csv.field_size_limit(limit)
+    reader = csv.reader(text, strict=True, **dialect(head, name))
+    names: list[str] = []
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # Where a quote is missing, what follows cannot be divided into rows.
+            yield line, RowProblem(path, line, "bad_csv", f"not CSV: {error}; the rest of the file is not read")
+            return
+        heartbeat.beat()
+        if not cells:
+            continue
+        if not names:
+            names = _header(cells, path)
+        elif len(cells) != len(names):
+            told = f"the row has {len(cells)} cells, the header has {len(names)} columns"
+            yield line, RowProblem(path, line, "columns", told)
+        else:
+            yield line, TableRow((column, cell or None) for column, cell in zip(names, cells))
+
+
+def dialect(head: str, name: str) -> dict[str, Any]:
+    """Of the header, the separator that gives most columns; a backslash before quotes if no quote is doubled."""
+    escaped = bool(_ESCAPED.search(head)) and not _DOUBLED.search(head)
+    more: dict[str, Any] = {"escapechar": "\\", "doublequote": False} if escaped else {}
+    if name.lower().removesuffix(".gz").endswith(".tsv"):
+        return {"delimiter": "\t", **more}
+    first = next((line for line in head.splitlines() if line.strip()), "")
+    columns = {mark: len(next(csv.reader([first], delimiter=mark), [])) for mark in _SEPARATORS}
+    return {"delimiter": max(_SEPARATORS, key=lambda mark: columns[mark]), **more}
+
+
+def _header(cells: list[str], path: str) -> list[str]:
+    names = [cell.strip() or f"(column {number})" for number, cell in enumerate(cells, 1)]
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{count} columns are called `{name[:60]}`", where=f"{path}:1", fix="rename all but one")
+    return names
+
+
+def typed(row: TableRow) -> dict[str, Any]:
+    """Cells as the fields of that name are elsewhere: numbers, flags, lists."""
+    out = dict(row)
+    for field in _LISTS:
+        cell = out.get(field)
+        if isinstance(cell, str) and cell.lstrip().startswith("["):
+            try:
+                out[field] = json.loads(cell)
+            except ValueError:
+                continue  # text that begins with a bracket
+    for field in _NUMBERS:
+        cell = out.get(field)
+        if isinstance(cell, str):
+            out[field] = _TRUTH.get(cell.strip().lower(), _number(cell))
+    return out
+
+
+def _number(cell: str) -> float | str:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell

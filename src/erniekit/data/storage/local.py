@@ -1,0 +1,39 @@
+"""A dataset file on this machine's disks."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from erniekit.data.storage.base import StoredFile
+from erniekit.errors import DataError
+from erniekit.files import refuse_special
+
+_BUFFER = 1 << 20
+_FIX = "check train_dataset_path / eval_dataset_path"
+
+
+class LocalFile(StoredFile):
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def open(self) -> io.BufferedReader:
+        refuse_special(self.path, DataError)
+        if not self.path.is_file():
+            what = "is a folder, not a file" if self.path.is_dir() else "does not exist"
+            raise DataError(f"dataset {what}", where=str(self.path), fix=_FIX)
+        try:
+            return io.BufferedReader(io.FileIO(self.path), _BUFFER)
+        except OSError as error:
+            raise DataError(f"dataset cannot be read: {error.strerror}", where=str(self.path), fix=_FIX) from error
+
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def stamp(self) -> Any:
+        state = self.path.stat()
+        return state.st_size, state.st_mtime_ns

@@ -1,0 +1,139 @@
+"""A dataset file behind an http or https URL, streamed: nothing of it is kept but the tokens it becomes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
+
+from erniekit.data.storage.base import StoredFile
+from erniekit.errors import DataError
+
+_BUFFER = 1 << 20
+_TRIES = 4  # for one part, each after a longer wait
+_TIMEOUT = 60.0  # seconds
+_FIX = "check the address and the connection"
+
+
+class WebFile(StoredFile):
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, unquote(urlsplit(url).path.rpartition("/")[2])
+        self._headers: Any = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> io.BufferedReader:
+        self._asked()
+        return io.BufferedReader(_WebStream(self), _BUFFER)
+
+    def size(self) -> int:
+        return int(self._asked().get("Content-Length") or 0)
+
+    def stamp(self) -> Any:
+        """What the server says of the version it serves; asked anew."""
+        self._headers = None
+        headers = self._asked()
+        return headers.get("ETag"), headers.get("Last-Modified"), headers.get("Content-Length")
+
+    def identity(self) -> tuple[str, int]:
+        """By address and version where the server names one; else by content, which reads all of it once more."""
+        tag, modified, size = self.stamp()
+        if not tag and not modified:
+            return super().identity()
+        told = f"{self.url}\n{tag}\n{modified}\n{size}"
+        return hashlib.blake2b(told.encode(), digest_size=20).hexdigest(), 0
+
+    def version(self) -> str | None:
+        """For If-Range: a file that was replaced is not continued in its middle."""
+        headers = self._asked()
+        tag = headers.get("ETag")
+        return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
+
+    def _asked(self) -> Any:
+        if self._headers is None:
+            try:
+                with urlopen(Request(self.url, method="HEAD"), timeout=_TIMEOUT) as answer:
+                    self._headers = answer.headers
+            except (OSError, HTTPException, ValueError) as error:
+                raise DataError(f"dataset cannot be read: {_said(error)}", where=self.url, fix=_FIX) from error
+        return self._headers
+
+
+class _WebStream(io.RawIOBase):
+    """Reads on after a lost connection, from the byte it was lost at."""
+
+    def __init__(self, file: WebFile) -> None:
+        self._file, self._at, self._answer = file, 0, None
+        self._size = file.size()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if at != self._at:
+            self._hang_up()
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        if self._size and self._at >= self._size:
+            return 0
+        reason: Exception | None = None
+        for turn in range(_TRIES):
+            if turn:
+                time.sleep(0.2 * 4**turn / 4)
+            try:
+                data = self._opened().read(len(buffer))
+            except HTTPError as error:
+                reason = error
+                if error.code < 500:
+                    break
+            except (OSError, HTTPException) as error:
+                reason = error
+            else:
+                if data or not self._size:
+                    buffer[: len(data)] = data
+                    self._at += len(data)
+                    return len(data)
+                reason = OSError(f"the connection ended after {self._at:,} of {self._size:,} bytes")
+            self._hang_up()
+        raise OSError(_said(reason)) from reason
+
+    def _opened(self) -> Any:
+        if self._answer is None:
+            request = Request(self._file.url)
+            if self._at:
+                request.add_header("Range", f"bytes={self._at}-")
+                if version := self._file.version():
+                    request.add_header("If-Range", version)
+            self._answer = urlopen(request, timeout=_TIMEOUT)
+            if self._at and self._answer.status != 206:
+                self._hang_up()
+                raise OSError("the server sends no parts of files, or the file was replaced meanwhile")
+        return self._answer
+
+    def _hang_up(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+        self._answer = None
+
+    def close(self) -> None:
+        self._hang_up()
+        super().close()
+
+
+def _said(error: Exception | None) -> str:
+    return str(getattr(error, "reason", None) or error)

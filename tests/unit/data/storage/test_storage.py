@@ -1,0 +1,182 @@
+"""Folders, patterns, URLs and object stores: the same rows in the same order as the file they hold, resumed exactly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from erniekit.data.formats import rows
+from erniekit.data.storage import as_place, is_remote, listed_files, located
+from erniekit.data.token_cache import open_source
+from erniekit.errors import DataError
+from support.jsonl import write_jsonl
+
+ROWS = [{"src": [f"question {n} of many"], "tgt": [f"answer {n}"]} for n in range(300)]
+
+
+class Site(BaseHTTPRequestHandler):
+    """One file, with versions and ranges; every connection ends after `most` bytes."""
+
+    content, most, tag, asked = b"", 1 << 30, '"1"', []
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _head(self, start: int) -> None:
+        self.send_response(206 if start else 200)
+        if self.tag:
+            self.send_header("ETag", self.tag)
+        self.send_header("Content-Length", str(len(self.content) - start))
+        self.end_headers()
+
+    def do_HEAD(self) -> None:
+        self._head(0)
+
+    def do_GET(self) -> None:
+        if self.path == "/missing.jsonl":
+            self.send_error(404)
+            return
+        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
+        type(self).asked.append(start)
+        self._head(start)
+        self.wfile.write(self.content[start : start + self.most])
+
+
+@pytest.fixture
+def site() -> Iterator[tuple[str, type[Site]]]:
+    handler = type("OneSite", (Site,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+def samples(source) -> list[np.ndarray]:
+    return [source.sample(i).ids for i in range(len(source))]
+
+
+def test_a_url_gives_the_rows_of_the_file(site, local, opened) -> None:
+    address, handler = site
+    handler.content = local.read_bytes()
+    url = f"{address}/rows.jsonl?token=1"
+    assert list(rows(url)) == list(rows(local))
+    there, here = opened(url), opened(local)
+    assert all(map(np.array_equal, samples(there), samples(here)))
+    assert there.report.rows == 300
+
+
+def test_a_lost_connection_is_continued_where_it_broke(site, local) -> None:
+    address, handler = site
+    handler.content, handler.most = local.read_bytes(), 7_000
+    assert list(rows(f"{address}/rows.jsonl")) == list(rows(local))
+    assert len(handler.asked) >= 3
+    assert handler.asked[1] == 7_000
+
+
+def test_the_second_opening_reads_the_cache_and_another_version_does_not(site, local, opened, no_tokenising) -> None:
+    address, handler = site
+    handler.content = local.read_bytes()
+    url = f"{address}/rows.jsonl"
+    first = opened(url)
+    handler.tag = '"2"'
+    assert opened(url).fingerprint != first.fingerprint
+    handler.tag = '"1"'
+    no_tokenising()
+    handler.asked.clear()
+    assert opened(url).fingerprint == first.fingerprint
+    assert handler.asked == [0]  # its first rows, for the format
+
+
+def test_a_server_that_names_no_version_is_compared_by_content(site, local, opened) -> None:
+    address, handler = site
+    handler.content, handler.tag = local.read_bytes(), ""
+    first = opened(f"{address}/rows.jsonl").fingerprint
+    handler.content += b"\n"
+    assert opened(f"{address}/rows.jsonl").fingerprint != first
+
+
+def test_parquet_is_read_by_its_parts(site, tmp_path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    address, handler = site
+    handler.content = (tmp_path / "a.parquet").read_bytes()
+    assert [row for _, row in rows(f"{address}/a.parquet")] == ROWS
+
+
+def test_what_is_not_there_is_said_with_its_address(site) -> None:
+    address, _ = site
+    with pytest.raises(DataError, match="dataset cannot be read") as refused:
+        list(rows("http://127.0.0.1:9/rows.jsonl"))
+    assert "127.0.0.1:9" in refused.value.where
+    with pytest.raises(DataError, match="Not Found"):
+        list(rows(f"{address}/missing.jsonl"))
+
+
+def test_an_object_store_gives_the_rows_of_the_file(local, opened) -> None:
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for name in ("b", "a"):
+        store.pipe(f"/sets/{name}.jsonl", local.read_bytes())
+    store.pipe("/sets/README.md", b"not data")
+    assert list(rows("memory://sets/a.jsonl")) == list(rows(local))
+    assert [file.path for file in listed_files(["memory://sets"])] == [
+        "memory:///sets/a.jsonl",
+        "memory:///sets/b.jsonl",
+    ]
+    assert len(listed_files(["memory://sets/*.jsonl"])) == 2
+    source = opened("memory://sets/a.jsonl")
+    assert all(map(np.array_equal, samples(source), samples(opened(local))))
+    with pytest.raises(DataError, match="cannot be read"):
+        list(rows("memory://sets/none.jsonl"))
+    with pytest.raises(DataError, match="no reader for nosuch://"):
+        located("nosuch://sets/a.jsonl")
+
+
+def test_a_file_url_is_a_file_and_windows_of_words_are_told_apart(local) -> None:
+    assert as_place(f"file://{local}") == local
+    assert is_remote("owner/name?split=test")
+    assert not is_remote("data/rows.jsonl")
+    assert not is_remote(str(local))
+
+
+def test_folders_and_patterns_are_their_files_by_name(tmp_path: Path, caplog, capsys) -> None:
+    for name in ("b/2.jsonl", "a.json", "c.csv", ".hidden/x.jsonl", "notes.md", "dataset_info.json", "t.txt"):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    names = [str(Path(file.path).relative_to(tmp_path / "set")) for file in listed_files([tmp_path / "set"])]
+    assert names == ["a.json", "b/2.jsonl", "c.csv"]
+    assert "notes.md" in capsys.readouterr().err + caplog.text
+    text = [Path(file.path).name for file in listed_files([tmp_path / "set"], text=True)]
+    assert "t.txt" in text
+    found = listed_files([str(tmp_path / "set" / "*.csv"), str(tmp_path / "set" / "**" / "*.jsonl")])
+    assert [(Path(file.path).name, file.entry) for file in found] == [("c.csv", 0), ("2.jsonl", 1)]
+    with pytest.raises(DataError, match="no file matches"):
+        listed_files([str(tmp_path / "*.none")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no dataset file"):
+        listed_files([tmp_path / "empty"])
+
+
+def test_a_cache_that_is_lost_is_made_again_the_same(site, local, tokenizer, tmp_path) -> None:
+    address, handler = site
+    handler.content = local.read_bytes()
+    made = [
+        open_source(f"{address}/rows.jsonl", None, tokenizer, max_seq_len=96, cache_dir=tmp_path / name, num_proc=1)
+        for name in ("one", "two")
+    ]
+    assert made[0].fingerprint == made[1].fingerprint
+    assert all(map(np.array_equal, samples(made[0]), samples(made[1])))

@@ -1,0 +1,126 @@
+"""Cleaned copies: what goes, why, and that nothing that exists is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from erniekit.data.clean import clean_command
+from erniekit.data.inspect import data_command
+from erniekit.data.overlap import words_of
+from erniekit.errors import ConfigError, DataError
+from support.jsonl import write_jsonl
+
+TEST = "The quick brown fox jumps over the lazy dog while seven owls watch it."
+ROWS = [
+    {"question": "a?", "answer": "b", "id": 1},
+    {"question": "a?", "answer": "b", "id": 2},
+    {"question": "a?", "answer": "b ", "id": 3},
+    {"question": "c?", "answer": "...", "id": 4},
+    {"question": f"Translate: {TEST.upper()}", "answer": "Der Fuchs.", "id": 5},
+    {"question": "翻译：床前明月光，疑是地上霜。举头望明月，低头思故乡。", "answer": "ok", "id": 6},
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str, Path]:
+    evaluation = [
+        {"question": TEST, "answer": "x y z"},
+        {"question": "床前明月光疑是地上霜举头望明月", "answer": "李白"},
+    ]
+    return (
+        str(write_jsonl(tmp_path / "train.jsonl", ROWS)),
+        str(write_jsonl(tmp_path / "eval.jsonl", evaluation)),
+        tmp_path / "clean.jsonl",
+    )
+
+
+def kept(path: Path) -> list[int]:
+    return [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_kind_of_row_goes_when_asked_and_is_listed_with_its_line(files, capsys) -> None:
+    train, evaluation, output = files
+    assert clean_command([train, "--output", str(output), "--dedup", "--near-empty", "--against", evaluation]) == 0
+    assert kept(output) == [1, 3]
+    said = capsys.readouterr().out
+    assert f"{train}:2: duplicate: says the same as {train}:1" in said
+    assert f"{train}:4: near-empty" in said
+    assert f"{train}:5: in the evaluation file: shares `the quick brown fox" in said
+    assert f"{evaluation}:2" in said
+    listed = [json.loads(line) for line in (output.parent / "clean.removed.jsonl").read_text().splitlines()]
+    assert [row["where"].rpartition(":")[2] for row in listed] == ["2", "4", "5", "6"]
+
+
+def test_only_what_was_asked_goes_and_longer_runs_may_be_asked_for(files) -> None:
+    train, evaluation, output = files
+    clean_command([train, "--output", str(output), "--against", evaluation, "--ngram", "50"])
+    assert kept(output) == [1, 2, 3, 4]  # texts of fewer words are compared whole
+    other = output.with_name("other.jsonl")
+    clean_command([train, "--output", str(other), "--dedup"])
+    assert kept(other) == [1, 3, 4, 5, 6]
+
+
+def test_nothing_that_exists_is_replaced_and_half_a_copy_is_none(files) -> None:
+    train, _, output = files
+    output.write_text("mine")
+    with pytest.raises(DataError, match="exists and is not replaced"):
+        clean_command([train, "--output", str(output), "--dedup"])
+    assert output.read_text() == "mine"
+    bad = write_jsonl(output.with_name("bad.jsonl"), [ROWS[0], b"{", ROWS[3]])
+    new = output.with_name("new.jsonl")
+    with pytest.raises(DataError, match="bad row"):
+        clean_command([str(bad), "--output", str(new), "--dedup"])
+    assert not new.exists()
+    clean_command([str(bad), "--output", str(new), "--drop-bad"])
+    assert kept(new) == [1, 4]
+
+
+def test_a_call_that_asks_for_nothing_is_refused(files) -> None:
+    train, _, output = files
+    with pytest.raises(ConfigError, match="nothing to clean"):
+        clean_command([train, "--output", str(output)])
+    with pytest.raises(ConfigError, match=r"\.jsonl"):
+        clean_command([train, "--output", "copy.csv", "--dedup"])
+
+
+def test_a_table_is_copied_as_jsonl_with_its_own_columns(files, tmp_path: Path) -> None:
+    _, _, output = files
+    table = tmp_path / "a.csv"
+    table.write_text("q,a,id\nx?,y,1\nx?,y,2\n", encoding="gbk")
+    clean_command([str(table), "--output", str(output), "--dedup", "--columns", "prompt=q,response=a"])
+    assert [json.loads(line) for line in output.read_text().splitlines()] == [{"q": "x?", "a": "y", "id": "1"}]
+
+
+def test_words_ignore_case_and_punctuation_and_divide_chinese() -> None:
+    assert words_of("The Cat's 3 cats, 山水x") == ["the", "cat", "s", "3", "cats", "山", "水", "x"]
+
+
+def test_the_data_command_shows_lengths_repeats_and_takes_the_keys_of_its_help(files, capsys, tmp_path) -> None:
+    train, _, _ = files
+    assert data_command([train]) == 0
+    said = capsys.readouterr().out
+    assert "characters a row: min 3, median" in said
+    assert "duplicates: 1 rows say the same as an earlier one (rows 2 = 1)" in said
+    assert "near-empty answers: 1 rows (row 4)" in said
+    assert "fields not used: `id` in 6 rows" in said
+    table = tmp_path / "a.csv"
+    table.write_bytes("q,a\n中国的首都在哪里？,北京，就是北京。\n".encode("gbk"))
+    assert (
+        data_command([str(table), "columns.prompt=q", "columns.response=a", "train_dataset_type=prompt_completion"])
+        == 0
+    )
+    assert "encoding: GB18030" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="unknown key 'max_seq_length'") as refused:
+        data_command([train, "max_seq_length=3"])
+    assert "did you mean max_seq_len?" in refused.value.fix
+
+
+def test_the_data_command_counts_tokens_with_a_model(files, capsys, paddle: Path) -> None:
+    train, _, _ = files
+    assert data_command([train, "--model", str(paddle / "tokenizer"), "max_seq_len=40"]) == 0
+    said = capsys.readouterr().out
+    assert "tokens an example: min" in said
+    assert "longer than 40 tokens: 2 rows (row 5, 6)" in said

@@ -1,0 +1,92 @@
+"""CSV and TSV files as people's programs write them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from erniekit.data.formats import detect, parse, parse_pair, rows
+from erniekit.data.types import RowProblem
+from erniekit.errors import DataError
+
+ROWS = [
+    {"question": 'Say "hi", then bye', "answer": "  hi;\n\tbye "},
+    {"question": "多少钱？", "answer": "a | b, c"},
+    {"question": "x", "answer": "back\\slash"},
+]
+
+
+def written(path: Path, rows: list[dict], codec: str = "utf-8", **dialect) -> Path:
+    with open(path, "w", encoding=codec, newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), **dialect)
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_every_dialect_reads_the_same(separator: str, ends: str, quoting: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", ROWS, delimiter=separator, lineterminator=ends, quoting=quoting)
+    assert [raw for _, raw in rows(path)] == ROWS
+
+
+@pytest.mark.parametrize("codec", ["utf-8-sig", "gb18030", "utf-16"])
+def test_what_spreadsheets_save_is_read(codec: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", ROWS, codec)
+    assert [raw for _, raw in rows(path)] == ROWS
+    assert detect(path).format == "prompt_completion"
+
+
+def test_backslashes_before_quotes_and_packed_tsv(tmp_path: Path) -> None:
+    odd = [{"question": 'Say "hi", please', "answer": "yes"}]
+    path = written(tmp_path / "a.csv", odd, quotechar='"', escapechar="\\", doublequote=False)
+    assert b'\\"hi' in path.read_bytes()
+    assert [raw for _, raw in rows(path)] == odd
+    tsv = written(tmp_path / "a.tsv", ROWS, delimiter="\t")
+    packed = tmp_path / "b.tsv.gz"
+    packed.write_bytes(gzip.compress(tsv.read_bytes()))
+    assert [raw for _, raw in rows(packed)] == [raw for _, raw in rows(tsv)] == ROWS
+
+
+def test_rows_are_numbered_by_their_first_line_and_bad_ones_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('q,a\n"two\nlines",x\n\nonly one\n1,2\n"open,y\n')
+    found = list(rows(path))
+    assert [line for line, _ in found] == [2, 5, 6, 7]
+    assert found[2][1] == {"q": "1", "a": "2"}
+    short, broken = found[1][1], found[3][1]
+    assert isinstance(short, RowProblem)
+    assert "1 cells, the header has 2 columns" in short.reason
+    assert isinstance(broken, RowProblem)
+    assert "the rest of the file is not read" in broken.reason
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("q,q\n1,2\n")
+    with pytest.raises(DataError, match="2 columns are called `q`"):
+        list(rows(path))
+
+
+def test_cells_hold_messages_tools_lists_and_flags(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path = written(tmp_path / "chat.csv", [{"messages": json.dumps(said), "tools": json.dumps(tools)}])
+    ((line, raw),) = rows(path)
+    (found,) = parse(raw, line, path, "chatml")
+    assert found.tools == tuple(tools)
+    assert found.messages[-1].tool_calls[0]["function"]["name"] == "f"
+    path = written(tmp_path / "old.csv", [{"src": '["a", "b"]', "tgt": '["c", "d"]', "label": "[0, 1]"}])
+    ((line, raw),) = rows(path)
+    (found,) = parse(raw, line, path, "erniekit")
+    assert [m.trained for m in found.messages[1::2]] == [False, True]
+    row = {"prompt": json.dumps(said[:1]), "chosen": "a", "rejected": "b", "score_delta": "2.5"}
+    path = written(tmp_path / "pairs.csv", [row])
+    ((line, raw),) = rows(path)
+    assert parse_pair(raw, line, path, "messages").score_delta == 2.5
