@@ -14,6 +14,7 @@ import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
 from erniekit.data.formats import parsed, rows
+from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.fields import BadRow, named, refuse_media, require, text, unread
 from erniekit.data.template import Turn
 from erniekit.data.tokenise import TokeniseJob
@@ -49,12 +50,12 @@ def class_name(value: Any) -> str:
     raise BadRow("bad_label", f"`label` must be a class: a name or a whole number, not {named(value)}")
 
 
-def classes_in(files: Iterable[Path]) -> tuple[str, ...]:
+def classes_in(files: Iterable[str | Path], columns: Columns = ()) -> tuple[str, ...]:
     """Of all rows that can be read, whole numbers by size, names by the alphabet."""
     found: set[str] = set()
     for file in files:
         for line, raw in rows(file):
-            row = parsed(raw, line, file, read_row)
+            row = parsed(raw, line, file, read_row, columns)
             if isinstance(row, ClassRow):
                 found.add(row.label)
             if len(found) > MOST:
@@ -83,7 +84,7 @@ class ClassifyJob(TokeniseJob):
                 raise BadRow("unknown_class", f"`label` is {made.label[:60]!r}; the classes are {known}")
             return [made]
 
-        return parsed(raw, line, self.path, one)
+        return parsed(raw, line, self.path, one, self.columns)
 
     def assemble(self, said: ClassRow, known: list[Turn] | None = None) -> Assembled | Dropped:
         ids = text_ids(self.tokenizer, said.text)

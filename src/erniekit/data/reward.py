@@ -13,6 +13,7 @@ import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
 from erniekit.data.formats import detect, parse_pair
+from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import decode
 from erniekit.data.formats.pairs import number
 from erniekit.data.preference import PairSample, Preference
@@ -30,10 +31,10 @@ class RewardJob(TokeniseJob):
         return {"rows": "rewards"}
 
     def read(self, raw: Any, line: int) -> Sequence[Preference] | RowProblem:
-        pair = parse_pair(raw, line, self.path, self.format)
+        pair = parse_pair(raw, line, self.path, self.format, columns=self.columns)
         if isinstance(pair, RowProblem):
             return pair
-        row = decode(raw)
+        row = decode(raw, self.columns)
         if isinstance(row, dict) and row.get("margin") is not None:  # TRL's name
             unused = tuple(name for name in pair.unused if name != "margin")
             pair = replace(pair, score_delta=number(row["margin"], "margin"), unused=unused)
@@ -57,9 +58,9 @@ def ends_scored(
     return PairSample(np.array(ids, np.int32), labels, shared, second, second, delta)
 
 
-def reward_rows(path: Any, format: str | None) -> RowKind:
+def reward_rows(path: Any, format: str | None, columns: Columns = ()) -> RowKind:
     """format: detected when not given; rows without two answers are refused."""
-    found = detect(path) if format is None else None
+    found = detect(path, columns=columns) if format is None else None
     if found is not None and not found.preference:
         raise not_pairs(path, found.why, "a reward model")
     return RowKind(format or (found.format if found else ""), RewardJob, PairSource)

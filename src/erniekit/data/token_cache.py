@@ -123,7 +123,7 @@ def open_source(
     max_bad_fraction: float = 0.001,
     bad_rows_path: str | Path | None = None,
     append_bad_rows: bool = False,
-    kind: RowKind | Callable[[Path, str | None], RowKind] | None = None,
+    kind: RowKind | Callable[[str | Path, str | None, Columns], RowKind] | None = None,
 ) -> TokenSource:
     """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource; with
     `kind` both are that kind's.
@@ -132,7 +132,7 @@ def open_source(
     if columns and format:
         check_columns(path, columns)
     if kind is not None:
-        kind = kind if isinstance(kind, RowKind) else kind(path, format)
+        kind = kind if isinstance(kind, RowKind) else kind(path, format, columns)
         job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking, columns)
         return kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
     format = format or _detected(path, pairs is not None, columns)

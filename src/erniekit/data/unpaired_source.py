@@ -41,7 +41,7 @@ class UnpairedJob(TokeniseJob):
                 refuse_media(row)
             return unpaired(row)
 
-        return parsed(raw, line, self.path, rows)
+        return parsed(raw, line, self.path, rows, self.columns)
 
     def assemble(self, said: Unpaired, known: list[Turn] | None = None) -> Assembled | Dropped:
         assert self.pairs is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,20 +16,20 @@ from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.embedding_noise import NoiseMaker
-from erniekit.data.formats.columns import as_columns
+from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
-from erniekit.data.storage import DatasetFile, HubDataset, is_remote, listed_files, located
 from erniekit.data.token_cache import RowKind, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.log import say
 from erniekit.parallel.mesh import World
+from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.run_plan import RunPlan
 
 MICRO_BATCHES = 8  # of a run for each length that is compiled
@@ -148,7 +147,8 @@ class DataRows(NamedTuple):
 
     pairs: PairRules | None
     collate: Callable[..., Batch] = collate_pairs
-    kind: RowKind | Callable[[Path, str | None], RowKind] | None = None  # or by file and format; None: preferences
+    # Or by file, format and columns; None: preferences.
+    kind: RowKind | Callable[[str | Path, str | None, Columns], RowKind] | None = None
 
 
 def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:
@@ -325,40 +325,6 @@ def ends_with_weights_alone(cfg: RunConfig) -> bool:
     """`save_strategy: no` asks for a model and nothing to train on from, unless keys that are given say otherwise."""
     asked = cfg.given("save_minutes") or cfg.given("ignore_save_lr_and_optim")
     return cfg.checkpoint.save_strategy == "no" and not asked
-
-
-def dataset_files(cfg: RunConfig, which: str) -> tuple[list[DatasetFile], list[str | None]]:
-    """The train or eval files, those of folders and patterns one by one, each with its format where that is given."""
-    paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
-    if formats and len(formats) != len(paths):
-        raise ConfigError(
-            f"{len(paths)} files but {len(formats)} formats",
-            where=f"{which}_dataset_path, {which}_dataset_type",
-            fix="give one format for each file, or none: they are detected",
-        )
-    for path in paths if which == "eval" else ():
-        if is_remote(path) and isinstance(place := located(path), HubDataset) and not place.names_split:
-            raise ConfigError(
-                "which split is evaluated on is not given",
-                where=f"eval_dataset_path: {path}",
-                fix=f"name it: {path}?split=test",
-            )
-    files = listed_files(paths, text=cfg.train.stage == "PT")
-    named = [None if name == "auto" else name for name in formats] or [None] * len(paths)
-    return files, [named[file.entry] for file in files]
-
-
-def file_shares(cfg: RunConfig, which: str, sizes: Sequence[int]) -> list[float]:
-    """Of each file in the mix. What the recipe gives a folder or a pattern is divided by its files' samples."""
-    files = dataset_files(cfg, which)[0]
-    given = list(cfg[f"{which}_dataset_prob"]) or [1.0] * (1 + max(file.entry for file in files))
-    together, members = Counter[int](), Counter(file.entry for file in files)
-    for file, size in zip(files, sizes):
-        together[file.entry] += size
-    return [
-        given[file.entry] * (1.0 if members[file.entry] == 1 else size / max(1, together[file.entry]))
-        for file, size in zip(files, sizes)
-    ]
 
 
 def sources_for(

@@ -19,7 +19,8 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Sample
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
-from erniekit.recipes.datasets import TrainData, dataset_files, every, file_shares
+from erniekit.recipes.dataset_files import dataset_files, file_shares
+from erniekit.recipes.datasets import TrainData, every
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
 

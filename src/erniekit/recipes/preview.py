@@ -20,9 +20,9 @@ from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
 from erniekit.data.classification import ClassifyJob, ClassRow, classes_in
 from erniekit.data.formats import Raw, detect, rows
-from erniekit.data.formats.columns import as_columns
+from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import decode
-from erniekit.data.preference import PairRules, PairSample, Preference
+from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.reward import RewardJob, reward_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.text_rows import Place, PlainText, documents
@@ -157,9 +157,9 @@ def _scored_job(
     stage, d = cfg.train.stage, cfg.data
     kind: RowKind = UNPAIRED
     if stage == "RM":
-        kind = reward_rows(file, format)
+        kind = reward_rows(file, format, columns)
     elif stage == "CLS":
-        classes = cfg.score.class_labels or classes_in([file])
+        classes = cfg.score.class_labels or classes_in([file], columns)
         kind = RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource)
     rules = None if stage == "CLS" else PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token)
     return kind.job(str(file), kind.name, tokenizer, d.max_seq_len, d.overlong, False, rules, d.train_thinking, columns)

@@ -11,9 +11,11 @@ from typing import Any
 from erniekit.checkpoint.model_folder import ModelFolder, read_json
 from erniekit.config import RunConfig
 from erniekit.data.classification import classes_in
+from erniekit.data.formats.columns import as_columns
 from erniekit.errors import ConfigError
 from erniekit.loss_table import SCORE_KEYS
 from erniekit.models.score_head import ARCHITECTURE, labels_in, refuse
+from erniekit.recipes.dataset_files import dataset_files
 
 REWARD = ("LABEL_0",)  # transformers' name of an only class
 
@@ -48,7 +50,8 @@ def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
     if cfg.score.class_labels:
         named = cfg.score.class_labels
     else:
-        named = classes_in(Path(path).expanduser() for path in cfg.data.train_dataset_path)
+        columns = as_columns(cfg.data.columns, cfg.origin("columns"))
+        named = classes_in([file.path for file in dataset_files(cfg, "train")[0]], columns)
         named = held if held and set(named) <= set(held) else named
     if len(set(named)) < 2 or len(set(named)) < len(named):
         told = ", ".join(named[:8]) or "none"

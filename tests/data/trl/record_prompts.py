@@ -1,4 +1,4 @@
-"""Records how TRL divides preference texts without a prompt column: `python record_prompts.py`, where trl is installed."""
+"""Records how TRL divides preference texts without a prompt column; needs trl: `python record_prompts.py`."""
 
 from __future__ import annotations
 
