@@ -75,6 +75,8 @@ def _number(row: Any, column: str, path: str, line: int) -> float:
         raise DataError(
             f"curriculum: {column} is no number in this row",
             where=f"{path}:{line}",
-            fix=f"its columns: {', '.join(map(str, has[:8]))}" if value is None else "write a number in every row",
+            fix=f"curriculum: {LENGTH}, or one of its columns: {', '.join(map(str, has[:8]))}"
+            if value is None
+            else "write a number in every row",
         )
     return float(value)

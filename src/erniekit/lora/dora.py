@@ -43,4 +43,5 @@ def row_lengths(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: f
     A, B = A.to(weight.dtype), B.to(weight.dtype)
     crossed = ((weight @ A.t()).float() * B.float()).sum(1)
     added = ((B @ (A @ A.t())).float() * B.float()).sum(1)
-    return (own + 2 * scale * crossed + scale**2 * added).clamp(min=SHORTEST).sqrt()
+    lengths: torch.Tensor = (own + 2 * scale * crossed + scale**2 * added).clamp(min=SHORTEST).sqrt()
+    return lengths

@@ -83,7 +83,7 @@ def test_a_column_of_numbers_is_read_for_the_rows_that_became_samples(tmp_path: 
     assert raised.value.where == f"{file}:3"
     with pytest.raises(DataError) as raised:
         difficulties(str(file), "difficulty", [1])
-    assert raised.value.fix == "its columns: hard, src"
+    assert raised.value.fix == "curriculum: length, or one of its columns: hard, src"
 
 
 @pytest.mark.parametrize("words", [["abc"], ["5"], ["0=1/1"], ["5=0/0"], ["5=1/-1"], ["5=1/1", "5=1/2"], ["5=nan/1"]])
