@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ def train(
         built-in loss is, whatever the micro-batches. It is called with some of a step's tokens at a time
     keys: any key of `erniekit train`, as Python values; they win over the recipe's
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "training listens to Ctrl-C and SIGTERM, which only the main thread hears",
+            where="train",
+            fix="call it in the main thread, or in a process of its own",
+        )
     hooks, trackers = sorted_callbacks(callbacks)
     own = None if loss is None else TokenLoss.of(loss, _name(loss))
     files, given = _recipe(recipe)

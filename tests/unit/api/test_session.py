@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +151,8 @@ def test_a_loss_or_a_callback_that_cannot_be_one_is_refused_before_anything_is_w
             erniekit.train(**keys, loss=loss)
     with pytest.raises(ConfigError, match="stage: DPO has a loss of its own"):
         erniekit.train(**keys, loss=smoothed, stage="DPO")
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="only the main thread hears"):
+        pool.submit(erniekit.train, **keys).result()
     with pytest.raises(ConfigError, match="the class Watch is no callback"):
         erniekit.train(**keys, callbacks=[Watch])
     with pytest.raises(ConfigError, match="both name rows"):
