@@ -47,7 +47,8 @@ def class_name(value: Any) -> str:
         return text(value, "label").strip()
     if isinstance(value, (bool, int)):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    raise BadRow("bad_label", f"`label` must be a class: a name or a whole number, not {named(value)}")
+    found = f"{value:g}" if isinstance(value, float) else named(value)
+    raise BadRow("bad_label", f"`label` must be a class: a name or a whole number, not {found}")
 
 
 def classes_in(files: Iterable[str | Path], columns: Columns = ()) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.errors import ConfigError
+from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.kernels.distillation import Mix
 from erniekit.log import say
 from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
@@ -21,7 +21,10 @@ KEY = "teacher_model_name_or_path"
 def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
     """Refused where its tokens are not the student's: probabilities are compared id by id."""
     cfg = plan.config
-    found = find_model(str(cfg.distill.teacher_model_name_or_path), hub=cfg.model.download_hub)
+    try:
+        found = find_model(str(cfg.distill.teacher_model_name_or_path), hub=cfg.model.download_hub)
+    except ErnieKitError as error:  # which of the two models it is
+        raise ConfigError(error.what, where=KEY, fix=error.fix) from error
     theirs, ours = found.weights.config, plan.folder.config
     if theirs.vision is not None or ours.vision is not None:
         raise ConfigError(

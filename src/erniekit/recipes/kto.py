@@ -119,7 +119,7 @@ class Baseline(Reference):
             gains[1] += batch.pairs.count
         gains = self.policy.engine.sum_losses(gains)
         baseline = (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()
-        return [replace(batch, pairs=replace(batch.pairs, baseline=baseline)) for batch in batches]
+        return [replace(b, pairs=replace(b.pairs, baseline=baseline)) for b in batches if b.pairs is not None]
 
 
 def rows_of(cfg: RunConfig) -> DataRows:

@@ -102,3 +102,12 @@ def test_it_answers_without_torch(root: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "last"),
+    [("KTO", "kto-train", TRAINED), ("CLS", "classify-train", TRAINED), ("RM", "dpo-train", REJECTED)],
+)
+def test_rows_of_stages_that_score_are_shown(root, stage, file, last):
+    (row,) = preview(load([str(root / f"examples/data/{file}.jsonl"), f"stage={stage}"], "data"), 0, 1)["rows"]
+    assert row["pieces"][-1][1] == last

@@ -16,7 +16,7 @@ _INTERVALS = ("no", "steps", "epoch")
 class TrainSection:
     stage: str = key(
         "SFT",
-        "SFT, DPO on pairs, KTO on judged answers, RM, CLS, PT on text.",
+        "SFT, DPO pairs, KTO judged answers, RM, CLS, PT text.",
         choices=("SFT", "DPO", "KTO", "RM", "CLS", "PT", "VL-SFT", "OCR-VL-SFT"),
         basic=True,
         fixed=True,
