@@ -99,7 +99,7 @@ def _data(run: Mapping[str, Any]) -> Iterator[str]:
 def _use(name: str, gguf: str) -> Iterator[str]:
     yield from ("", "## Use", "")
     if gguf:
-        yield f"`llama-cli -m {name}/model.gguf`, or `ollama create` with the Modelfile beside it."
+        yield f"`llama-cli -m {name}/model-{gguf.upper()}.gguf`, or `ollama create` with the Modelfile beside it."
         return
     yield from ("```bash", f"erniekit chat {name}", f"erniekit server {name}", "```", "")
     yield from ("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "")

@@ -84,7 +84,6 @@ def environment(device: str) -> dict[str, Any]:
         "system": platform.platform(),
         "host": platform.node(),
         "folder": os.getcwd(),
-        "cuda": torch.version.cuda,
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "commits": _commits(),
         "variables": variables(os.environ),

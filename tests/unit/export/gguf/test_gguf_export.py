@@ -190,7 +190,8 @@ def test_foreign_files_in_the_target_are_never_overwritten(tiny, tmp_path, capsy
     (target / "model-Q8_0.gguf").unlink()
     assert main(["export", str(tmp_path / "run"), "format=gguf"]) == 0
     assert main(["export", str(tmp_path / "run"), "format=gguf"]) == 0, "an earlier export is replaced"
-    assert sorted(path.name for path in target.iterdir()) == sorted([MANIFEST, "Modelfile", "model-Q8_0.gguf"])
+    names = [MANIFEST, "Modelfile", "README.md", "model-Q8_0.gguf"]
+    assert sorted(path.name for path in target.iterdir()) == sorted(names)
 
 
 def test_a_killed_export_leaves_nothing_under_the_final_name(tiny, tmp_path):
