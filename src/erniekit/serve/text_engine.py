@@ -59,6 +59,7 @@ class TextAnswer:
             shown = self._stop.add(self._detokenizer.add(event.id))
             self.finish = "stop" if self._stop.hit is not None else ""
         else:
+            assert isinstance(event, Done), "a text was asked for, not its pooled states"
             shown = self._stop.add(self._detokenizer.rest(), last=True)
             self.finish = event.reason
         deltas = [Delta("content", shown)] if shown else []

@@ -119,8 +119,8 @@ class _WebStream(io.RawIOBase):
                 request.add_header("Range", f"bytes={self._at}-")
                 if version := self._file.version():
                     request.add_header("If-Range", version)
-            self._answer = urlopen(request, timeout=_TIMEOUT)
-            if self._at and self._answer.status != 206:
+            answer = self._answer = urlopen(request, timeout=_TIMEOUT)
+            if self._at and answer.status != 206:
                 self._hang_up()
                 raise OSError("the server sends no parts of files, or the file was replaced meanwhile")
         return self._answer
