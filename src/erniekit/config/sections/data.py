@@ -13,7 +13,7 @@ from erniekit.config.field import key
 class DataSection:
     train_dataset_path: tuple[str, ...] = key(
         (),
-        "Training files, folders, patterns or URLs, comma-separated (or --data).",
+        "Training files, comma-separated (or --data)",
         also=("data",),
         commas=True,
         basic=True,
@@ -21,7 +21,7 @@ class DataSection:
     )
     train_dataset_type: tuple[str, ...] = key(
         (),
-        "erniekit alpaca messages chatml sharegpt prompt_completion; else detected",
+        "Format of each file; detected when not given.",
         commas=True,
         basic=True,
         fixed=True,
