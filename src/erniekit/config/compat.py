@@ -23,6 +23,7 @@ class Compat:
         "end of an answer inside a conversation",
         "alpaca",
         "empty system text",
+        "white space",
         "DPO rows",
         "rows with pictures",
     )

@@ -137,9 +137,10 @@ class _Cleaning:
         if self.given.against and (shared := self.against.find(found)) is not None:
             return "in the evaluation file", f"shares `{shared[0]}` with {shared[1]}"
         if self.given.dedup:
-            first = self.seen.setdefault(row_key(found), where)
-            if first != where:
-                return "duplicate", f"says the same as {first}"
+            key = row_key(found)
+            if key in self.seen:
+                return "duplicate", f"says the same as {self.seen[key]}"
+            self.seen[key] = where
         return "", ""
 
     def _tell(self) -> None:

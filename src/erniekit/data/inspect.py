@@ -45,8 +45,11 @@ def data_command(args: list[str]) -> int:
 def _as_flags(args: list[str]) -> list[str]:
     """key=value as its flag, for the keys of a recipe that this command takes."""
     out: list[str] = []
-    for word in args:
+    for before, word in zip(["", *args], args):
         name, equals, value = word.partition("=")
+        if before == "--columns":  # whose value is a list of such words
+            out.append(word)
+            continue
         if name.startswith("columns.") and equals:
             out += ["--columns", f"{name.removeprefix('columns.')}={value}"]
         elif equals and name.isidentifier() and not Path(word).exists():

@@ -61,6 +61,9 @@ def test_only_what_was_asked_goes_and_longer_runs_may_be_asked_for(files) -> Non
     other = output.with_name("other.jsonl")
     clean_command([train, "--output", str(other), "--dedup"])
     assert kept(other) == [1, 3, 4, 5, 6]
+    twice = output.with_name("twice.jsonl")
+    clean_command([train, train, "--output", str(twice), "--dedup"])
+    assert kept(twice) == [1, 3, 4, 5, 6]
 
 
 def test_nothing_that_exists_is_replaced_and_half_a_copy_is_none(files) -> None:
@@ -113,6 +116,7 @@ def test_the_data_command_shows_lengths_repeats_and_takes_the_keys_of_its_help(f
         == 0
     )
     assert "encoding: GB18030" in capsys.readouterr().out
+    assert data_command([str(table), "--columns", "prompt=q,response=a"]) == 0
     with pytest.raises(ConfigError, match="unknown key 'max_seq_length'") as refused:
         data_command([train, "max_seq_length=3"])
     assert "did you mean max_seq_len?" in refused.value.fix

@@ -53,8 +53,8 @@ def test_an_unknown_column_is_answered_with_those_seen_and_the_nearest(tmp_path:
 
 
 def test_an_unknown_field_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no field 'promt'") as refused:
-        as_columns({"promt": "q"})
+    with pytest.raises(ConfigError, match="no field 'promptt'") as refused:
+        as_columns({"promptt": "q"})
     assert "prompt" in refused.value.fix
     with pytest.raises(ConfigError, match="no name of a column"):
         as_columns({"prompt": 3})

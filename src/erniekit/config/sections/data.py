@@ -14,7 +14,7 @@ from erniekit.config.mix_schedule import Stage, stages_of
 class DataSection:
     train_dataset_path: tuple[str, ...] = key(
         (),
-        "Training files, folders, patterns or URLs, comma-separated (or --data).",
+        "Training files, comma-separated (or --data)",
         also=("data",),
         commas=True,
         basic=True,
@@ -22,7 +22,7 @@ class DataSection:
     )
     train_dataset_type: tuple[str, ...] = key(
         (),
-        "erniekit alpaca messages chatml sharegpt prompt_completion; else detected",
+        "Format of each file; detected when not given.",
         commas=True,
         basic=True,
         fixed=True,

@@ -69,7 +69,8 @@ class _WebStream(io.RawIOBase):
     """Reads on after a lost connection, from the byte it was lost at."""
 
     def __init__(self, file: WebFile) -> None:
-        self._file, self._at, self._answer = file, 0, None
+        self._file, self._at = file, 0
+        self._answer: Any = None
         self._size = file.size()
 
     def readable(self) -> bool:
