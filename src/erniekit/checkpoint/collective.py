@@ -202,7 +202,7 @@ class CollectiveSaves:
         return None
 
 
-class WholeTensors(Mapping[str, torch.Tensor]):
+class SavedTensors(Mapping[str, torch.Tensor]):
     """Tensors by our names, for a writer of files."""
 
     def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
@@ -211,7 +211,7 @@ class WholeTensors(Mapping[str, torch.Tensor]):
         return None
 
 
-class Whole(WholeTensors):
+class Whole(SavedTensors):
     """One group of tensors on the writer: each is gathered when asked for, and not kept."""
 
     def __init__(self, exchange: Exchange, group: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.assembly import ModelFiles
-from erniekit.checkpoint.collective import WholeTensors
+from erniekit.checkpoint.collective import SavedTensors
 from erniekit.checkpoint.hub import lasting_name
 from erniekit.checkpoint.identity import write_base
 from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, ModelFolder
@@ -121,7 +121,7 @@ class Built:
                 write_base(target, self.base, self.base_name)
             return
         config = self.folder.config
-        dtype = tensors.write_files(target, "model") if isinstance(tensors, WholeTensors) else None
+        dtype = tensors.write_files(target, "model") if isinstance(tensors, SavedTensors) else None
         if dtype is None:
             write_model(target, config, tensors.__getitem__, layout=layout, lasting=True)
         else:

@@ -18,7 +18,7 @@ from erniekit.checkpoint import fp8_file
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.assembly import ModelFiles
-from erniekit.checkpoint.collective import CollectiveSaves, Whole, WholeTensors
+from erniekit.checkpoint.collective import CollectiveSaves, Whole, SavedTensors
 from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import TIMED, CheckpointManager
 from erniekit.checkpoint.nodes import copier
@@ -207,10 +207,10 @@ def _check_finite(step: int, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-class _FiniteWeights(WholeTensors):
+class _FiniteWeights(SavedTensors):
     """Weights on their way to disk, checked."""
 
-    def __init__(self, tensors: WholeTensors, step: int) -> None:
+    def __init__(self, tensors: SavedTensors, step: int) -> None:
         self.tensors, self.step = tensors, step
 
     def write_files(self, folder: Path, stem: str) -> torch.dtype | None:

@@ -21,7 +21,7 @@ _FREQUENT = 0.5  # share of them; running Chinese has above 0.95, UTF-8 misread 
 
 
 @dataclass(frozen=True)
-class Encoding:
+class TextEncoding:
     name: str = UTF8
     why: str = ""  # empty: plain UTF-8
     mark: int = 0  # bytes at the beginning that are no text
@@ -31,24 +31,24 @@ class Encoding:
         return f"{self.name} ({self.why})" if self.why else ""
 
 
-def encoding_of(head: bytes, path: str) -> Encoding:
+def encoding_of(head: bytes, path: str) -> TextEncoding:
     """head: how the file begins; its last character may be cut."""
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         raise DataError("dataset is UTF-32 text", where=path, fix="save it as UTF-8")
     for mark, name in _MARKS.items():
         if head.startswith(mark):
-            return Encoding(name, "" if name == UTF8 else "by its byte order mark", len(mark))
+            return TextEncoding(name, "" if name == UTF8 else "by its byte order mark", len(mark))
     if (sixteen := _sixteen_bits(head)) is not None:
-        return Encoding(sixteen, "every other byte of its beginning is 0")
+        return TextEncoding(sixteen, "every other byte of its beginning is 0")
     if _decoded(head, "utf-8") is not None:
-        return Encoding()
+        return TextEncoding()
     foreign = [line for line in head.split(b"\n") if not line.isascii()]
     as_utf8 = sum(_decoded(line, "utf-8") is not None for line in foreign)
     if 2 * as_utf8 < len(foreign):
         texts = [_decoded(line, "gb18030") for line in foreign]
         if None not in texts and _is_chinese("".join(filter(None, texts))):
-            return Encoding("GB18030", "not UTF-8; all of it is valid GBK/GB18030")
-    return Encoding()
+            return TextEncoding("GB18030", "not UTF-8; all of it is valid GBK/GB18030")
+    return TextEncoding()
 
 
 def _sixteen_bits(head: bytes) -> str | None:
@@ -80,7 +80,7 @@ class Recoded(io.RawIOBase):
     """Text in another encoding, as a stream of UTF-8. What is not valid there is not valid UTF-8 here either, so the
     row that holds it is a bad row."""
 
-    def __init__(self, stream: IO[bytes], encoding: Encoding) -> None:
+    def __init__(self, stream: IO[bytes], encoding: TextEncoding) -> None:
         self._stream, self._encoding = stream, encoding
         self._restart()
 
@@ -129,7 +129,7 @@ class Recoded(io.RawIOBase):
         return len(part)
 
 
-def as_utf8(stream: Any, path: str) -> tuple[Any, Encoding]:
+def as_utf8(stream: Any, path: str) -> tuple[Any, TextEncoding]:
     """The stream itself if it is UTF-8, from its beginning and with its mark."""
     encoding = encoding_of(stream.peek(_CHUNK)[:_CHUNK], path)
     if encoding.name == UTF8:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from erniekit import heartbeat
 from erniekit.data.formats.columns import Columns, renamed
-from erniekit.data.formats.encodings import Encoding, as_utf8
+from erniekit.data.formats.encodings import TextEncoding, as_utf8
 from erniekit.data.formats.tables import TableRow, is_table, table_rows, typed
 from erniekit.data.storage import HubDataset, located
 from erniekit.data.types import RowProblem
@@ -54,20 +54,20 @@ def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple
             yield from _text_rows(file, str(path), stored.name, max_row_bytes)
 
 
-def file_encoding(path: str | Path) -> Encoding:
+def file_encoding(path: str | Path) -> TextEncoding:
     """Of a text file, as its rows are read; UTF-8 for others."""
     stored = located(path)
     if isinstance(stored, HubDataset):
-        return Encoding()
+        return TextEncoding()
     with stored.open() as file:
         magic = _magic(file, str(path))
         if magic == b"PAR1" or stored.name.lower().endswith(".parquet"):
-            return Encoding()
+            return TextEncoding()
         try:
             stream = Unpacked(file, stored.size()) if magic[:2] == b"\x1f\x8b" else file
             return as_utf8(stream, str(path))[1]
         except (OSError, EOFError, zlib.error):  # reading the rows says so
-            return Encoding()
+            return TextEncoding()
 
 
 def _magic(file: io.BufferedReader, path: str) -> bytes:
