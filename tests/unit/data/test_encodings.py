@@ -58,10 +58,10 @@ def test_gbk_of_more_than_one_chunk_is_read_whole(tmp_path: Path) -> None:
 
 def test_a_row_that_is_not_valid_in_the_encoding_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    good = TEXT.encode("gb18030") * 30_000  # the damage lies beyond what detection looks at
+    good = TEXT.encode("gb18030") * 8_000  # the damage lies beyond what detection looks at
     path.write_bytes(good + b'{"src": ["\xff\xff"], "tgt": ["x"]}\n' + TEXT.encode("gb18030"))
     problems = [found for _, found in read(path) if isinstance(found, RowProblem)]
-    assert [(p.line, p.kind) for p in problems] == [(90_001, "bad_utf8")]
+    assert [(p.line, p.kind) for p in problems] == [(24_001, "bad_utf8")]
 
 
 @pytest.mark.parametrize(

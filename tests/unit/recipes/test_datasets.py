@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from erniekit.recipes.datasets import accumulation_by_size
+from erniekit.config import load
+from erniekit.errors import ConfigError
+from erniekit.recipes.datasets import accumulation_by_size, dataset_files, file_shares
 
 
 @pytest.mark.parametrize(
@@ -21,3 +25,24 @@ from erniekit.recipes.datasets import accumulation_by_size
 )
 def test_a_negative_accumulation_grows_with_the_data(samples, packs, at_once, expected):
     assert accumulation_by_size(samples, packs, at_once) == expected
+
+
+def test_a_folder_is_one_source_whose_share_its_files_divide_by_their_samples(tmp_path):
+    (tmp_path / "set").mkdir()
+    for name, count in (("a.csv", 1), ("b.csv", 3)):
+        (tmp_path / "set" / name).write_text("question,answer\n" + "x,y\n" * count)
+    single = tmp_path / "c.csv"
+    single.write_text("question,answer\nx,y\n")
+    cfg = load([f"--data={tmp_path / 'set'},{single}", "train_dataset_prob=0.3,0.7", "model_name_or_path=m"])
+    files, formats = dataset_files(cfg, "train")
+    assert [(Path(file.path).name, file.entry) for file in files] == [("a.csv", 0), ("b.csv", 0), ("c.csv", 1)]
+    assert formats == [None, None, None]
+    assert file_shares(cfg, "train", [1, 3, 5]) == pytest.approx([0.075, 0.225, 0.7])
+    assert file_shares(cfg, "train", [1, 3, 7])[2] == 0.7  # to the last bit: recorded orders depend on it
+
+
+def test_a_hub_dataset_to_evaluate_on_names_its_split():
+    cfg = load(["model_name_or_path=m", "eval_dataset_path=owner/name"])
+    with pytest.raises(ConfigError, match="which split") as refused:
+        dataset_files(cfg, "eval")
+    assert "owner/name?split=test" in refused.value.fix

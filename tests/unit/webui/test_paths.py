@@ -109,3 +109,14 @@ def test_the_key_of_a_jobs_server_is_no_file_to_work_on(tmp_path: Path) -> None:
     for values in ({"data_filelist": str(secret)}, {"data_weights": str(secret)}, {"train_dataset_path": str(secret)}):
         with pytest.raises(PathError, match="secret"):
             Roots([tmp_path]).settle(values)
+
+
+@pytest.mark.parametrize("text", ["*.jsonl", "https://host/a*.jsonl"])
+def test_a_pattern_is_refused_as_it_may_match_links_that_lead_out(roots: Roots, text: str) -> None:
+    with pytest.raises(ConfigError):
+        roots.settle_one("train_dataset_path", text)
+
+
+def test_a_url_is_a_path_inside_the_roots_and_never_fetched(roots: Roots) -> None:
+    (settled,) = roots.settle_one("train_dataset_path", "http://127.0.0.1:9/a.jsonl")
+    assert settled.startswith("/")
