@@ -51,6 +51,14 @@ def test_the_record_of_a_run_names_code_versions_data_and_variables(
     assert "output_dir=NEW" in text
 
 
+def test_a_recipe_that_the_user_changed_stays_and_the_run_goes_on(train: Callable, tmp_path: Path):
+    train(tmp_path / "run", max_steps=1, doctor="off", lr_scheduler_type="constant", warmup_steps=0)
+    (tmp_path / "run" / "recipe.yaml").write_text("max_steps: 7\n")
+    train(tmp_path / "run", max_steps=2, doctor="off", lr_scheduler_type="constant", warmup_steps=0)
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == "max_steps: 7\n"
+    assert len(losses(tmp_path / "run")) == 2
+
+
 def test_only_variables_that_matter_are_recorded():
     env = {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2", "AWS_SECRET_ACCESS_KEY": "hush", "HOME": "/root"}
     assert variables(env) == {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2"}

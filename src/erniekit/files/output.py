@@ -23,7 +23,7 @@ ROWS = "rows"  # use of a file of rows that a Python session gave: written befor
 RUN_FILES = (
     "run.json", "metrics.jsonl", "report.html", "train_results.json", "eval_results.json", "all_results.json",
     "trainer_state.json", "bad_rows.jsonl", "bad_eval_rows.jsonl", "wandb_run_id",
-    "swanlab_run_id", "mlflow_run_id", "recipe.yaml",
+    "swanlab_run_id", "mlflow_run_id",
 )  # fmt: skip
 MODEL_FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "model*.safetensors*",

@@ -19,7 +19,8 @@ from erniekit.config import RunConfig
 from erniekit.config.flat import DEFAULTS, KEYS
 from erniekit.config.recipe_text import recipe_lines
 from erniekit.files import own, settle
-from erniekit.log import without_secrets
+from erniekit.files.record import NotOurs
+from erniekit.log import say, without_secrets
 from erniekit.track.atomic import write_text
 from erniekit.version import __version__
 
@@ -33,7 +34,11 @@ _PLACES = ("one", "out", "several", "model")  # kinds of path keys whose values 
 
 def write_recipe(output: Path, cfg: RunConfig, command: Sequence[str]) -> None:
     """<output>/recipe.yaml: `erniekit train <output>/recipe.yaml output_dir=NEW` is the same run again."""
-    path = own(output / RECIPE)
+    try:
+        path = own(output / RECIPE)
+    except NotOurs:  # a recipe of the user's, kept where the run is
+        say(f"note     {output / RECIPE} is yours and stays; the keys of this run are in run.json")
+        return
     write_text(path, "\n".join(recipe_of(cfg, command)) + "\n")
     settle(path)
 
