@@ -127,7 +127,9 @@ def _values(name: str, text: str, before: str) -> Iterator[Candidate]:
         before = f"{before}{given},"
     if k.item == "bool":
         yield from ((f"{before}{word}", "") for word in ("True", "False"))
-    yield from ((f"{before}{word}", k.idle.get(word, "")) for word in (*k.choices, *(k.further or ())) if word)
+    yield from (
+        (f"{before}{word}", k.idle.get(word, "")) for word in dict.fromkeys((*k.choices, *(k.further or ()))) if word
+    )
     if k.path:
         yield from _paths(text, before, () if k.path in ("out", "model") else None)
 

@@ -37,9 +37,10 @@ from erniekit.data.index_files import (
     remove_work,
 )
 from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.row_workers import Rows, in_parallel
 from erniekit.data.text_job import TextChunk, TextJob
 from erniekit.data.text_rows import Place, documents
-from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS, Rows, in_parallel
+from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import refuse_special

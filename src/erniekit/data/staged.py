@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -70,6 +71,9 @@ def difficulties(path: str, column: str, lines: Sequence[int]) -> np.ndarray:
 
 def _number(row: Any, column: str, path: str, line: int) -> float:
     value = row.get(column) if isinstance(row, dict) else None
+    if isinstance(value, str):  # of a CSV file
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         has = sorted(row) if isinstance(row, dict) else []
         raise DataError(

@@ -1,27 +1,20 @@
 """Rows of one dataset file -> samples in a cache folder, on all cores.
 
-token_cache.py calls `tokenise_file`; a worker process runs `serve`. Nothing here imports torch, so workers start fast.
+token_cache.py calls `tokenise_file`. Nothing here imports torch, so workers (row_workers.py) start fast.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import queue
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import IO, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -36,11 +29,12 @@ from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.quality import RowCounts, is_near_empty, row_key
 from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.row_workers import Rows, in_parallel
 from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, RowProblem, Sample
-from erniekit.errors import DataError, ErnieKitError
+from erniekit.errors import ErnieKitError
 from erniekit.printable import fault_of
 from erniekit.progress import WorkProgress
 
@@ -49,15 +43,6 @@ CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
 IDS, LABELS, OFFSETS, ROWS = "ids.bin", "labels.bin", "offsets.npy", "rows.npy"
 FORMS, PAIR_PARTS, BAD_ROWS = "forms.npy", "parts.npy", "bad_rows.jsonl"
 MOST_FIELDS, OTHER_FIELDS = 1000, "(other names)"  # rows that are tables of their own must not fill the memory
-
-Rows = list[tuple[int, Any]]
-Made = TypeVar("Made", covariant=True)
-
-
-class RowWork(Protocol[Made]):
-    """What a worker process is given: it travels there once, then makes something of each chunk of rows."""
-
-    def work(self, batch: Rows) -> Made: ...
 
 
 @dataclass(frozen=True)
@@ -291,114 +276,3 @@ def _cut(lines: Iterator[tuple[int, Any]], most: int) -> Iterator[Rows]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def in_parallel(chunks: Iterable[Rows], job: RowWork[Made], num_proc: int) -> Iterator[Made]:
-    """What each chunk becomes, in order, from `num_proc` workers, at most two ahead of each."""
-    workers = [TokeniseWorker(job) for _ in range(num_proc)]
-    free: queue.SimpleQueue[TokeniseWorker[Made]] = queue.SimpleQueue()
-    for worker in workers:
-        free.put(worker)
-
-    def ask(batch: Rows) -> Made:
-        worker = free.get()
-        try:
-            return worker.ask(batch)
-        finally:
-            free.put(worker)
-
-    pool = ThreadPoolExecutor(num_proc, thread_name_prefix="erniekit-tokenise")
-    ahead: deque[Future[Made]] = deque()
-    try:
-        for batch in chunks:
-            ahead.append(pool.submit(ask, batch))
-            if len(ahead) > 2 * num_proc:
-                yield _awaited(ahead.popleft())
-        while ahead:
-            yield _awaited(ahead.popleft())
-    finally:
-        for worker in workers:
-            worker.stop()
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _awaited(work: Future[Made]) -> Made:
-    """A chunk of videos may take minutes: the progress shows it."""
-    while True:
-        heartbeat.beat()
-        wait([work], timeout=5)
-        if work.done():
-            return work.result()
-
-
-class TokeniseWorker(Generic[Made]):
-    """A bare Python process. multiprocessing would either fork one that may hold torch's threads, or run the
-    caller's script again in a new one, which breaks scripts without a `__main__` guard."""
-
-    BOOT = (
-        "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-        "from erniekit.data.tokenise import serve; serve()"
-    )
-
-    def __init__(self, job: RowWork[Made]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", self.BOOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-        self._send(sys.path)
-        self._send(pickle.dumps(job))  # apart: a job that does not open must leave the pipe readable
-
-    def ask(self, batch: Rows) -> Made:
-        try:
-            self._send(batch)
-            answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise DataError(
-                f"a tokenising process ended with exit code {self._process.wait()}",
-                where=f"rows {batch[0][0]} to {batch[-1][0]}",
-                fix="if it was killed for memory, lower dataset_num_proc",
-            ) from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                pipe.close()  # type: ignore[union-attr]
-            except BrokenPipeError:
-                pass
-
-    def _send(self, value: Any) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        pickle.dump(value, pipe, protocol=5)
-        pipe.flush()
-
-
-def serve() -> None:
-    """The worker's life: a job, then rows in and what it makes of them out until the parent closes the pipe or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    asked = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up between the answers
-    job: RowWork[Any] | Exception
-    try:
-        job = pickle.loads(pickle.load(asked))  # opens the tokenizer again, from its folder
-    except Exception as error:
-        job = error
-    while True:
-        try:
-            batch = pickle.load(asked)
-        except EOFError:
-            return
-        try:
-            answer = job if isinstance(job, Exception) else job.work(batch)
-        except Exception as error:
-            answer = error
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()

@@ -34,10 +34,11 @@ def dataset_files(cfg: RunConfig, which: str) -> tuple[list[DatasetFile], list[s
     return files, [named[file.entry] for file in files]
 
 
-def file_shares(cfg: RunConfig, which: str, sizes: Sequence[int]) -> list[float]:
-    """Of each file in the mix. What the recipe gives a folder or a pattern is divided by its files' samples."""
+def file_shares(cfg: RunConfig, which: str, sizes: Sequence[int], given: Sequence[float] | None = None) -> list[float]:
+    """Of each file in the mixture. What the recipe, or `given`, gives a folder or a pattern is divided by its files'
+    samples."""
     files = dataset_files(cfg, which)[0]
-    given = list(cfg[f"{which}_dataset_prob"]) or [1.0] * (1 + max(file.entry for file in files))
+    given = given or list(cfg[f"{which}_dataset_prob"]) or [1.0] * (1 + max(file.entry for file in files))
     together, members = Counter[int](), Counter(file.entry for file in files)
     for file, size in zip(files, sizes):
         together[file.entry] += size

@@ -205,7 +205,7 @@ def plain_stream(
         return stream
     accumulation = steps_accumulated(plan, sources, stream)
     per_step = cfg.train.per_device_train_batch_size * plan.world.layout.data_ranks * accumulation
-    stages = [(per_step * (step - 1), shares) for step, shares in d.mix_stages]
+    stages = [(per_step * (step - 1), tuple(file_shares(cfg, "train", sizes, shares))) for step, shares in d.mix_stages]
     if stages[0][0]:
         stages.insert(0, (0, tuple(probs)))
     return StagedPacks(stages, order_of, lengths, d.max_seq_len, **options)

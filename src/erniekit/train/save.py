@@ -18,7 +18,7 @@ from erniekit.checkpoint import fp8_file
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.assembly import ModelFiles
-from erniekit.checkpoint.collective import CollectiveSaves, Whole, SavedTensors
+from erniekit.checkpoint.collective import CollectiveSaves, SavedTensors, Whole
 from erniekit.checkpoint.compress import StoredState, compressed
 from erniekit.checkpoint.manager import TIMED, CheckpointManager
 from erniekit.checkpoint.nodes import copier

@@ -91,7 +91,7 @@ def test_the_help_of_preview_lists_the_keys_that_decide_what_is_shown(
     listed = re.findall(r"^  (\w+) +\S", text[text.index("keys that decide") :], flags=re.MULTILINE)
     assert tuple(listed) == KEYS_READ
     seen: set[str] = set()
-    files = {"SFT": "sft-train.jsonl", "DPO": "dpo-train.jsonl", "PT": "pretrain.jsonl"}
+    files = {"SFT": "sft-train.jsonl", "DPO": "dpo-train.jsonl", "PT": "pretrain.jsonl", "CLS": "classify-train.jsonl"}
     for stage, file in files.items():
         for model in ("tokenizer_name", "model_name_or_path"):
             words = [str(root / "examples/data" / file), f"{model}={tmp_path / 'model'}", f"stage={stage}"]
@@ -108,7 +108,7 @@ def test_every_key_and_flag_that_preview_lists_is_taken(
         "model_name_or_path": "not looked at", "tokenizer_name": str(paddle / "tokenizer"),
         "download_hub": "huggingface", "max_seq_len": "64", "overlong": "truncate", "train_thinking": "mask",
         "max_prompt_len": "32",
-        "mask_out_eos_token": "True", "columns": "{src: src}",
+        "mask_out_eos_token": "True", "columns": "{src: src}", "class_labels": "a,b",
     }  # fmt: skip
     assert set(given) == set(KEYS_READ)
     words = [word for name, value in given.items() for word in (f"--{name}", value)]

@@ -12,7 +12,8 @@ SOURCE = Path(erniekit.__file__).parent
 # Turned into other keys by a rule.
 BY_RULES = {
     "dataset_type", "disable_ckpt_quant", "expert_tensor_parallel_degree", "from_scratch", "global_batch_size",
-    "minimum_eval_times", "neftune", "sep_parallel_degree", "use_expert_parallel", "visual_ld", "warmup_ratio",
+    "minimum_eval_times", "mix_schedule", "neftune", "sep_parallel_degree", "use_expert_parallel", "visual_ld",
+    "warmup_ratio",
     "weight_quantize_algo",
     # checked against the number of files; evaluation then reads every row
     "eval_dataset_prob",

@@ -68,7 +68,7 @@ WRITTEN: list[tuple[str, Any]] = [
     ("stage", "sft"),
     ("stage", "SFTT"),
     ("report_to", ["tensorboard", "wandb"]),
-    ("report_to", ["tensorbord"]),
+    ("sharding", ["stage4"]),
     ("report_to", None),
     ("logging_strategy", False),
     ("model_config", {"num_hidden_layers": 2}),

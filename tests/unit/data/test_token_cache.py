@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from erniekit.data import cache_versions, sealed, token_cache, tokenise
+from erniekit.data import cache_versions, row_workers, sealed, token_cache
 from erniekit.data.assemble import Assembled, assemble
 from erniekit.data.formats import read
 from erniekit.data.token_cache import open_source
@@ -245,7 +245,7 @@ def test_without_file_locks_the_first_to_finish_wins(tmp_path, opened, monkeypat
 
 def test_a_worker_that_dies_is_an_error_with_its_exit_code(tmp_path, opened, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(4500)])
-    monkeypatch.setattr(tokenise.TokeniseWorker, "BOOT", "import sys; sys.stdin.buffer.read(10); sys.exit(3)")
+    monkeypatch.setattr(row_workers.RowWorker, "BOOT", "import sys; sys.stdin.buffer.read(10); sys.exit(3)")
     with pytest.raises(DataError, match="exit code 3"):
         opened(path, num_proc=2)
     assert folders(tmp_path) == []

@@ -22,7 +22,7 @@ class DataSection:
     )
     train_dataset_type: tuple[str, ...] = key(
         (),
-        "Format of each file; detected when not given.",
+        "Data format; default: detected.",
         commas=True,
         basic=True,
         fixed=True,

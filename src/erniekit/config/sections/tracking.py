@@ -18,7 +18,7 @@ class TrackingSection:
     logging_dir: str | None = key(None, "Folder for event files; default: output_dir/runs.", path="out")
     report_to: tuple[str, ...] = key(
         ("tensorboard",),
-        "visualdl, tensorboard, wandb, swanlab, mlflow, trackio, all, none; metrics.jsonl is always written.",
+        "Experiment trackers, all or none; metrics.jsonl is always written.",
         choices=_REPORT_TO,
         further=Registry("tracker (report_to)", dict.fromkeys(_REPORT_TO, ""), group="erniekit.trackers"),
         basic=True,
