@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 ADVANCED_ZH: dict[str, str] = {
+    # methods
+    "train_only": "只训练名称匹配这些模式的权重，如 layers.0.*,lm_head；mtp 表示多词元预测层。",
+    "freeze": "名称匹配这些模式的权重不训练。",
+    "neftune_noise_alpha": "NEFTune：训练时加到词嵌入上的噪声强度；0 表示关闭。",
+    "neftune": "PaddleFormers 的开关：neftune_noise_alpha 取其默认值。",
+    "use_dora": "DoRA：把权重的大小与方向分开训练。",
+    "lora_init": "适配器的初始值：default，或 pissa（取权重的主奇异方向）。",
+    "pissa_iterations": "PiSSA 近似奇异值分解的迭代次数；0 表示精确分解。",
+    "muon_momentum": "optim: muon 的动量。",
+    "muon_learning_rate": "Muon 所训练矩阵的峰值学习率；不填则同 learning_rate。",
+    "muon_scale": "Muon 更新的大小：match_adamw 与 AdamW 相当，可共用学习率；original 为原论文的缩放。",
+    "token_loss": "SFT 与 PT 中每个词元的损失：cross_entropy，或已安装插件的损失名。",
+    "eval_generate": "每次评估时对评估文件的前几个提示生成回答，写入 samples.jsonl 与报告；0 表示不生成。",
+    "eval_generate_max_tokens": "每个生成回答的最多词元数。",
+    "desirable_weight": "KTO：好回答的权重。",
+    "undesirable_weight": "KTO：坏回答的权重。",
     # model
     "continue_training": "从模型的权重开始；False 表示按其配置随机初始化。",
     "initializer_range": "随机初始化的标准差；不填则用 config.json 中的值。",
@@ -19,6 +35,10 @@ ADVANCED_ZH: dict[str, str] = {
     "eval_dataset_prob": "同 train_dataset_prob，用于评估数据。",
     "length_buckets": "packing 为 False 时，把一个微批的各行拼接并补齐到几种长度，供编译与 CUDA graph 使用；损失不变。"
     "auto：层被编译时开启。也可填 on、off 或具体长度：4096,6144,8192。",
+    "columns": "文件的哪一列对应哪个字段：{prompt: q, response: a}。",
+    "mix_schedule": "从指定步起改变各文件的占比：500=0.5/0.5,1000=0.2/0.8。",
+    "curriculum": "由易到难排列样本：length 按长度，或按某一数值列；不填则不排序。",
+    "curriculum_epochs": "按此顺序训练的轮数；之后随机打乱。0 表示每一轮都如此。",
     "greedy_intokens": "从缓冲区中紧凑地拼接；False 表示按读取顺序。",
     "buffer_size": "拼接时可供挑选的样本数。",
     "random_shuffle": "按随机种子打乱训练数据。",

@@ -91,7 +91,7 @@ class DataSection:
         "", "Order training rows from low to high: by length (in tokens), or by a column of numbers.", fixed=True
     )
     curriculum_epochs: int = key(
-        1, "Passes over the rows that curriculum orders; later ones are shuffled. 0: all.", low=0, fixed=True
+        1, "Epochs that curriculum orders; later ones are shuffled. 0 = all.", low=0, fixed=True
     )
     num_samples_each_epoch: int = key(
         6000000,

@@ -24,12 +24,12 @@ class LoraSection:
     lora_plus_scale: float = key(1.0, "LoRA+: learning rate of B as a multiple of A's.", low=0, fixed=True)
     rslora_plus: bool = key(False, "rslora with lora_plus_scale 4 and lora_alpha 4.", fixed=True)
     use_dora: bool = key(
-        False, "DoRA: train the length of each adapted row as well. On linear layers, without tensor parallelism.",
+        False, "DoRA: also train the magnitude of each adapted row. On linear layers, without tensor parallelism.",
         fixed=True,
     )  # fmt: skip
     lora_init: str = key(
         "default",
-        "default: B is zero. pissa: A and B begin as the largest singular directions of each weight; saved as plain "
+        "default = B is zero; pissa = A and B start as the largest singular directions of each weight; saved as plain "
         "LoRA of twice the rank.",
         choices=("default", "pissa"),
         fixed=True,

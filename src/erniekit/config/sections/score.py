@@ -11,7 +11,7 @@ from erniekit.config.field import key
 class ScoreSection:
     class_labels: tuple[str, ...] = key(
         (),
-        "CLS: the classes in their order; those of the training rows, sorted, when not given.",
+        "CLS: the classes in their order; default: those of the training rows, sorted.",
         commas=True,
         fixed=True,
     )

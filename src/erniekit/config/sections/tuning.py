@@ -11,19 +11,19 @@ from erniekit.config.field import key
 class TuningSection:
     train_only: tuple[str, ...] = key(
         (),
-        "Train only the weights whose names match one of these patterns (glob), by commas: model.layers.1, "
-        "*.mlp.*, mtp. Names are those the weights have in Hugging Face's layout, or ours.",
+        "Train only the weights whose names match one of these comma-separated glob patterns: model.layers.1, "
+        "*.mlp.*, mtp. Names are those of the Hugging Face layout, or ours.",
         commas=True,
         fixed=True,
     )
     freeze: tuple[str, ...] = key(
-        (), "Do not train the weights whose names match one of these patterns (glob), by commas.", commas=True,
+        (), "Do not train the weights whose names match one of these comma-separated glob patterns.", commas=True,
         fixed=True,
     )  # fmt: skip
     neftune_noise_alpha: float = key(
         0.0,
         "NEFTune: uniform noise on the embeddings of each training row, at most alpha / sqrt(length x hidden size); "
-        "5 is common, 0 is off.",
+        "5 is common, 0 = off.",
         low=0,
         fixed=True,
     )
