@@ -49,7 +49,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     out, hide = [], False
     for word in words:
         name, equals, _ = word.partition("=")
-        secret = "api_key" in name.replace("-", "_")
+        secret = any(part in name.replace("-", "_") for part in ("api_key", "http_proxy"))
         out.append("***" if hide else f"{name}=***" if secret and equals else word)
         hide = secret and not equals
     return out

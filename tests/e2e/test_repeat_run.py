@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
+from erniekit.log import without_secrets
 from erniekit.recipes.repeat import variables
 from erniekit.track import jsonl
 
@@ -62,3 +63,16 @@ def test_a_recipe_that_the_user_changed_stays_and_the_run_goes_on(train: Callabl
 def test_only_variables_that_matter_are_recorded():
     env = {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2", "AWS_SECRET_ACCESS_KEY": "hush", "HOME": "/root"}
     assert variables(env) == {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "2"}
+
+
+def test_an_api_key_is_in_no_file_of_a_run(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ERNIEKIT_API_KEY", "hush")
+    train(tmp_path / "run", max_steps=1, doctor="off")
+    for file in (tmp_path / "run").rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            assert b"hush" not in file.read_bytes(), file
+
+
+def test_a_recorded_command_has_neither_keys_nor_proxies():
+    typed = ["train", "--wandb_http_proxy", "http://me:hush@proxy", "wandb_api_key=hush", "seed=3"]
+    assert without_secrets(typed) == ["train", "--wandb_http_proxy", "***", "wandb_api_key=***", "seed=3"]

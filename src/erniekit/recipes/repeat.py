@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ PACKAGES = ("transformers", "tokenizers", "safetensors", "sentencepiece", "numpy
 # Variables that change numbers, speed or devices; others may hold what is nobody's business.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "ERNIEKIT_")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # ERNIEKIT_API_KEY
 _PLACES = ("one", "out", "several", "model")  # kinds of path keys whose values are paths and nothing else
 
 
@@ -96,7 +98,8 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: env[name] for name in sorted(env) if name in VARIABLES or name.startswith(PREFIXES)}
+    wanted = (name for name in sorted(env) if name in VARIABLES or name.startswith(PREFIXES))
+    return {name: "***" if _SECRET.search(name) else env[name] for name in wanted}
 
 
 def _version(package: str) -> str | None:
