@@ -63,7 +63,7 @@ COMMANDS: dict[str, Command] = {
         "erniekit.recipes.doctor:doctor_command",
         "train",
         "check this machine's devices, or a recipe before training: labels, leaks, gradients, disk",
-        ("erniekit doctor [RECIPE.yaml] [key=value ...]   without a recipe: this machine's devices, tried",),
+        ("erniekit doctor [RECIPE.yaml] [key=value ...]   without a recipe: probe this machine's devices",),
     ),
     "plan": Command(
         "erniekit.recipes.plan_command:plan_command",
@@ -72,7 +72,7 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit plan RECIPE.yaml --cluster 8x80G [key=value ...]",
             "  --cluster       8x80G, 2x8xH200-141G, 16xBI150-32G, 128xAscend-64G, or a YAML of unlike islands",
-            "  --packs N       rows of a step on all devices together; the recipe's own when not given",
+            "  --packs N       sequences per step over all devices; default: the recipe's",
             "  --calibration F rates measured by `erniekit bench --calibrate` instead of data sheets",
             "  --write F       the recipe with the fastest layout, as a new YAML",
             "  --take N        with --write: the layout of this number in the list instead",
@@ -84,13 +84,13 @@ COMMANDS: dict[str, Command] = {
     "rehearse": Command(
         "erniekit.recipes.rehearse_command:rehearse_command",
         "train",
-        "before there is a cluster: do the calls of all ranks match, does the run train when made small",
+        "check a distributed run without its cluster: do all ranks' calls match, does a small copy train",
         (
             "erniekit rehearse RECIPE.yaml [key=value ...]   every rank at full size, without memory; needs no device",
-            "  --ranks N          ranks of the run; when not given, the product of the recipe's degrees",
-            "  --every-rank       also those that are alike; else one of each kind stands for all",
-            "  --micro-batches N  of a step; as many as show the whole schedule when not given",
-            "  --rank R           this rank's own slice for real, on the device at hand, with the plan beside it",
+            "  --ranks N          number of ranks; default: the product of the recipe's degrees",
+            "  --every-rank       check every rank; default: one of each kind",
+            "  --micro-batches N  micro-batches per step; default: enough to cover the whole schedule",
+            "  --rank R           run this rank's slice at full size on this device and compare it with the plan",
             "  --shrunken N       the recipe made small, trained for two steps by up to N real processes on this CPU",
             "  --json             for programs",
             "exit code: 0 fine, 1 ranks do not match or the small run failed, 2 bad input",
@@ -129,7 +129,7 @@ COMMANDS: dict[str, Command] = {
     "data": Command(
         "erniekit.data.inspect:data_command",
         "train",
-        "look into dataset files: format, rows, lengths, duplicates, bad rows; preview, clean or index them",
+        "inspect dataset files: format, rows, lengths, duplicates, bad rows; preview, clean or index them",
         (
             "erniekit data FILE [FILE ...] [key=value ...]   reads only, needs no model",
             "  FILE: .jsonl .json .csv .tsv .parquet, .gz of them, a folder, a pattern, a URL, OWNER/NAME of the hub",
@@ -137,8 +137,8 @@ COMMANDS: dict[str, Command] = {
             "                    messages, chatml, sharegpt, prompt_completion",
             "  --columns F=C,..  (columns) which column holds which field: prompt=q,response=a",
             "  --model DIR       (model_name_or_path) count tokens as this model does; else characters",
-            "  --length N        (max_seq_len) name the rows that would not fit; 8192 when not given",
-            "  --pixels N        most pixels of a picture; the own bound of the model when not given",
+            "  --length N        (max_seq_len) list the rows that would not fit; default: 8192",
+            "  --pixels N        maximum pixels of an image; default: the model's limit",
             "erniekit data clean FILE [FILE ...] --output NEW.jsonl [--dedup] [--against EVAL] ...   a cleaned copy",
             "erniekit data preview RECIPE | FILE ... [key=value ...]   rows as tokens, the trained ones marked",
             "erniekit data index FILE [FILE ...] --model_name_or_path DIR --output PREFIX   text for pre-training",
@@ -172,7 +172,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         "erniekit.recipes.run:export_command",
         "use",
-        "merge LoRA adapters into the model and prove the result",
+        "merge LoRA adapters into the model and verify the result",
         (
             "erniekit export RECIPE.yaml",
             "erniekit export OUTPUT_DIR [--model_name_or_path BASE]             a run's, to OUTPUT_DIR/export",
@@ -195,7 +195,7 @@ COMMANDS: dict[str, Command] = {
     "quantize": Command(
         "erniekit.recipes.quantize:quantize_command",
         "use",
-        "round a finished model to 4 or 8 bits, calibrated on your rows, with a report of what it costs",
+        "quantise a finished model to 4 or 8 bits, calibrated on your rows, with an accuracy report",
         (
             "erniekit quantize DIR quant=w4a16 output_dir=OUT --data my.jsonl   GPTQ on 128 rows of it",
             "erniekit quantize DIR quant=fp8_dynamic output_dir=OUT             rounded to nearest, no rows needed",
@@ -219,14 +219,14 @@ COMMANDS: dict[str, Command] = {
     "split": Command(
         "erniekit.export.split:split_command",
         "use",
-        "cut a model's weights into files of a given size",
+        "split a model's weights into files of a given size",
         ("erniekit split OUTPUT_DIR --max_shard_size 5",),
         ("model_name_or_path", "output_dir", "save_format", "max_shard_size", "copy_tokenizer"),
     ),
     "chat": Command(
         "erniekit.serve.chat:chat_command",
         "use",
-        "talk to a server, or to a base, adapter or merged folder, in the terminal",
+        "chat with a server, or with a base, adapter or merged folder, in the terminal",
         (
             "erniekit chat DIR [--system TEXT] [--prompt TEXT]   a folder, opened here",
             "erniekit chat DIR --prompt TEXT --image PATH ...    with pictures, or --video PATH",

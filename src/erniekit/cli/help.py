@@ -47,7 +47,7 @@ def help_lines(args: list[str]) -> list[str]:
 
 
 def _overview() -> list[str]:
-    out = [f"erniekit {__version__}: train, export and talk to ERNIE-4.5 and Llama class models", ""]
+    out = [f"erniekit {__version__}: train, compress, export and serve ERNIE-4.5 and Llama class models", ""]
     last = ""
     for name, command in COMMANDS.items():
         group = command.group if command.group != last else ""

@@ -63,7 +63,7 @@ def clean_parser() -> argparse.ArgumentParser:
     add("--near-empty", action="store_true", help="leave out answers without a letter or digit, and N/A")
     add("--drop-bad", action="store_true", help="leave out rows that cannot be read; else they stop it")
     add("--against", action="append", default=[], metavar="EVAL", help="leave out rows that share words with this file")
-    add("--ngram", type=int, default=13, metavar="N", help="so many words in a row (13)")
+    add("--ngram", type=int, default=13, metavar="N", help="length of an overlap, in words (13)")
     add("--columns", action="append", metavar="FIELD=COLUMN,...", help="which column holds which field: prompt=q")
     return parser
 
