@@ -19,7 +19,7 @@ from erniekit.data.formats.fields import BadRow, named, refuse_media, require, t
 from erniekit.data.template import Turn
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, RowProblem, Sample
+from erniekit.data.types import IGNORE, ChatMessage, RowProblem, Sample
 from erniekit.errors import DataError
 
 MOST = 1000  # classes of a file; more are texts in the wrong field
@@ -30,6 +30,10 @@ class ClassRow:
     text: str
     label: str
     unused: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[ChatMessage, ...], ...]:
+        return ((ChatMessage("user", self.text), ChatMessage("label", self.label)),)
 
 
 def read_row(row: Any) -> ClassRow:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -18,20 +19,29 @@ from erniekit.data.types import ChatMessage, Conversation
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLACEHOLDERS = ("n/a", "na", "none", "null", "nan", "todo", "tbd", "undefined")
-Read = Sequence[Conversation | Preference]  # what one row became
+
+
+class OfParts(Protocol):
+    """A row of a stage of its own: what it says, and its label as a message of role `label`."""
+
+    @property
+    def parts(self) -> Sequence[Sequence[ChatMessage]]: ...
+
+
+Noun = Conversation | Preference | OfParts
+Read = Sequence[Noun]  # what one row became
 
 
 def row_key(read: Read) -> int:
     """64 bits that are the same for rows that say the same, whatever else they hold."""
     digest = hashlib.blake2b(digest_size=8)
     for said in read[-1:]:  # of several conversations of a row each is how the next begins
-        parts = [said.messages] if isinstance(said, Conversation) else [said.prompt, said.chosen, said.rejected]
-        for part in parts:
+        for part in parts_of(said):
             for m in part:
                 calls = json.dumps(m.tool_calls, sort_keys=True, default=str) if m.tool_calls else ""
                 digest.update("\0".join((m.role, m.content, m.thought, calls, "\1")).encode("utf-8", "replace"))
             digest.update(b"\2")
-        digest.update(json.dumps(said.tools, sort_keys=True, default=str).encode("utf-8", "replace"))
+        digest.update(json.dumps(getattr(said, "tools", ()), sort_keys=True, default=str).encode("utf-8", "replace"))
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -40,9 +50,17 @@ def is_near_empty(read: Read) -> bool:
     return any(_says_nothing(message) for said in read for message in _answers(said))
 
 
-def _answers(said: Conversation | Preference) -> Iterable[ChatMessage]:
-    messages = said.messages if isinstance(said, Conversation) else (*said.chosen, *said.rejected)
-    return (m for m in messages if m.role == "assistant" and m.trained and not m.tool_calls)
+def _answers(said: Noun) -> Iterable[ChatMessage]:
+    parts = (said.chosen, said.rejected) if isinstance(said, Preference) else parts_of(said)
+    return (m for part in parts for m in part if m.role == "assistant" and m.trained and not m.tool_calls)
+
+
+def parts_of(said: Noun) -> Sequence[Sequence[ChatMessage]]:
+    if isinstance(said, Conversation):
+        return (said.messages,)
+    if isinstance(said, Preference):
+        return said.prompt, said.chosen, said.rejected
+    return said.parts
 
 
 def _says_nothing(message: ChatMessage) -> bool:
@@ -85,9 +103,7 @@ class RowCounts:
 
 def size_of(read: Read) -> int:
     """Characters of what is said."""
-    said = read[-1]
-    parts = said.messages if isinstance(said, Conversation) else (*said.prompt, *said.chosen, *said.rejected)
-    return sum(len(message.content) + len(message.thought) for message in parts)
+    return sum(len(message.content) + len(message.thought) for part in parts_of(read[-1]) for message in part)
 
 
 def length_line(sizes: Counter[int], unit: str) -> str:

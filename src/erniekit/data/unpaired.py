@@ -29,6 +29,10 @@ class Unpaired:
     tools: tuple[dict[str, Any], ...] = ()
     unused: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def parts(self) -> tuple[tuple[ChatMessage, ...], ...]:
+        return self.prompt, self.answer, (ChatMessage("label", str(self.desirable)),)
+
 
 @dataclass(frozen=True)
 class UnpairedSample(Sample):

@@ -58,7 +58,7 @@ def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
 def test_recorded_rows_give_the_recorded_turns(ernie: Tokenizer, recorded: list[dict]) -> None:
     assert len(recorded) == 19
     for row in recorded:
-        [conversation] = conversations(row["row"], compat=False)
+        [conversation] = conversations(row["row"], compat=True)  # which strips white space
         assert [[t.query_ids, t.answer_ids] for t in turns(conversation, ernie)] == row["turns"]
 
 
@@ -66,13 +66,13 @@ def test_built_in_form_equals_the_template_of_the_model(with_template, recorded:
     bare = with_template(None)
     assert bare.chat_template is None
     for row in recorded:
-        [conversation] = conversations(row["row"], compat=False)
+        [conversation] = conversations(row["row"], compat=True)  # which strips white space
         assert [[t.query_ids, t.answer_ids] for t in turns(conversation, bare)] == row["turns"]
 
 
 def test_prompt_equals_the_training_prefix(ernie: Tokenizer, recorded: list[dict]) -> None:
     for row in recorded:
-        [conversation] = conversations(row["row"], compat=False)
+        [conversation] = conversations(row["row"], compat=True)  # which strips white space
         said = turns(conversation, ernie)
         before = [id for turn in said[:-1] for id in turn.query_ids + turn.answer_ids] + said[-1].query_ids
         assert prompt_ids(conversation.messages[:-1], ernie) == before
@@ -83,7 +83,7 @@ def test_prompt_equals_transformers(ernie: Tokenizer, paddle: Path, recorded: li
 
     theirs = LlamaTokenizer.from_pretrained(str(paddle / "tokenizer"))
     for row in recorded:
-        [conversation] = conversations(row["row"], compat=False)
+        [conversation] = conversations(row["row"], compat=True)  # which strips white space
         messages = [{"role": m.role, "content": m.content} for m in conversation.messages[:-1]]
         want = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert prompt_ids(messages, ernie, whole=True) == want

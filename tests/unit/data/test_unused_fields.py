@@ -140,4 +140,4 @@ def test_names_without_end_do_not_fill_the_memory(opened, tmp_path: Path) -> Non
     report = opened(write_jsonl(tmp_path / "a.jsonl", rows)).report
     assert len(report.unused) == 1001
     assert sum(report.unused.values()) == 2500
-    assert "more fields" in report.lines()[-1]
+    assert any("more fields" in line for line in report.lines())

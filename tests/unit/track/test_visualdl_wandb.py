@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from erniekit.config import load
+from erniekit.recipes.session import Session
 from erniekit.recipes.training import trackers_for
 from erniekit.track import make_trackers
 from erniekit.track.runfile import RunRecord
@@ -109,9 +110,8 @@ def test_wandb_is_started_with_the_key_and_the_proxy_of_the_run_and_neither_is_i
         monkeypatch.delenv(name)
     for words in ([], ["wandb_api_key=hush", "wandb_http_proxy=http://me:hush@proxy:3128"]):
         cfg = load(["report_to=wandb", "disable_tqdm=1", *words])
-        trackers = trackers_for(
-            cfg, tmp_path / "out", RunRecord(tmp_path / "out", command="erniekit train", version="1")
-        )
+        record = RunRecord(tmp_path / "out", command="erniekit train", version="1")
+        trackers = trackers_for(cfg, tmp_path / "out", record, Session())
         trackers.start(1)
         trackers.close()
     plain, given = wandb.started
