@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from erniekit.config import RunConfig, load
 from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
+from erniekit.loss_table import SCORE_KEYS
 from erniekit.parallel.mesh import USER_WORDS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
+from erniekit.printable import counted
 from erniekit.recipes.plan_timeline import draw, timeline_target
 
 if TYPE_CHECKING:
@@ -146,9 +149,21 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     say(
         f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
-        f"{job.packs} packs of {job.length} tokens a step, {job.rows} in a micro-batch"
+        f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
+    for text in _not_counted(cfg):
+        say(f"note     {text}")
     say(f"rates    {report.sources(place.rates)}")
+
+
+def _not_counted(cfg: RunConfig) -> Iterator[str]:
+    """What a run of this recipe does beyond the job that is planned."""
+    if cfg.distill.teacher_model_name_or_path:
+        yield "not counted: the teacher's weights on every rank, and its forward pass (teacher_model_name_or_path)"
+    if cfg.train.stage == "KTO":
+        yield "not counted: the forward pass of each prompt with another row's answer, and the reference's"
+    if cfg.train.stage in SCORE_KEYS or cfg.distill.teacher_model_name_or_path:
+        yield "such a run takes data parallelism and sharding alone: other layouts below are refused when it starts"
 
 
 def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:

@@ -29,7 +29,7 @@ from erniekit.planner.evaluate import Site, evaluate
 from erniekit.planner.memory import GIB
 from erniekit.recipes import plan_check, stage_of, training
 from erniekit.recipes import plan_command as plan_module
-from erniekit.recipes.plan_command import MARK, plan_command
+from erniekit.recipes.plan_command import MARK, _not_counted, plan_command
 from erniekit.recipes.planning import job_of, packs_of, shape_of
 from erniekit.recipes.run_plan import plan_run
 
@@ -357,3 +357,16 @@ def test_a_run_that_runs_out_of_memory_ends_with_what_was_planned(
     assert "one device" in where
     assert fix.removeprefix("fix:").strip()
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stage=KTO"], "another row's answer"),
+        (["stage=RM", "fine_tuning=Full"], "data parallelism and sharding alone"),
+        (["fine_tuning=Full", "teacher_model_name_or_path=a"], "the teacher's weights"),
+    ],
+)
+def test_what_is_not_counted_is_said(words: list[str], said: str) -> None:
+    assert any(said in text for text in _not_counted(load(words, "train")))
+    assert not list(_not_counted(load([], "train")))
