@@ -44,12 +44,15 @@ def typed(*words: object) -> str:
     return shlex.join(["erniekit", *map(str, words)])
 
 
+_SECRET_NAMES = ("api_key", "http_proxy")  # parts of the names of keys declared secret; log.py knows no keys
+
+
 def without_secrets(words: Sequence[str]) -> list[str]:
     """A command line without the value of a key that is secret."""
     out, hide = [], False
     for word in words:
         name, equals, _ = word.partition("=")
-        secret = any(part in name.replace("-", "_") for part in ("api_key", "http_proxy"))
+        secret = any(part in name.replace("-", "_") for part in _SECRET_NAMES)
         out.append("***" if hide else f"{name}=***" if secret and equals else word)
         hide = secret and not equals
     return out

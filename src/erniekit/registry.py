@@ -40,7 +40,7 @@ class Plugin:
             for part in filter(None, attr.split(".")):
                 found = getattr(found, part)
             return found
-        except Exception as error:  # it is another program: anything may come out of it
+        except (Exception, SystemExit) as error:  # it is another program: anything may come out of it
             raise self.error(kind, f"does not load: {type(error).__name__}: {error}") from error
 
     def error(self, kind: str, problem: str) -> ConfigError:

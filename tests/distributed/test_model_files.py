@@ -62,6 +62,17 @@ def check(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"{name} holds values that are not numbers")
 
 
+def failing_check(name: str, tensor: torch.Tensor) -> None:
+    raise RuntimeError("no memory for a check")
+
+
+class FailingTensor(torch.Tensor):
+    """Of a device that has failed: nothing can be copied from it."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
 def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[str, list[str], int]:
     """What went wrong, the files this rank wrote, and how many tensors rank 0 asked this rank for."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -97,15 +108,19 @@ def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[st
         held = {n: torch.full_like(t, float("nan")) for n, t in held.items()}
     if fault == "missing" and rank == 1:
         held = {n: t for n, t in held.items() if n != "g"}
+    own_part = gather.Exchange._part
+    if fault == "failing device" and rank == 1:
+        gather.Exchange._part = lambda self, name: own_part(self, name).as_subclass(FailingTensor)  # type: ignore
     assembly.write_stream, gather.Exchange._answer, gather.Exchange._done = streamed, counted, faulty  # type: ignore
     try:
-        model = ModelFiles(entries(), check, limit=limit)
+        model = ModelFiles(entries(), failing_check if fault == "failing check" and rank == 1 else check, limit=limit)
         saves.save(1, {"weights": held}, write, final=True, model=model)
         return "", wrote, asked[0]
     except CheckpointError as error:
         return error.what, wrote, asked[0]
     finally:
         assembly.write_stream, gather.Exchange._answer, gather.Exchange._done = stream, answer, done  # type: ignore
+        gather.Exchange._part = own_part  # type: ignore
         writer.ops.__dict__.pop("write", None)
         if rank == 0:
             saves.manager.close()
@@ -143,6 +158,8 @@ def test_each_file_is_written_by_one_rank_and_all_together_are_the_model(
         ("not a number", "not numbers"),
         ("missing", "has nothing of g"),
         ("other disk", "not together"),
+        ("failing device", "illegal memory access"),
+        ("failing check", "no memory for a check"),
     ],
 )
 def test_a_fault_of_one_rank_ends_the_save_on_all_and_leaves_no_checkpoint(

@@ -24,6 +24,7 @@ def place(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("allowed/style", "allowed/facts", "secret/other")):
         make_adapter(weights, place / name, seed)
     (place / "allowed" / "link").symlink_to(place / "secret" / "other")
+    (place / "allowed" / "circle").symlink_to("circle")
     (place / "allowed" / "empty").mkdir()
     broken = place / "allowed" / "broken"
     shutil.copytree(place / "allowed" / "style", broken)
@@ -97,7 +98,7 @@ def test_running_streams_go_on_while_adapters_come_and_go(live: Live, place: Pat
     assert unload(live, "facts") == 200
 
 
-@pytest.mark.parametrize("path", ["../secret/other", "link", "empty", "broken", "absent", "/etc", "", "a\0b"])
+@pytest.mark.parametrize("path", ["../secret/other", "link", "circle", "empty", "broken", "absent", "/etc", "", "a\0b"])
 def test_nothing_else_than_adapters_of_allowed_folders_is_loaded(live: Live, place: Path, path: str):
     status, text = load(live, "x", path)
     assert (status, '"param":"lora_path"' in text) == (400, True)

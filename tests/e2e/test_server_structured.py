@@ -137,6 +137,14 @@ def test_a_hard_schema_holds_no_other_stream_up(client, live):
         bound.result()
 
 
+def test_schemas_that_compile_for_ever_are_refused_and_take_no_thread_from_others(live):
+    endless = {"allOf": [{"type": "string", "pattern": f"(a|b)*{c}(a|b){{15}}"} for c in "abcdefghijklmnopqrst"]}
+    with ThreadPoolExecutor(5) as pool:  # more than the threads that may be lost
+        asked = list(pool.map(lambda _: live.chat(response_format=schema_of(endless)), range(5)))
+    assert {answer.status_code for answer in asked} <= {400, 503}
+    assert live.chat(response_format=schema_of({"type": "integer"})).status_code == 200
+
+
 def test_without_the_library_it_is_refused_with_the_extra_to_install(client, monkeypatch):
     monkeypatch.setattr(structured, "is_installed", lambda: False)
     with pytest.raises(openai.BadRequestError, match=r"erniekit-torch\[structured\]") as error:

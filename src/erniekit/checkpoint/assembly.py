@@ -21,7 +21,7 @@ import torch
 from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
-from erniekit.checkpoint.parts import CHUNK, Gathered, receive_part, send_part, send_problem
+from erniekit.checkpoint.parts import CHUNK, DTYPES, Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.tensor_file import readable_by_all, write_stream
 from erniekit.checkpoint.wire import Wire
 from erniekit.errors import CheckpointError
@@ -145,6 +145,7 @@ class Assembly:
         """part: this rank's own, of one of our tensors."""
         self.plan, self.model, self.rank, self.wire = plan, model, rank, wire
         self.holders, self.part, self.shape_of = holders, part, shape_of
+        self.problems: list[Exception] = []  # of threads that send
         self.chunk = max(LEAST, CHUNK // max(1, len(plan.sources)))
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -158,13 +159,16 @@ class Assembly:
             thread.start()
         incoming = self._incoming()
         try:
-            return {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
+            records = {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
         finally:
             with suppress(CheckpointError):  # the first one is raised
                 for _ in incoming:  # after an error the other ranks still send
                     pass
             for thread in threads:
                 heartbeat.join(thread)
+        if self.problems:  # another rank's file holds zeros: this save must fail
+            raise self.problems[0]
+        return records
 
     def _mine(self) -> Sequence[tuple[str, Sequence[FileTensor]]]:
         return self.plan.files.get(self.rank, ())
@@ -213,9 +217,11 @@ class Assembly:
                 if boxes := self._boxes(source.ours):
                     try:
                         part = self.part(source.ours)
+                        if part.dtype not in DTYPES:
+                            raise CheckpointError(f"holds {source.ours} as {part.dtype}, which is not sent")
                     except Exception as error:
                         send_problem(self.wire, rank, error)
                     else:
-                        send_part(self.wire, rank, part, boxes, self.chunk)
+                        send_part(self.wire, rank, part, boxes, self.chunk, self.problems)
         except CheckpointError:  # it is gone: whoever waits for it reports that
             return

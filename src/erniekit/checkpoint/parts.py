@@ -25,10 +25,30 @@ DTYPES = (
 )  # fmt: skip
 
 
-def send_part(wire: Wire, rank: int, part: torch.Tensor, boxes: Sequence[Box], chunk: int = 0) -> None:
+def send_part(
+    wire: Wire,
+    rank: int,
+    part: torch.Tensor,
+    boxes: Sequence[Box],
+    chunk: int = 0,
+    problems: list[Exception] | None = None,
+) -> None:
+    """problems: where a device that fails in the middle is noted; zeros follow then, so that the other side does not
+    wait, and the caller sees to it that nothing of them is kept. Without it the error is raised."""
+    failed = False
     wire.send_numbers(rank, 0, DTYPES.index(part.dtype))
     for block in blocks_of(boxes, part.element_size(), chunk):
-        wire.send(rank, as_bytes(part[block.local_slices].to("cpu").contiguous()))
+        data: torch.Tensor | None = None
+        try:
+            data = None if failed else part[block.local_slices].to("cpu").contiguous()
+        except Exception as error:
+            if problems is None:
+                raise
+            problems.append(error)
+            failed = True
+        if data is None:
+            data = torch.zeros([s.stop - s.start for s in block.global_slices], dtype=part.dtype)
+        wire.send(rank, as_bytes(data))
 
 
 def send_problem(wire: Wire, rank: int, error: Exception) -> None:
@@ -91,6 +111,8 @@ class Gathered:
             yield
         except CheckpointError as error:
             self.error = self.error or error
+        except Exception as error:  # of a check or a layout: the other ranks still send, and must be received
+            self.error = self.error or CheckpointError(f"{self.name}: {type(error).__name__}: {error}")
 
     def done(self) -> torch.Tensor:
         if self.error is not None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from erniekit.errors import CheckpointError
 from erniekit.files.json_file import read_value
@@ -50,7 +51,8 @@ def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Itera
         yield f"license: {licence}"
     if _is_id(given):
         yield f"base_model: {given}"
-    words = ["erniekit", *(str(keys[key]).lower() for key in ("stage", "fine_tuning") if keys.get(key))]
+    said = (str(keys.get(key) or "").lower() for key in ("stage", "fine_tuning"))
+    words = ["erniekit", *(word for word in said if re.fullmatch(r"[\w-]+", word))]  # run.json may be another's
     yield f"tags: [{', '.join(words)}]"
     yield "---"
 
@@ -69,7 +71,7 @@ def _body(
     few = {0: "all weights trained", 1: "one LoRA adapter merged"}
     merged = few.get(len(adapters), f"{len(adapters)} adapters merged")
     what = merged if run or adapters else "weights rewritten, not trained"
-    yield f"Made by erniekit {run.get('version') or __version__}: {what}."
+    yield f"Made by erniekit {plain(str(run.get('version') or __version__))}: {what}."
     yield ""
     yield f"- Base model: {plain(given if _is_id(given) else Path(given).name)}"
     yield f"- Licence of the base: {licence_of(start) or _UNKNOWN}"
@@ -92,8 +94,13 @@ def _data(run: Mapping[str, Any]) -> Iterator[str]:
     for use, report in rows:
         bad = report.get("bad")
         lost = sum(n for n in bad.values() if isinstance(n, int)) if isinstance(bad, dict) else None
-        file = _cell(Path(str(report.get("file", "?"))).name)
+        file = _cell(_file_name(str(report.get("file", "?"))))
         yield f"| {file} | {use} | {_number(report.get('rows'))} | {_number(lost)} | {_number(report.get('tokens'))} |"
+
+
+def _file_name(place: str) -> str:
+    """Of a URL without its query, which may hold a signature."""
+    return Path(urlsplit(place).path if "://" in place else place).name
 
 
 def _use(name: str, gguf: str) -> Iterator[str]:

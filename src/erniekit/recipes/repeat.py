@@ -22,6 +22,7 @@ from erniekit.config.recipe_text import recipe_lines
 from erniekit.files import own, settle
 from erniekit.files.record import NotOurs
 from erniekit.log import say, without_secrets
+from erniekit.printable import plain
 from erniekit.track.atomic import write_text
 from erniekit.version import __version__
 
@@ -30,7 +31,7 @@ PACKAGES = ("transformers", "tokenizers", "safetensors", "sentencepiece", "numpy
 # Variables that change numbers, speed or devices; others may hold what is nobody's business.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "ERNIEKIT_")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # ERNIEKIT_API_KEY
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # in the name of a variable
 _PLACES = ("one", "out", "several", "model")  # kinds of path keys whose values are paths and nothing else
 
 
@@ -47,12 +48,12 @@ def write_recipe(output: Path, cfg: RunConfig, command: Sequence[str]) -> None:
 
 def recipe_of(cfg: RunConfig, command: Sequence[str]) -> list[str]:
     typed = shlex.join(without_secrets(list(command))) or "erniekit.run"
-    derived = [f"#   {note}".replace("\n", " ") for note in cfg.notes if note.changes]
+    derived = [f"#   {plain(str(note))}" for note in cfg.notes if note.changes]
     return [
         f"# Written by erniekit {__version__} on {datetime.now():%Y-%m-%d}. To repeat this run into a new folder:",
         f"#   erniekit train {RECIPE} output_dir=NEW",
-        f"# It was started in {os.getcwd()} as",
-        f"#   {typed}".replace("\n", " "),
+        f"# It was started in {plain(os.getcwd())} as",
+        f"#   {plain(typed, len(typed))}",
         *(["# Values that followed from these keys, from the model or the data (all of them: run.json):", *derived]),
         "",
         *recipe_lines(_given(cfg)),
@@ -99,7 +100,7 @@ def environment(device: str) -> dict[str, Any]:
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
     wanted = (name for name in sorted(env) if name in VARIABLES or name.startswith(PREFIXES))
-    return {name: "***" if _SECRET.search(name) else env[name] for name in wanted}
+    return {name: env[name] for name in wanted if not _SECRET.search(name)}
 
 
 def _version(package: str) -> str | None:

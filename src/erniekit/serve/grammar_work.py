@@ -1,4 +1,7 @@
-"""Compiles grammars of requests beside the event loop, bounded in number, in waiting and in time. Used by api.py."""
+"""Compiles grammars of requests beside the event loop, bounded in number, in waiting and in time. Used by api.py.
+
+Every schema is first looked at in a process: what takes too long there is refused, and never begun here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from erniekit.serve.output_grammar import OutputGrammar
 from erniekit.serve.prompt_worker import Failed
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import ServedModel
-from erniekit.serve.work_queue import Busy, Late, QueuedTask, Stuck, WorkQueue, result_of
+from erniekit.serve.schema_probe import SchemaProbe, TooComplex
+from erniekit.serve.work_queue import LEFT_S, Busy, Late, QueuedTask, Stuck, WorkQueue, result_of
 
 THREADS, QUEUE = 2, 32
 DEADLINE_S = 10.0
@@ -44,7 +48,9 @@ class GrammarWork:
     """`compile` in the event loop; the work is done in threads."""
 
     def __init__(self) -> None:
-        self._queue = WorkQueue("grammar", THREADS, QUEUE, self._do, lambda: None, 0.0)
+        self._queue = WorkQueue("grammar", THREADS, QUEUE, self._do, self._leave, LEFT_S)
+        self._own = threading.local()  # a thread's process
+        self._probes: list[SchemaProbe] = []
         self._tables: dict[TableKey, structured.TokenTable] = {}
         self._kept: OrderedDict[tuple[TableKey, OutputGrammar, bool], Grammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -93,7 +99,11 @@ class GrammarWork:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         try:
-            made = structured.compile_grammar(task.grammar, self._table(task), task.opened)
+            if found := self._probe(queued).first_wrong(task.grammar.parts, queued):
+                return structured.BadGrammar(*found)
+            made = structured.build_grammar(task.grammar, self._table(task), task.opened)
+        except TooComplex:
+            return structured.BadGrammar(task.grammar.param, "the schema is too complex to be compiled")
         except (structured.BadGrammar, structured.NoGrammar) as bad:
             return bad
         with self._lock:
@@ -101,6 +111,20 @@ class GrammarWork:
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _probe(self, queued: QueuedTask) -> SchemaProbe:
+        probe: SchemaProbe | None = getattr(self._own, "probe", None)
+        if probe is None:
+            probe = self._own.probe = SchemaProbe()
+            self._probes.append(probe)
+        queued.process = probe
+        return probe
+
+    def _leave(self) -> None:
+        probe: SchemaProbe | None = getattr(self._own, "probe", None)
+        if probe is not None:
+            self._probes.remove(probe)
+            probe.reap()
 
     def _table(self, task: GrammarTask) -> structured.TokenTable:
         """Made once: a second for a large vocabulary."""
@@ -115,3 +139,5 @@ class GrammarWork:
         """Called in the event loop. Waiting requests get an error; no new work is started."""
         for task in self._queue.end():
             task.settle(Failed("stopping", ""))
+        for probe in list(self._probes):
+            probe.kill()

@@ -108,7 +108,7 @@ class RuntimeAdapters:
                     folder = (allowed / path).resolve()
                     if folder.is_relative_to(allowed) and folder.is_dir():
                         return folder
-                except OSError:
+                except (OSError, RuntimeError):  # links that lead in a circle are the second
                     continue
         # The same words for what is absent and what is not allowed: a client learns nothing of other folders.
         raise RequestError(

@@ -1,5 +1,5 @@
-"""Grammars of answers, compiled by llguidance: which tokens may come next. The one file that imports it (extra
-`structured`).
+"""Grammars of answers, compiled by llguidance: which tokens may come next. Beside schema_check.py the one file that
+imports it (extra `structured`).
 
 Used by grammar_work.py, in its threads. llguidance parses bytes and releases the interpreter lock while it computes;
 compiling and every mask have a budget of work, so that no schema can hold the engine up for long.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,9 @@ from erniekit.data.token_bytes import token_bytes
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve.output_grammar import OutputGrammar
 from erniekit.serve.output_parser import THINK_END
+from erniekit.serve.schema_check import first_wrong, options, with_rules, words
 
 PACKAGE = "llguidance"
-# Of one mask: about 7 ms of the lexer and 1 ms of the parser, a small part of what a step of a real model takes.
-STEP_FUEL, STEP_ITEMS = 100_000, 20_000
-# One blank, or a new line and its indent: unlimited blanks between two values are a loop that models fall into.
-RULES = {"whitespace_pattern": r"( |\n( {0,16}|\t{0,8}))", "lenient": False}
-MAX_LOOKS = 400  # subschemas that are compiled alone to find the one that cannot be
 
 
 class BadGrammar(Exception):
@@ -114,15 +110,19 @@ class Matcher:
 
 def compile_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> CompiledGrammar:
     """opened: the prompt has begun a thought, which ends before the grammar begins. Raises BadGrammar."""
+    if found := first_wrong([(json.loads(part.schema), part.place) for part in grammar.parts]):
+        raise BadGrammar(*found)
+    return build_grammar(grammar, table, opened)
+
+
+def build_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> CompiledGrammar:
+    """Of schemas that schema_check.py has looked at: it says what is wrong, and how long finding that out takes."""
     from llguidance import LLMatcher
 
-    for part in grammar.parts:
-        if why := _wrong(json.loads(part.schema)):
-            raise BadGrammar(*_place_of(json.loads(part.schema), part.place, why))
-    matcher = LLMatcher(table.native, LLMatcher.grammar_from_lark(_lark(grammar, table, opened)), **_options())
+    matcher = LLMatcher(table.native, LLMatcher.grammar_from_lark(_lark(grammar, table, opened)), **options())
     matcher.compute_bitmask()  # some limits show with the first mask
     if matcher.is_error():
-        raise BadGrammar(grammar.param, _words(matcher.get_error()))
+        raise BadGrammar(grammar.param, words(matcher.get_error()))
     matcher.reset()
     return CompiledGrammar(matcher)
 
@@ -131,7 +131,7 @@ def _lark(grammar: OutputGrammar, table: TokenTable, opened: bool) -> str:
     rules = []
     for k, part in enumerate(grammar.parts):
         value = f"part_{k}: {_text(part.before)} json_{k} {_text(part.after)}"
-        rules += [value, f"json_{k}: %json {json.dumps(_with_rules(json.loads(part.schema)))}"]
+        rules += [value, f"json_{k}: %json {json.dumps(with_rules(json.loads(part.schema)))}"]
     one = " | ".join(f"part_{k}" for k in range(len(grammar.parts)))
     start = [f"({one})"]
     if grammar.repeated:
@@ -146,74 +146,3 @@ def _lark(grammar: OutputGrammar, table: TokenTable, opened: bool) -> str:
 
 def _text(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _options() -> dict[str, Any]:
-    from llguidance import LLParserLimits
-
-    limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False)
-    return {"log_level": 0, "limits": limits}
-
-
-def _with_rules(schema: Any) -> dict[str, Any]:
-    """How JSON is written is the server's to say: a schema's own `x-guidance` has no effect."""
-    body = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-    return {**body, "x-guidance": RULES}
-
-
-def _wrong(schema: Any) -> str:
-    """Why it cannot be compiled; empty: it can."""
-    if not isinstance(schema, dict | bool):
-        return "schema must be an object or boolean"
-    from llguidance import LLMatcher
-
-    grammar = LLMatcher.grammar_from_json_schema(
-        json.dumps(schema if isinstance(schema, bool) else _with_rules(schema))
-    )
-    bad, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=_options()["limits"])
-    return _words(said[0]) if bad else ""
-
-
-def _words(message: str) -> str:
-    """One line for a client; a panic's text is of no use to one."""
-    if "panic" in message:
-        return "the schema is too large"
-    if "NoExtension" in message:
-        return "no value fits the schema"
-    line = " ".join(message.replace("<non-verbose/>", "").split())
-    return line.replace("Unimplemented keys", "not supported")[:300]
-
-
-def _place_of(schema: Any, place: str, why: str) -> tuple[str, str]:
-    """The innermost schema that cannot be compiled alone, and why."""
-    shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
-    looks = 0
-    inner = schema
-    found = True
-    while found:
-        found = False
-        for name, child in _children(inner):
-            looks += 1
-            if looks > MAX_LOOKS:
-                return place, why
-            if reason := _wrong({**shared, **child} if isinstance(child, dict) else child):
-                place, inner, why, found = f"{place}{name}", child, reason, True
-                break
-    return place, why
-
-
-def _children(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Schemas directly inside of one, with the word that leads there."""
-    if not isinstance(schema, dict):
-        return
-    for name in ("properties", "patternProperties", "$defs", "definitions"):
-        held = schema.get(name)
-        for key, child in held.items() if isinstance(held, dict) else ():
-            yield f".{name}.{key}", child
-    for name in ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"):
-        if isinstance(schema.get(name), dict):
-            yield f".{name}", schema[name]
-    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        held = schema.get(name)
-        for k, child in enumerate(held if isinstance(held, list) else ()):
-            yield f".{name}[{k}]", child

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.files import own, settle
-from erniekit.log import is_main_rank
+from erniekit.log import is_main_rank, without_secrets
 from erniekit.track.atomic import plain, write_json
 from erniekit.track.base import Kind, RunInfo, Tracker
 
@@ -35,7 +35,7 @@ class RunRecord(Tracker):
         self._begun = self._ended = False
         self._story: dict[str, Any] = {
             "format": FORMAT,
-            "command": command if isinstance(command, str) else shlex.join(command),
+            "command": command if isinstance(command, str) else shlex.join(without_secrets(command)),
             "version": version,
             "status": "running",
             "started": before.get("started", _now()),

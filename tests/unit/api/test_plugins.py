@@ -15,6 +15,7 @@ from erniekit.cli.main import main
 from erniekit.data.formats import FORMATS
 from erniekit.devices import pick
 from erniekit.errors import ConfigError, DeviceError
+from erniekit.loss_table import TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.track import TRACKERS
 
@@ -208,3 +209,11 @@ def test_what_is_no_model_or_tracker_is_refused_by_its_package(site: Path) -> No
         MODELS.get("moon2")
     with pytest.raises(ConfigError, match=r"odd-kit 1.0 is no subclass of erniekit.Tracker"):
         TRACKERS.get("fun")
+
+
+def test_a_package_that_exits_when_it_is_imported_ends_nothing(site: Path) -> None:
+    install(site, "exit-kit", {"losses": "leaves = exit_module:X"})
+    (site / "exit_module.py").write_text("raise SystemExit(0)")
+    with pytest.raises(ConfigError, match=r"exit-kit 1\.0 does not load: SystemExit"):
+        TOKEN_LOSSES.get("leaves")
+    assert [p.name for p in erniekit.plugins() if "exit-kit 1.0 does not load" in p.problem] == ["leaves"]

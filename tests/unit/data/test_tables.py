@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 from erniekit.data.formats import detect, parse, parse_pair, rows
+from erniekit.data.formats.tables import table_rows
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 
@@ -90,3 +92,35 @@ def test_cells_hold_messages_tools_lists_and_flags(tmp_path: Path) -> None:
     path = written(tmp_path / "pairs.csv", [row])
     ((line, raw),) = rows(path)
     assert parse_pair(raw, line, path, "messages").score_delta == 2.5
+
+
+@pytest.mark.parametrize("row", [b"a" * 5000, b"," * 5000, b'"' + b"a\n" * 2500, b'b,c\n,\r"' + b"x" * 9000])
+def test_a_row_beyond_the_limit_is_refused_before_it_is_in_memory(row: bytes):
+    class Counting(io.BytesIO):
+        taken = 0
+
+        def read1(self, size: int | None = -1) -> bytes:
+            data = super().read1(size)
+            self.taken += len(data)
+            return data
+
+        def peek(self, size: int) -> bytes:
+            return self.getvalue()[:size]
+
+    stream = Counting(b"prompt,answer\nq,a\n" + row + b"z" * 10_000_000)
+    *_, (_, last) = table_rows(stream, "x.csv", "x.csv", 4000, 100)
+    assert isinstance(last, RowProblem)
+    assert last.kind == "row_too_long"
+    assert stream.taken < 100_000
+
+
+def test_empty_lines_of_a_table_have_an_end(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"prompt,answer\nq,a\n" + b"\n" * 200_000 + b"q,a\n")
+    assert [line for line, _ in rows(path)] == [2, 100_003]
+
+
+def test_lines_of_a_table_may_end_in_carriage_returns(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'prompt,answer\rq,"a\rb"\rp,c\r')
+    assert [raw for _, raw in rows(path)] == [{"prompt": "q", "answer": "a\rb"}, {"prompt": "p", "answer": "c"}]

@@ -84,3 +84,16 @@ def test_an_export_holds_its_card_and_an_unchanged_one_is_replaced(run: Path, ba
     assert "one LoRA adapter merged" in text
     assert "README.md" in json.loads((run / "export" / "MANIFEST.json").read_text())["files"]
     assert export_command(words) == 0
+
+
+def test_a_run_json_of_another_adds_nothing_to_the_front_and_a_urls_signature_is_left_out(tmp_path: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    keys = [{"key": "stage", "value": "sft]\nlicense: mit\n---\n# other"}]
+    data = {"train": [{"file": "https://me:pw@host/rows.jsonl?X-Signature=secret", "rows": 1}]}
+    (folder / "run.json").write_text(json.dumps({"version": "1\n# other", "config": keys, "data": data}))
+    card = model_card("export", tmp_path / "base", [folder])
+    assert yaml.safe_load(card.split("---")[1]) == {"library_name": "transformers", "tags": ["erniekit"]}
+    assert "# other" not in card.splitlines()
+    assert "| rows.jsonl | train | 1 |" in card
+    assert "secret" not in card

@@ -114,7 +114,7 @@ def _text_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[
     try:
         stream, _ = as_utf8(stream, path)
         if is_table(name):
-            found: Iterator[tuple[int, Raw]] = table_rows(stream, path, name, limit)
+            found: Iterator[tuple[int, Raw]] = table_rows(stream, path, name, limit, MAX_BLANK_LINES)
         else:
             head = stream.peek(_CHUNK).removeprefix(_BOM).lstrip()
             found = (_array if _is_array(head, name) else _lines)(stream, path, limit)

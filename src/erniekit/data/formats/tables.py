@@ -34,18 +34,27 @@ def is_table(name: str) -> bool:
     return name.lower().removesuffix(".gz").endswith((".csv", ".tsv"))
 
 
-def table_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[int, TableRow | RowProblem]]:
-    """Each row with the line it begins on."""
+def table_rows(
+    stream: Any, path: str, name: str, limit: int, most_blank: int
+) -> Iterator[tuple[int, TableRow | RowProblem]]:
+    """Each row with the line it begins on. limit: of a row; most_blank: empty lines in a row."""
     head = stream.peek(_HEAD)[:_HEAD].decode("utf-8-sig", "replace")
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(limit)
-    reader = csv.reader(text, strict=True, **dialect(head, name))
+    lines = _BoundedLines(text, limit)
+    reader = csv.reader(lines, strict=True, **dialect(head, name))
     names: list[str] = []
+    blank = 0
     while True:
         line = reader.line_num + 1
         try:
+            lines.left = limit
             cells = next(reader)
         except StopIteration:
+            return
+        except _RowTooLong:
+            told = f"the row has more than {limit / 2**20:.0f} MiB; the rest of the file is not read"
+            yield line, RowProblem(path, line, "row_too_long", told)
             return
         except csv.Error as error:
             # Where a quote is missing, what follows cannot be divided into rows.
@@ -53,7 +62,11 @@ def table_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[
             return
         heartbeat.beat()
         if not cells:
+            if (blank := blank + 1) > most_blank:
+                yield line, RowProblem(path, line, "unreadable", f"{blank:,} empty lines; the rest is not read")
+                return
             continue
+        blank = 0
         if not names:
             names = _header(cells, path)
         elif len(cells) != len(names):
@@ -61,6 +74,29 @@ def table_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[
             yield line, RowProblem(path, line, "columns", told)
         else:
             yield line, TableRow((column, cell or None) for column, cell in zip(names, cells))
+
+
+class _RowTooLong(Exception):
+    pass
+
+
+class _BoundedLines:
+    """Lines of text, of which one row takes `left` characters at most: the reader of rows bounds its cells alone."""
+
+    def __init__(self, text: io.TextIOWrapper, left: int) -> None:
+        self._text, self.left = text, left
+
+    def __iter__(self) -> _BoundedLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(self.left + 1)
+        self.left -= len(line)
+        if self.left < 0:
+            raise _RowTooLong
+        if not line:
+            raise StopIteration
+        return line
 
 
 def dialect(head: str, name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import time
 from http.client import HTTPException
 from typing import Any
@@ -18,6 +19,7 @@ _BUFFER = 1 << 20
 _TRIES = 4  # for one part, each after a longer wait
 _TIMEOUT = 60.0  # seconds
 _FIX = "check the address and the connection"
+_DIGITS = re.compile("[0-9]{1,18}")
 
 
 class WebFile(StoredFile):
@@ -33,7 +35,8 @@ class WebFile(StoredFile):
         return io.BufferedReader(_WebStream(self), _BUFFER)
 
     def size(self) -> int:
-        return int(self._asked().get("Content-Length") or 0)
+        told = self._asked().get("Content-Length") or ""
+        return int(told) if _DIGITS.fullmatch(told) else 0  # 0: not known
 
     def stamp(self) -> Any:
         """What the server says of the version it serves; asked anew."""
@@ -124,6 +127,10 @@ class _WebStream(io.RawIOBase):
             if self._at and answer.status != 206:
                 self._hang_up()
                 raise OSError("the server sends no parts of files, or the file was replaced meanwhile")
+            part = answer.headers.get("Content-Range")
+            if self._at and part and not part.startswith(f"bytes {self._at}-"):
+                self._hang_up()
+                raise OSError("the server sends another part of the file than was asked for")
         return self._answer
 
     def _hang_up(self) -> None:

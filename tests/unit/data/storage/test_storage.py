@@ -13,6 +13,7 @@ import pytest
 from erniekit.data.formats import rows
 from erniekit.data.storage import as_place, is_remote, listed_files, located
 from erniekit.data.token_cache import open_source
+from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
 
@@ -23,6 +24,7 @@ class Site(BaseHTTPRequestHandler):
     """One file, with versions and ranges; every connection ends after `most` bytes."""
 
     content, most, tag, asked = b"", 1 << 30, '"1"', []
+    part = length = ""  # headers that are not true
 
     def log_message(self, *args: object) -> None:
         pass
@@ -31,7 +33,9 @@ class Site(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if self.tag:
             self.send_header("ETag", self.tag)
-        self.send_header("Content-Length", str(len(self.content) - start))
+        if start and self.part:
+            self.send_header("Content-Range", self.part)
+        self.send_header("Content-Length", self.length or str(len(self.content) - start))
         self.end_headers()
 
     def do_HEAD(self) -> None:
@@ -81,6 +85,22 @@ def test_a_lost_connection_is_continued_where_it_broke(site, local) -> None:
     assert list(rows(f"{address}/rows.jsonl")) == list(rows(local))
     assert len(handler.asked) >= 3
     assert handler.asked[1] == 7_000
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "9" * 40, "\u00b2"])
+def test_a_length_that_is_no_number_is_not_known(length: str, site, local) -> None:
+    address, handler = site
+    handler.content, handler.length = local.read_bytes(), length
+    assert located(f"{address}/rows.jsonl").size() == 0
+
+
+def test_another_part_than_was_asked_for_is_not_taken_for_it(site, local) -> None:
+    address, handler = site
+    handler.content, handler.most, handler.part = local.read_bytes(), 5000, "bytes 0-4999/20000"
+    *good, (_, last) = rows(f"{address}/rows.jsonl")
+    assert isinstance(last, RowProblem)
+    assert "another part" in last.reason
+    assert good == list(rows(local))[: len(good)]
 
 
 def test_the_second_opening_reads_the_cache_and_another_version_does_not(site, local, opened, no_tokenising) -> None:
