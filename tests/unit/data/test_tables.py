@@ -90,3 +90,12 @@ def test_cells_hold_messages_tools_lists_and_flags(tmp_path: Path) -> None:
     path = written(tmp_path / "pairs.csv", [row])
     ((line, raw),) = rows(path)
     assert parse_pair(raw, line, path, "messages").score_delta == 2.5
+
+
+def test_an_empty_cell_is_not_said_to_be_a_missing_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer\nHow?,\n", encoding="utf-8")
+    [(line, raw)] = rows(path)
+    problem = parse(raw, line, path, "prompt_completion")
+    assert isinstance(problem, RowProblem)
+    assert (problem.kind, problem.reason) == ("missing_field", "`answer` is null or an empty cell")
