@@ -109,6 +109,10 @@ def test_what_cannot_be_is_refused_by_name(classify, train, texts, tmp_path):
     classify(tmp_path / "run", max_steps=1)
     with pytest.raises(CheckpointError, match="stage SFT needs a language model"):
         train(tmp_path / "f", model_name_or_path=tmp_path / "run")
+    with pytest.raises(CheckpointError, match="generate needs a language model"):
+        erniekit.load(tmp_path / "run").chat("copper")
+    with pytest.raises(CheckpointError, match="export needs a language model"):
+        erniekit.TrainingRun(tmp_path / "run").export()
     with pytest.raises(ConfigError, match="has a score head; stage is SFT"):
         erniekit.run("eval", model_name_or_path=tmp_path / "run", eval_dataset_path=texts, device="cpu")
     assert not any((tmp_path / name).exists() for name in "abc"), "nothing is left behind"

@@ -16,7 +16,8 @@ from erniekit.api_load import Found, dtype_of, find_model
 from erniekit.config.convert import convert
 from erniekit.config.flat import KEYS
 from erniekit.devices import AUTO, DEVICES, INSTALLED, pick
-from erniekit.errors import CheckpointError, ConfigError, DataError
+from erniekit.errors import CheckpointError, ConfigError, DataError, DeviceError
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.serve.engines.base import GenerationJob, SamplingParams
 from erniekit.serve.folder import stop_ids
 from erniekit.serve.shared_weights import second_tree
@@ -140,6 +141,7 @@ class Model:
         tools: functions the model may call, in OpenAI's form
         variables: what the chat template reads, such as enable_thinking=True
         """
+        refuse_score_head(self.config.labels, "generate", str(self.folder))
         single, prompts = _listed(prompt)
         tokenizer = self._need_tokenizer()
         tokenizer.check_variables(variables, tools, Model.generate)
@@ -273,15 +275,29 @@ def load(
 
 def _device(given: str | torch.device) -> torch.device:
     try:
-        return torch.device(given)
+        named = torch.device(given)
     except RuntimeError:
         word = str(given)
+    else:
+        return _present(named)
     if word != AUTO and word not in DEVICES and word not in INSTALLED:
         raise ConfigError(
             f"device {word!r} is not known", where="device", fix=f"cpu, cuda:N, {AUTO}, {', '.join(DEVICES)}"
         )
     handle: torch.device = pick(word).handle
     return handle
+
+
+def _present(device: torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceError(
+            f"device {str(device)!r} cannot be used: {str(error).strip().splitlines()[0]}",
+            where="device",
+            fix=f"device={AUTO!r} takes what this machine has; `erniekit doctor` shows it",
+        ) from None
+    return device
 
 
 def _listed(prompt: Any) -> tuple[bool, list[Any]]:

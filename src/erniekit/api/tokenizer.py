@@ -200,11 +200,20 @@ def _opened(folder: str, rows: int | None) -> TextTokenizer:
     return TextTokenizer.over(load_tokenizer(folder, rows))
 
 
+_ROLES = ("system", "user", "assistant", "tool")
+
+
 def check_messages(messages: Any) -> None:
+    """Chat templates pass over a role they do not know and a content that is not there: the answer would be to less
+    than was asked."""
     for number, message in enumerate(messages if isinstance(messages, Sequence) else [messages]):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             what = "a message is no mapping with a role and a content"
+        elif message["role"] not in _ROLES:
+            what = f"the role of a message is {message['role'][:40]!r}; expected {', '.join(_ROLES)}"
+        elif content is None and not message.get("tool_calls"):
+            what = "a message has no content"
         elif content is not None and not isinstance(content, str):
             what = f"the content of a message is {type(content).__name__}, not text"
         else:

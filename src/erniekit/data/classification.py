@@ -19,7 +19,7 @@ from erniekit.data.formats.fields import BadRow, named, refuse_media, require, t
 from erniekit.data.template import Turn
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, ChatMessage, RowProblem, Sample
+from erniekit.data.types import IGNORE, ChatMessage, RowProblem, Sample, Spoken
 from erniekit.errors import DataError
 
 MOST = 1000  # classes of a file; more are texts in the wrong field
@@ -31,9 +31,8 @@ class ClassRow:
     label: str
     unused: tuple[str, ...] = ()
 
-    @property
-    def parts(self) -> tuple[tuple[ChatMessage, ...], ...]:
-        return ((ChatMessage("user", self.text), ChatMessage("label", self.label)),)
+    def spoken(self) -> Spoken:
+        return Spoken(((ChatMessage("user", self.text),),), label=self.label)
 
 
 def read_row(row: Any) -> ClassRow:
@@ -51,6 +50,8 @@ def class_name(value: Any) -> str:
         return text(value, "label").strip()
     if isinstance(value, (bool, int)):
         return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, float) and value.is_integer():  # as tables hold whole numbers
+        return str(int(value))
     found = f"{value:g}" if isinstance(value, float) else named(value)
     raise BadRow("bad_label", f"`label` must be a class: a name or a whole number, not {found}")
 

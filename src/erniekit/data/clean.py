@@ -17,7 +17,7 @@ from typing import IO, Any
 from erniekit.data.formats import Raw, detect, parse, parse_pair, rows
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import decode
-from erniekit.data.inspect import columns_given
+from erniekit.data.inspect import as_flags, columns_given
 from erniekit.data.overlap import OverlapIndex
 from erniekit.data.quality import Read, is_near_empty, row_key
 from erniekit.data.storage import listed_files
@@ -30,7 +30,7 @@ _SHOWN = 50  # rows printed; all are in the list beside the copy
 
 
 def clean_command(args: list[str]) -> int:
-    given = clean_parser().parse_args(args)
+    given = clean_parser().parse_args(as_flags(args, ("columns",), "erniekit data clean"))
     if not (given.dedup or given.against or given.near_empty or given.drop_bad):
         raise ConfigError(
             "nothing to clean was asked for",

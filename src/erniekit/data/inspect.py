@@ -34,7 +34,7 @@ KEYS_TAKEN = ("train_dataset_type", "model_name_or_path", "max_seq_len", "column
 
 def data_command(args: list[str]) -> int:
     """Exit code 0 when every row of every file is usable, 1 when some are not."""
-    given = data_parser().parse_args(_as_flags(args))
+    given = data_parser().parse_args(as_flags(args))
     for name, least in (("pixels", given.pixels), ("length", given.length)):
         if least is not None and least < 1:
             raise ConfigError(f"--{name} is {least}", where="erniekit data", fix=f"--{name} takes a number from 1 on")
@@ -42,22 +42,21 @@ def data_command(args: list[str]) -> int:
     return max([_check(str(file.path), given) for file in listed_files(given.files)])
 
 
-def _as_flags(args: list[str]) -> list[str]:
-    """key=value as its flag, for the keys of a recipe that this command takes."""
+def as_flags(args: list[str], taken: Sequence[str] = KEYS_TAKEN, command: str = "erniekit data") -> list[str]:
+    """key=value as its flag, for the keys of a recipe that the command takes."""
     out: list[str] = []
     for before, word in zip(["", *args], args):
         name, equals, value = word.partition("=")
-        if before == "--columns":  # whose value is a list of such words
+        if before in ("--columns", "--output"):  # whose value may be such a word
             out.append(word)
             continue
         if name.startswith("columns.") and equals:
             out += ["--columns", f"{name.removeprefix('columns.')}={value}"]
         elif equals and name.isidentifier() and not Path(word).exists():
-            if name not in KEYS_TAKEN:
-                near = nearest(name, list(KEYS_TAKEN))
+            if name not in taken:
+                near = nearest(name, list(taken))
                 hint = f"did you mean {near[0]}? " if near else ""
-                fix = f"{hint}it takes {', '.join(KEYS_TAKEN)}"
-                raise ConfigError(f"unknown key {name!r}", where="erniekit data", fix=fix)
+                raise ConfigError(f"unknown key {name!r}", where=command, fix=f"{hint}it takes {', '.join(taken)}")
             out += [f"--{name}", value]
         else:
             out.append(word)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from erniekit.data.quality import Read, parts_of
+from erniekit.data.quality import Read
 
 # An ideograph or kana alone, or a run of other letters and digits.
 _ALONE = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -54,5 +54,4 @@ def _grams(words: list[str], size: int) -> Iterator[tuple[str, ...]]:
 def texts_of(read: Read) -> list[str]:
     """What users and the assistant say; system texts are the same in many rows that have nothing to do with each
     other."""
-    parts = parts_of(read[-1])
-    return [message.content for part in parts for message in part if message.role not in ("system", "label")]
+    return [m.content for part in read[-1].spoken().parts for m in part if m.role != "system"]

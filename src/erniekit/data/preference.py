@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.types import ChatMessage, Sample
+from erniekit.data.types import ChatMessage, Sample, Spoken
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Preference:
     tools: tuple[dict[str, Any], ...] = ()
     score_delta: float = 1.0  # how much better, in the data's own units
     unused: tuple[str, ...] = field(default=(), compare=False)  # as in Conversation
+
+    def spoken(self) -> Spoken:
+        return Spoken((self.prompt, self.chosen, self.rejected), (*self.chosen, *self.rejected), self.tools)
 
 
 @dataclass(frozen=True)

@@ -8,59 +8,38 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
-from erniekit.data.preference import Preference
 from erniekit.data.report import SHOWN_LINES, DataReport
-from erniekit.data.types import ChatMessage, Conversation
+from erniekit.data.types import ChatMessage, Conversation, Said
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLACEHOLDERS = ("n/a", "na", "none", "null", "nan", "todo", "tbd", "undefined")
-
-
-class OfParts(Protocol):
-    """A row of a stage of its own: what it says, and its label as a message of role `label`."""
-
-    @property
-    def parts(self) -> Sequence[Sequence[ChatMessage]]: ...
-
-
-Noun = Conversation | Preference | OfParts
-Read = Sequence[Noun]  # what one row became
+Read = Sequence[Said]  # what one row became
 
 
 def row_key(read: Read) -> int:
     """64 bits that are the same for rows that say the same, whatever else they hold."""
     digest = hashlib.blake2b(digest_size=8)
-    for said in read[-1:]:  # of several conversations of a row each is how the next begins
-        for part in parts_of(said):
+    # of several conversations of a row each is how the next begins; of a pair judged one by one both answers count
+    for said in read[-1:] if isinstance(read[-1], Conversation) else read:
+        spoken = said.spoken()
+        for part in spoken.parts:
             for m in part:
                 calls = json.dumps(m.tool_calls, sort_keys=True, default=str) if m.tool_calls else ""
                 digest.update("\0".join((m.role, m.content, m.thought, calls, "\1")).encode("utf-8", "replace"))
             digest.update(b"\2")
-        digest.update(json.dumps(getattr(said, "tools", ()), sort_keys=True, default=str).encode("utf-8", "replace"))
+        digest.update(json.dumps(spoken.tools, sort_keys=True, default=str).encode("utf-8", "replace"))
+        digest.update(spoken.label.encode("utf-8", "replace"))
     return int.from_bytes(digest.digest(), "little")
 
 
 def is_near_empty(read: Read) -> bool:
     """Some trained answer has no letter or digit, or is a placeholder such as N/A."""
-    return any(_says_nothing(message) for said in read for message in _answers(said))
-
-
-def _answers(said: Noun) -> Iterable[ChatMessage]:
-    parts = (said.chosen, said.rejected) if isinstance(said, Preference) else parts_of(said)
-    return (m for part in parts for m in part if m.role == "assistant" and m.trained and not m.tool_calls)
-
-
-def parts_of(said: Noun) -> Sequence[Sequence[ChatMessage]]:
-    if isinstance(said, Conversation):
-        return (said.messages,)
-    if isinstance(said, Preference):
-        return said.prompt, said.chosen, said.rejected
-    return said.parts
+    answers = (message for said in read for message in said.spoken().answers)
+    return any(_says_nothing(m) for m in answers if m.role == "assistant" and m.trained and not m.tool_calls)
 
 
 def _says_nothing(message: ChatMessage) -> bool:
@@ -103,7 +82,7 @@ class RowCounts:
 
 def size_of(read: Read) -> int:
     """Characters of what is said."""
-    return sum(len(message.content) + len(message.thought) for part in parts_of(read[-1]) for message in part)
+    return sum(len(m.content) + len(m.thought) for part in read[-1].spoken().parts for m in part)
 
 
 def length_line(sizes: Counter[int], unit: str) -> str:

@@ -17,6 +17,7 @@ from erniekit.errors import DataError
 
 SHOWN = 20  # bad rows quoted in an error
 SHOWN_LINES = 5  # of repeated and near-empty rows
+FAULT = "error"  # the kind of a bad row that our own code failed on
 SHOWN_FIELDS = 12  # named in the line on fields that are not used
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -111,7 +112,8 @@ class DataReport:
                 f"{self.bad_rows:,} of {self.rows:,} rows of {self.file} cannot be used "
                 f"({self.bad_fraction:.2%}, more than max_bad_fraction={max_bad_fraction:g})",
                 where="\n       ".join([*shown, f"and {more:,} more"] if more > 0 else shown),
-                fix=f"fix them (all are listed in {bad_rows_path}), or raise max_bad_fraction",
+                fix=f"fix them (all are listed in {bad_rows_path}), or raise max_bad_fraction"
+                + (f"; rows of kind `{FAULT}` show a bug in erniekit, please report it" if FAULT in self.bad else ""),
             )
         if not self.samples:
             reasons = [f"{n:,} {kind}" for kind, n in [*self.bad.items(), *self.dropped.items()]]

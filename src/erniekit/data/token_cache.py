@@ -23,7 +23,8 @@ from erniekit.data.cache_lock import only_one
 from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, check_columns, detect
 from erniekit.data.formats.columns import Columns
 from erniekit.data.preference import PairRules, PairSample
-from erniekit.data.report import DataReport
+from erniekit.data.processes import started
+from erniekit.data.report import FAULT, DataReport
 from erniekit.data.storage import as_place, located
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
@@ -242,6 +243,8 @@ def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
         if not sealed.intact(folder, told["files"]) or not job.is_current(folder):
             return None
         report = DataReport.from_dict(told["report"], job.path)
+        if FAULT in report.bad and (folder / REPORT).stat().st_mtime < started():
+            return None  # a bug counts for the run that met it: the next one may have been repaired
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     report.from_cache = True

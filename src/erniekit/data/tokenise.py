@@ -28,7 +28,7 @@ from erniekit.data.long_rows import LongRow
 from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.quality import RowCounts, is_near_empty, row_key
-from erniekit.data.report import SHOWN, DataReport
+from erniekit.data.report import FAULT, SHOWN, DataReport
 from erniekit.data.row_workers import Rows, in_parallel
 from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
@@ -141,7 +141,7 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
         except ErnieKitError:
             raise
         except Exception as error:  # one odd row must not end hours of work: it is a bad row, and many stop it
-            out.bad.append((line, "error", fault_of(error)))
+            out.bad.append((line, FAULT, fault_of(error)))
     out.main, out.later = Arrays.join(main), Arrays.join(later)
     return out
 

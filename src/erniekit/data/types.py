@@ -6,7 +6,7 @@ Everything before Batch is plain Python and numpy; only `Batch` holds torch tens
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,10 +30,29 @@ class ChatMessage:
 
 
 @dataclass(frozen=True)
+class Spoken:
+    """What a row of any stage says: by this rows are compared and measured (quality.py)."""
+
+    parts: tuple[tuple[ChatMessage, ...], ...]
+    answers: tuple[ChatMessage, ...] = ()  # the messages among which trained answers are
+    tools: tuple[dict[str, Any], ...] = ()
+    label: str = ""  # a verdict or a class: rows that differ in it say different things
+
+
+class Said(Protocol):
+    """A row as a stage's reader gives it: Conversation, Preference, Unpaired, ClassRow."""
+
+    def spoken(self) -> Spoken: ...
+
+
+@dataclass(frozen=True)
 class Conversation:
     messages: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     unused: tuple[str, ...] = field(default=(), compare=False)  # fields of its row that hold what no reader takes
+
+    def spoken(self) -> Spoken:
+        return Spoken((self.messages,), self.messages, self.tools)
 
 
 @dataclass(frozen=True)

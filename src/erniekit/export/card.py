@@ -25,7 +25,12 @@ _UNKNOWN = "not stated in the base's folder; look it up before you publish this 
 _KEYS = (
     "stage", "fine_tuning", "compute_type", "max_seq_len", "num_train_epochs", "max_steps", "batch_size",
     "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
-    "lora_rank", "lora_alpha", "lora_target_modules", "frozen_base", "loss_type", "packing", "seed",
+    "lora_rank", "lora_alpha", "lora_target_modules", "packing", "seed",
+)  # fmt: skip
+# Methods that most runs leave alone: shown where the run chose them.
+_METHODS = (
+    "optim", "train_only", "freeze", "use_dora", "lora_init", "rslora", "frozen_base", "neftune_noise_alpha",
+    "curriculum", "mix_schedule", "distill_alpha", "distill_temperature", "distill_kl", "beta",
 )  # fmt: skip
 _METRICS = ("train_loss", "eval_loss", "eval_ppl", "best_metric", "global_step", "trained_tokens", "train_runtime")
 
@@ -78,7 +83,9 @@ def _body(
     yield "- Licence of the training data: not known to erniekit; add it here"
     if run:
         yield from _data(run)
-        yield from _table("Keys", "key", {key: keys[key] for key in _KEYS if _says(keys.get(key))})
+        chosen = {row.get("key") for row in _list(run, "config") if row.get("origin") != "default"}
+        shown = [*_KEYS, *(("loss_type",) if keys.get("stage") == "DPO" else ()), *(k for k in _METHODS if k in chosen)]
+        yield from _table("Keys", "key", {key: keys[key] for key in shown if _says(keys.get(key))})
         numbers = run.get("metrics")
         numbers = numbers if isinstance(numbers, dict) else {}
         yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _says(numbers.get(key))})

@@ -43,6 +43,7 @@ from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.models.names import Entry
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -119,6 +120,7 @@ def export(
         )
     check_target(out, [base, *folders])
     source = _Watched(base)
+    refuse_score_head(source.config.labels, "export", str(base))
     source.check_names()
     model = source.meta()
     source.check_shapes(model)

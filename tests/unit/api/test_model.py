@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import erniekit
-from erniekit.errors import CheckpointError, ConfigError, DataError
+from erniekit.api.tokenizer import check_messages
+from erniekit.errors import CheckpointError, ConfigError, DataError, DeviceError
 
 GREEDY: dict[str, Any] = dict(temperature=0, max_new_tokens=6)
 TALK = [{"role": "user", "content": "What is a lantern?"}]
@@ -130,3 +131,23 @@ def test_a_folder_without_a_tokenizer_gives_logits_and_says_what_text_needs(base
         model.generate("a")
     with pytest.raises(ConfigError, match="'quantum' is not known"):
         erniekit.load(base, device="quantum")
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "robot", "content": "Hello"}, "the role of a message is 'robot'; expected system, user"),
+        ({"role": "user"}, "a message has no content"),
+    ],
+)
+def test_a_message_that_the_template_would_pass_over_is_refused(model: erniekit.Model, message: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        model.chat([message], **GREEDY)
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    check_messages([*TALK, called])
+
+
+def test_a_device_that_is_not_there_is_named(base: Path) -> None:
+    with pytest.raises(DeviceError, match="device 'cuda:99' cannot be used") as caught:
+        erniekit.load(base, device="cuda:99")
+    assert "device='auto'" in caught.value.fix

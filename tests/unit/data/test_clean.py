@@ -97,6 +97,17 @@ def test_a_table_is_copied_as_jsonl_with_its_own_columns(files, tmp_path: Path) 
     assert [json.loads(line) for line in output.read_text().splitlines()] == [{"q": "x?", "a": "y", "id": "1"}]
 
 
+def test_columns_may_be_given_as_for_the_data_command(files, tmp_path: Path) -> None:
+    _, _, output = files
+    table = tmp_path / "a.csv"
+    table.write_text("q,a\nx?,y\nx?,y\n", encoding="utf-8")
+    clean_command([str(table), "--output", str(output), "--dedup", "columns.prompt=q", "columns.response=a"])
+    assert len(output.read_text().splitlines()) == 1
+    with pytest.raises(ConfigError, match="unknown key 'max_seq_len'") as caught:
+        clean_command([str(table), "--output", "x=y.jsonl", "--dedup", "max_seq_len=5"])
+    assert caught.value.where == "erniekit data clean"
+
+
 def test_words_ignore_case_and_punctuation_and_divide_chinese() -> None:
     assert words_of("The Cat's 3 cats, 山水x") == ["the", "cat", "s", "3", "cats", "山", "水", "x"]
 

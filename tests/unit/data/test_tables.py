@@ -124,3 +124,12 @@ def test_lines_of_a_table_may_end_in_carriage_returns(tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'prompt,answer\rq,"a\rb"\rp,c\r')
     assert [raw for _, raw in rows(path)] == [{"prompt": "q", "answer": "a\rb"}, {"prompt": "p", "answer": "c"}]
+
+
+def test_an_empty_cell_is_not_said_to_be_a_missing_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer\nHow?,\n", encoding="utf-8")
+    [(line, raw)] = rows(path)
+    problem = parse(raw, line, path, "prompt_completion")
+    assert isinstance(problem, RowProblem)
+    assert (problem.kind, problem.reason) == ("missing_field", "`answer` is null or an empty cell")

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from erniekit.data import cache_versions, row_workers, sealed, token_cache
+from erniekit.data import cache_versions, row_workers, sealed, token_cache, tokenise
 from erniekit.data.assemble import Assembled, assemble
 from erniekit.data.formats import read
 from erniekit.data.token_cache import open_source
@@ -195,6 +196,7 @@ def run(script, *args, **options):
 
 OPEN = """
 import sys
+import time
 from erniekit.data import tokenise
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.token_cache import open_source
@@ -289,3 +291,18 @@ def test_the_cache_lies_where_the_environment_says(tmp_path, tokenizer, monkeypa
     monkeypatch.delenv("ERNIEKIT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_cache_dir() == Path(tmp_path / "home" / ".cache" / "erniekit")
+
+
+def test_rows_our_own_code_failed_on_are_tried_again_by_the_next_run(tmp_path, opened, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(4)])
+    with monkeypatch.context() as broken:
+        broken.setattr(tokenise, "row_key", lambda read: 1 / 0)
+        with pytest.raises(DataError) as caught:
+            opened(path)
+    assert "a fault of erniekit: ZeroDivisionError" in caught.value.where
+    assert "show a bug in erniekit" in caught.value.fix
+    with pytest.raises(DataError):  # another rank of the same run
+        opened(path)
+    later = time.time() + 1
+    monkeypatch.setattr(token_cache, "started", lambda: later)
+    assert len(opened(path)) == 4

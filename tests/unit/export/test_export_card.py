@@ -19,6 +19,9 @@ STORY: dict[str, Any] = {
         {"key": "stage", "value": "SFT", "origin": "default"},
         {"key": "fine_tuning", "value": "LoRA", "origin": "default"},
         {"key": "learning_rate", "value": 3e-4, "origin": "default"},
+        {"key": "use_dora", "value": True, "origin": "flag --use_dora"},
+        {"key": "neftune_noise_alpha", "value": 0.0, "origin": "default"},
+        {"key": "loss_type", "value": "sigmoid", "origin": "default"},
         {"key": "wandb_api_key", "value": "***", "origin": "default"},
     ],
     "data": {
@@ -53,6 +56,9 @@ def test_the_card_tells_base_licence_data_keys_metrics_and_no_private_path(train
         "erniekit chat export",
     ):
         assert line in card.splitlines()
+    assert "| use_dora | True |" in card, "a method that the run chose"
+    assert "neftune_noise_alpha" not in card
+    assert "loss_type" not in card, "a key of DPO"
     assert "/home/me" not in card
     assert "/somebody" not in card
     assert "api_key" not in card

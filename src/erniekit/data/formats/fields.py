@@ -33,6 +33,8 @@ def named(value: Any) -> str:
 def require(row: Mapping[str, Any], *fields: str) -> None:
     for field in fields:
         if row.get(field) is None:
+            if field in row:
+                raise BadRow("missing_field", f"`{field}` is null or an empty cell")
             has = ", ".join(map(str, list(row)[:8])) or "nothing"
             raise BadRow("missing_field", f"`{field}` is missing; the row has {has[:120]}")
 

@@ -28,7 +28,7 @@ from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.processes import started
-from erniekit.data.report import DataReport
+from erniekit.data.report import FAULT, DataReport
 from erniekit.data.thinking import Thinking
 from erniekit.data.token_cache import TokenSource, preference_rows, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
@@ -112,7 +112,7 @@ class VisionJob(TokeniseJob):
             except ErnieKitError:
                 raise
             except Exception as error:  # one odd row must not end hours of work
-                out.bad.append((line, "error", fault_of(error)))
+                out.bad.append((line, FAULT, fault_of(error)))
                 continue
             if isinstance(made, Assembled):
                 samples.append((line, made.sample))
