@@ -29,7 +29,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "src" / "erniekit" / "demo" / "data"
-STEPS = 12
+STEPS = 60
 LONG = 1000  # still running when a second page has started, on a busy machine too
 SENTENCE = re.compile(r"[A-Za-z][a-z']+,? [a-z']{2,},? [a-z']{2,}")
 TABS = {"en": ("Train", "Runs", "Evaluate", "Chat", "Export"), "zh": ("训练", "运行记录", "评估", "对话", "导出")}
