@@ -61,11 +61,27 @@ class WebFile(StoredFile):
     def _asked(self) -> Any:
         if self._headers is None:
             try:
-                with urlopen(Request(self.url, method="HEAD"), timeout=_TIMEOUT) as answer:
-                    self._headers = answer.headers
+                self._headers = _headers_of(self.url)
             except (OSError, HTTPException, ValueError) as error:
                 raise DataError(f"dataset cannot be read: {_said(error)}", where=self.url, fix=_FIX) from error
         return self._headers
+
+
+def _headers_of(url: str) -> Any:
+    """Those of HEAD; where that is refused, as for addresses signed for GET alone, of a GET of one byte."""
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=_TIMEOUT) as answer:
+            return answer.headers
+    except HTTPError as error:
+        if error.code not in (403, 405, 501):
+            raise
+    with urlopen(Request(url, headers={"Range": "bytes=0-0"}), timeout=_TIMEOUT) as answer:
+        headers = answer.headers
+        if answer.status == 206:  # its length is that of the part
+            whole = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", headers.get("Content-Range") or "")
+            del headers["Content-Length"]
+            headers["Content-Length"] = whole[1] if whole else ""
+        return headers
 
 
 class _WebStream(io.RawIOBase):

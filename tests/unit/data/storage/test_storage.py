@@ -25,6 +25,7 @@ class Site(BaseHTTPRequestHandler):
 
     content, most, tag, asked = b"", 1 << 30, '"1"', []
     part = length = ""  # headers that are not true
+    for_get_alone, ranges = False, True
 
     def log_message(self, *args: object) -> None:
         pass
@@ -39,13 +40,25 @@ class Site(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_HEAD(self) -> None:
+        if self.for_get_alone:
+            self.send_error(403)
+            return
         self._head(0)
 
     def do_GET(self) -> None:
         if self.path == "/missing.jsonl":
             self.send_error(404)
             return
-        start = int(self.headers.get("Range", "bytes=0-")[6:-1])
+        asked = self.headers.get("Range", "bytes=0-")
+        if asked == "bytes=0-0" and self.ranges:
+            self.send_response(206)
+            self.send_header("ETag", self.tag)
+            self.send_header("Content-Range", f"bytes 0-0/{len(self.content)}")
+            self.send_header("Content-Length", "1")
+            self.end_headers()
+            self.wfile.write(self.content[:1])
+            return
+        start = int(asked[6:].partition("-")[0])
         type(self).asked.append(start)
         self._head(start)
         self.wfile.write(self.content[start : start + self.most])
@@ -85,6 +98,14 @@ def test_a_lost_connection_is_continued_where_it_broke(site, local) -> None:
     assert list(rows(f"{address}/rows.jsonl")) == list(rows(local))
     assert len(handler.asked) >= 3
     assert handler.asked[1] == 7_000
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_address_that_is_signed_for_get_alone_is_read(ranges: bool, site, local) -> None:
+    address, handler = site
+    handler.content, handler.for_get_alone, handler.ranges = local.read_bytes(), True, ranges
+    assert located(f"{address}/rows.jsonl").size() == len(handler.content)
+    assert list(rows(f"{address}/rows.jsonl")) == list(rows(local))
 
 
 @pytest.mark.parametrize("length", ["abc", "-5", "9" * 40, "\u00b2"])
