@@ -142,6 +142,12 @@ class Model:
         variables: what the chat template reads, such as enable_thinking=True
         """
         refuse_score_head(self.config.labels, "generate", str(self.folder))
+        if stream and (details or logprobs):
+            raise ConfigError(
+                "a stream yields pieces of text, without details or log-probabilities",
+                where="generate(stream=True)",
+                fix="details=True without stream",
+            )
         single, prompts = _listed(prompt)
         tokenizer = self._need_tokenizer()
         tokenizer.check_variables(variables, tools, Model.generate)

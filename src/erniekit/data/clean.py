@@ -23,7 +23,7 @@ from erniekit.data.quality import Read, is_near_empty, row_key
 from erniekit.data.storage import listed_files
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
-from erniekit.log import paint, say
+from erniekit.log import paint, say, warn
 from erniekit.progress import WorkProgress
 
 _SHOWN = 50  # rows printed; all are in the list beside the copy
@@ -148,6 +148,8 @@ class _Cleaning:
             say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
         why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common()) or "none"
         say(f"{paint(str(self.output), 'bold')}: {self.kept:,} rows; left out: {why} (all listed in {self.removed})")
+        if not self.kept:
+            warn(f"no row is left: {self.output} is empty")
 
 
 def _json_line(raw: Raw) -> str:

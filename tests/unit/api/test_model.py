@@ -71,6 +71,12 @@ def test_sampling_is_drawn_by_its_seed_and_stop_strings_end_an_answer(model: ern
     assert (cut.text, cut.finish_reason) == (whole[: whole.index(whole[3:5])], "stop")
 
 
+def test_a_stream_with_details_is_refused(model: erniekit.Model) -> None:
+    for more in (dict(details=True), dict(logprobs=True)):
+        with pytest.raises(erniekit.ErnieKitError, match="pieces of text"):
+            model.generate("a", stream=True, **more)
+
+
 def test_a_stream_that_is_left_stops_the_work_and_closing_ends_its_threads(base: Path) -> None:
     before = threading.active_count()
     model = erniekit.load(base)

@@ -81,6 +81,12 @@ def test_nothing_that_exists_is_replaced_and_half_a_copy_is_none(files) -> None:
     assert kept(new) == [1, 4]
 
 
+def test_a_copy_without_rows_is_warned_of(tmp_path: Path, capsys) -> None:
+    empty = write_jsonl(tmp_path / "empty.jsonl", [{"question": "a?", "answer": "..."}] * 2)
+    assert clean_command([str(empty), "--near-empty", "--output", str(tmp_path / "new.jsonl")]) == 0
+    assert "no row is left" in capsys.readouterr().err
+
+
 def test_a_call_that_asks_for_nothing_is_refused(files) -> None:
     train, _, output = files
     with pytest.raises(ConfigError, match="nothing to clean"):
