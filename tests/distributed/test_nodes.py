@@ -144,6 +144,7 @@ def test_numbered_hosts_share_a_users_error(hosts: list[Host], tmp_path: Path) -
 # --- lost
 
 
+@pytest.mark.full
 def test_a_host_that_is_killed_is_named_and_the_job_goes_on_when_it_is_back(hosts: list[Host], tmp_path: Path) -> None:
     """kill -9 of all that runs there: the connections are closed, so the rank here has only lost its peer."""
     words = (True, "add_until_enough", tmp_path)

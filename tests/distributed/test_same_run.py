@@ -108,6 +108,7 @@ def nothing(disk: Path) -> None:
     ],
     ids=["keys", "steps", "content", "saves", "batch"],
 )
+@pytest.mark.full
 def test_nodes_that_were_given_different_runs_stop_before_the_first_step(
     keys: dict[str, object], change: Callable[[Path], None], named: tuple[str, ...], pair: Pair
 ) -> None:

@@ -70,6 +70,7 @@ def million(tmp_path_factory, rows):
     return path
 
 
+@pytest.mark.full
 def test_a_million_rows_are_tokenised_once_in_flat_memory_and_start_at_once_after(million, rows, paddle):
     cache = million.parent / "cache"
     cold = run(million, paddle / "tokenizer", cache, 0)

@@ -64,6 +64,7 @@ def test_an_evaluation_that_stands_still_still_ends_for_a_restart(server: RankSe
 @pytest.mark.parametrize(
     "behind", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in front", "in the background"]
 )
+@pytest.mark.full
 def test_a_save_longer_than_the_hang_limit_is_left_alone_on_the_ranks_that_wait_too(
     server: RankServer, behind: bool
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_save_longer_than_the_hang_limit_is_left_alone_on_the_ranks_that_wait_
         row.note = f"limit {LIMIT:.0f} s: left alone, the rank that waits for the writer too"
 
 
+@pytest.mark.full
 def test_a_token_cache_whose_lock_is_never_let_go_ends_the_run_in_the_preparing_phase(server: RankServer) -> None:
     """Twenty times as long as a step: reading and tokenising have the longest silences."""
     keys = dict(SHORT, hang_hard_s=0.15, max_seq_len=95)  # tokens of its own

@@ -197,6 +197,7 @@ COMPILED = (
 
 
 @pytest.mark.parametrize("name", named("sharding 2", full=COMPILED))
+@pytest.mark.full
 def test_compiled_layers_with_experts_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
     axes, dispatch = EXPERT_LAYOUTS[name]
     check(ranks, axes, dict(dispatch=dispatch, compile=True), one_place=True)

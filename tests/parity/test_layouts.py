@@ -274,6 +274,7 @@ COMPILED_TOO = ("dp2", "tp2", "pp2", "cp2", "tp2 x pp2", "pp2 x sharding 2", "tp
 
 
 @pytest.mark.parametrize("name", [*COMPILED, *(pytest.param(n, marks=pytest.mark.full) for n in COMPILED_TOO)])
+@pytest.mark.full
 def test_compiled_layers_train_the_same_in_layout(name: str, ranks: Ranks) -> None:
     check(ranks, LAYOUTS[name], one_place=True, compile=True)  # rows of one document: the CPU has no kernel for packs
 

@@ -34,6 +34,7 @@ def words(tmp_path: Path) -> list[str]:
         pytest.param(["fine_tuning=LoRA", "sharding_parallel_degree=2"], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_all_ranks_match_though_half_of_them_see(words, capsys, more):
     assert main(["rehearse", *words, *more]) == 0
     out = capsys.readouterr().out
