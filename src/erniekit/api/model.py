@@ -245,7 +245,7 @@ class Model:
         return frozenset({tokenizer.eos_id, tokenizer.end_id, *stop_ids(self._found)})
 
     def _engine_for(self, sequences: int, length: int) -> TextEngine:
-        """The engine, made anew where it is too small."""
+        """The engine; a larger one replaces it if its cache is too small."""
         engine = self._engine
         if engine is not None and engine.sequences >= sequences and engine.length >= length:
             return engine

@@ -149,7 +149,7 @@ class Assembly:
         self.chunk = max(LEAST, CHUNK // max(1, len(plan.sources)))
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
-        """This rank's files, while its parts go to the other writers. Raises once nobody waits for this rank."""
+        """This rank's files, while its parts go to the other writers. An error is raised after all of them are sent."""
         threads = [
             threading.Thread(target=self._send_all, args=(rank, sources), name=f"save-to-{rank}", daemon=True)
             for rank, sources in self.plan.sources.items()

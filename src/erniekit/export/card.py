@@ -21,7 +21,7 @@ RUN = "run.json"
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 _MOST = 64 << 10  # characters of a base's README that are looked at
 _UNKNOWN = "not stated in the base's folder; look it up before you publish this model"
-# Of a run's many keys those that a reader of a card asks for; where a folder lies is nobody's business.
+# Keys that a reader of a model card needs. Local paths are private and left out.
 _KEYS = (
     "stage", "fine_tuning", "compute_type", "max_seq_len", "num_train_epochs", "max_steps", "batch_size",
     "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",

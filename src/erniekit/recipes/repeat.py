@@ -28,7 +28,7 @@ from erniekit.version import __version__
 
 RECIPE = "recipe.yaml"
 PACKAGES = ("transformers", "tokenizers", "safetensors", "sentencepiece", "numpy", "triton")
-# Variables that change numbers, speed or devices; others may hold what is nobody's business.
+# Variables that change numbers, speed or devices; others may hold private values.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "ERNIEKIT_")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # in the name of a variable

@@ -48,7 +48,7 @@ class ResponseBuilder:
 
     def _text_event(self, number: int, usage: bool) -> tuple[bytes, bytes]:
         """What stands before and behind the text of an event."""
-        mark = uuid.uuid4().hex  # in nobody's name
+        mark = uuid.uuid4().hex  # occurs in no name
         chunk = self._chunk(number, {"delta": {"content": mark}} if self.chat else {"text": mark}, None, None)
         before, _, behind = as_event({**chunk, "usage": None} if usage else chunk).partition(f'"{mark}"'.encode())
         return before, behind

@@ -67,7 +67,7 @@ class ChatLeases:
         return self._why.get(id, "")
 
     def check(self) -> list[str]:
-        """Stop what nobody holds or uses any more; the servers that were stopped."""
+        """Stop servers without a lease or recent use; returns those that were stopped."""
         now = time.monotonic()
         with self._lock:
             due: dict[str, Released] = {}

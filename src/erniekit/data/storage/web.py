@@ -39,7 +39,7 @@ class WebFile(StoredFile):
         return int(told) if _DIGITS.fullmatch(told) else 0  # 0: not known
 
     def stamp(self) -> Any:
-        """What the server says of the version it serves; asked anew."""
+        """Version headers of the file, from a new request."""
         self._headers = None
         headers = self._asked()
         return headers.get("ETag"), headers.get("Last-Modified"), headers.get("Content-Length")

@@ -330,7 +330,7 @@ class EmbeddedEngine(SequenceScheduler):
         return self.plain.run(name, group)
 
     def _settle(self, group: list[Planned], outcome: Any) -> list[Told]:
-        """The sequences after a plain step, and what their clients are told."""
+        """Update the sequences after a plain step and collect the events for their clients."""
         if isinstance(outcome, Exception):
             return [(run, Done("error", "the engine failed on this request")) for run, _ in group]
         events: list[Told] = []

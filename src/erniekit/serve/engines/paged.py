@@ -44,7 +44,7 @@ class PagedCache:
         self.asked = self.shared = 0  # positions that were looked for, and those that were taken as they were
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
-        self._kept: OrderedDict[int, None] = OrderedDict()  # known blocks that nobody holds, the oldest first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # cached blocks without a reference, the oldest first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 

@@ -133,7 +133,7 @@ class RecordedSteps:
         self.cos, self.sin = angles(config, (length + 1) * (1 if config.mrope is None else 4), self.handle)
         self.rows = {size: Sent((size,), torch.int64, self.handle, self.pinned) for size in self.batches}
         for sent in self.rows.values():
-            sent.here[...] = self.state.nobody
+            sent.here[...] = self.state.padding_slot
         most = self.batches[-1]
         self.inputs = {size: ChunkInputs(size, most, sequences, self.handle, self.pinned) for size in self.chunks}
         self.ring = torch.zeros(burst, most, dtype=torch.int64, device=self.handle)
@@ -218,7 +218,7 @@ class RecordedSteps:
 
     def _fill(self, inputs: ChunkInputs, fresh: Sequence[Planned]) -> None:
         tokens, tiles, last = (np.zeros_like(sent.here) for sent in (inputs.tokens, inputs.tiles, inputs.last))
-        tokens[1], last[1] = self.state.nobody, self.state.nobody
+        tokens[1], last[1] = self.state.padding_slot, self.state.padding_slot
         at = tile = drawing = 0
         for run, piece in fresh:
             count = piece.stop - piece.start
@@ -241,7 +241,7 @@ class RecordedSteps:
         self, name: str, going: list[RunningSequence], steps: int, special: bool, out: LaunchedStep
     ) -> list[Token | None]:
         size, slots = _at_least(self.batches, len(going)), [run.slot for run in going]
-        self.rows[size].put([*slots, *[self.state.nobody] * (size - len(slots))])
+        self.rows[size].put([*slots, *[self.state.padding_slot] * (size - len(slots))])
         replay, left = self._work(name, "batch", size, not special)
         if not special:
             self.cursor.zero_()
@@ -285,15 +285,15 @@ class RecordedSteps:
     def _recorded(self, work: Callable[[], None], kind: str, size: int) -> Callable[[], None]:
         if not self.device.records_graphs:
             return work
-        # Recording runs the work: for nobody, and without a token drawn for anyone.
+        # Capturing runs the step: on the padding slot, so that no sequence draws a token.
         sents = [self.rows[size]] if kind == "batch" else [self.inputs[size].tokens, self.inputs[size].last]
         kept = [(sent, sent.here.copy()) for sent in sents]
         for sent, values in kept:
             empty = np.zeros_like(values)
             if kind == "batch":
-                empty[...] = self.state.nobody
+                empty[...] = self.state.padding_slot
             else:
-                empty[1] = self.state.nobody
+                empty[1] = self.state.padding_slot
             sent.put(empty)
         tiles = self.inputs[size].tiles if kind == "chunk" else None
         counts = None if tiles is None else tiles.here.copy()
@@ -333,8 +333,8 @@ class RecordedSteps:
         if draws:
             drawn = self._draw(logits, rows, places + 1)
             state.tokens.index_copy_(0, rows, drawn.clamp(min=0))
-            # Nobody's place stays where it is: its one block is written over and over.
-            moved = numbers[:, :2] + (rows != state.nobody)[:, None].int()
+            # The padding slot does not advance: its one block is overwritten at each step.
+            moved = numbers[:, :2] + (rows != state.padding_slot)[:, None].int()
             state.numbers.there[:, :2].index_copy_(0, rows, moved)
             self.ring[:, :size].index_copy_(0, self.cursor, drawn[None])
             self.cursor.add_(1).remainder_(self.burst)  # recording goes round as often as it likes

@@ -2,7 +2,7 @@
 
 Used by recorded.py. A sequence has a slot, a row of every tensor here, whose address never changes. The device moves
 tokens and places on by itself; the host keeps a copy of everything but the tokens, writes what changes into it, and
-sends it as a whole. The last slot is nobody's: rows that fill up a batch use it. S slots, M blocks of a sequence.
+sends it as a whole. The last slot is for padding rows of a batch. S slots, M blocks of a sequence.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Sent:
 
 
 class StepState:
-    """slots: sequences at once; blocks: of one. spare: the block that rows of nobody write to."""
+    """slots: sequences at once; blocks: of one. spare: the block that padding rows write to."""
 
     def __init__(self, slots: int, blocks: int, spare: int, device: torch.device, pinned: bool) -> None:
-        self.nobody = slots
+        self.padding_slot = slots
         self.free = list(range(slots - 1, -1, -1))
         self.tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.numbers = Sent((slots + 1, TABLE + blocks), torch.int32, device, pinned)
