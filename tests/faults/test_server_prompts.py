@@ -16,7 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from erniekit.serve import prompt_work
+from erniekit.serve import worker_process
 from faults.results import fault
 from support.serving import Live, Program, stopping, tiny_folder, until
 
@@ -45,7 +45,7 @@ def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     server = Live(other, "max_model_len=512", "max_num_seqs=4", "temperature=0")
     yield server
     server.close()
-    prompt_work.kill_processes()
+    worker_process.kill_processes()
 
 
 def talk(turns: int, text: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from erniekit.data.types import Batch
 from erniekit.kernels.distillation import Mix, Teacher, linear_distillation
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.dpo import MetricsSink
+from erniekit.losses.wrapped_head import WrappedHead
 
 METRICS = ("ce_loss", "kl_loss")
 
@@ -26,22 +27,14 @@ class KeptHidden(nn.Module):
         return Teacher(hidden.flatten(0, 1), weight, bias)
 
 
-class DistillingHead(nn.Module):
-    """In the place of a student's head: compares with the teacher where one has been heard, else as before."""
+class DistillingHead(WrappedHead):
+    """In the place of a student's head: compares with the teacher's states of this micro-batch, if there are any."""
 
     def __init__(self, inner: nn.Module, mix: Mix) -> None:
-        super().__init__()
-        self.inner, self.mix = inner, mix
-        self.heard: Teacher | None = None
-        self.told: torch.Tensor | None = None  # sums of the last call: cross-entropy, KL
-
-    def logits(self, *args: Any) -> torch.Tensor:
-        out: torch.Tensor = self.inner.logits(*args)  # type: ignore[operator]
-        return out
-
-    def token_losses(self, *args: Any) -> torch.Tensor:
-        out: torch.Tensor = self.inner.token_losses(*args)  # type: ignore[operator]
-        return out
+        super().__init__(inner)
+        self.mix = mix
+        self.teacher: Teacher | None = None
+        self.sums: torch.Tensor | None = None  # of the last call: cross-entropy, KL
 
     def loss(
         self,
@@ -54,11 +47,11 @@ class DistillingHead(nn.Module):
         count: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        if self.heard is None:
-            out: torch.Tensor = self.inner.loss(hidden, weight, labels, bias, ignore, chunk, count, scale)  # type: ignore[operator]
+        if self.teacher is None:
+            out: torch.Tensor = self.inner.loss(hidden, weight, labels, bias, ignore, chunk, count, scale)
             return out
-        loss, self.told = linear_distillation(
-            hidden.flatten(0, 1), weight, labels.flatten(), bias, self.heard, self.mix, ignore, chunk, count, scale
+        loss, self.sums = linear_distillation(
+            hidden.flatten(0, 1), weight, labels.flatten(), bias, self.teacher, self.mix, ignore, chunk, count, scale
         )
         return loss
 
@@ -76,14 +69,14 @@ class DistillationLoss:
         if self.teacher is None or self.head is None or not model.training:
             return causal_loss(model, batch, hidden, self.chunk, scale)
         with torch.no_grad():
-            self.head.heard = self.teacher(
+            self.head.teacher = self.teacher(
                 batch.input_ids, batch.positions, batch.documents(), batch.max_doc, more=batch.more()
             )
         try:
             loss = causal_loss(model, batch, hidden, self.chunk, scale)
         finally:
-            self.head.heard = None
-        if self.step_metrics is not None and self.head.told is not None:
-            for name, total in zip(METRICS, self.head.told):
+            self.head.teacher = None
+        if self.step_metrics is not None and self.head.sums is not None:
+            for name, total in zip(METRICS, self.head.sums):
                 self.step_metrics.add(name, total, batch.num_label_tokens)
         return loss

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from erniekit.errors import ConfigError
+from erniekit.losses.wrapped_head import WrappedHead
 
 ARGUMENTS = {
     "logits": "float32 [n, V], what the model says of the next token",
@@ -72,20 +72,12 @@ class TokenLoss:
         return out.float()
 
 
-class OwnLossHead(nn.Module):
-    """Stands in the slot `output` around the head that was there: logits are its own, `loss` is another."""
+class OwnLossHead(WrappedHead):
+    """In the slot `output`, around the head that was there."""
 
     def __init__(self, inner: Any, loss: TokenLoss) -> None:
-        super().__init__()
-        self.inner, self.own = inner, loss
-
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        result: torch.Tensor = self.inner.logits(hidden, weight, bias)
-        return result
-
-    def token_losses(self, *args: Any) -> torch.Tensor:
-        result: torch.Tensor = self.inner.token_losses(*args)
-        return result
+        super().__init__(inner)
+        self.own = loss
 
     def loss(
         self,

@@ -18,11 +18,11 @@ from erniekit.losses.scores import CLASS_METRICS, class_loss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, open_data
 from erniekit.recipes.eval_folder import what_to_evaluate
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.scoring import ScoringStage
-from erniekit.recipes.stage import Prepare
+from erniekit.recipes.stage import Prepare, held_out
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 
 
@@ -40,9 +40,7 @@ class Classifier(ScoringStage):
         need(cfg, "eval_dataset_path")
         source, base, _ = what_to_evaluate(cfg)
         classes = find_model(source, base, cfg.model.download_hub).weights.config.labels
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows, rows_of(classes))
-        padding = {"pad_id": tokenizer.pad_id or 0}
-        return [s.report for s in sources], eval_batches(cfg, sources, world, padding)
+        return held_out(cfg, tokenizer, bad_rows, world, rows_of(classes))
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(class_loss, step_metrics=step_metrics)

@@ -12,7 +12,6 @@ import torch
 
 from erniekit.config import RunConfig, need
 from erniekit.data.preference import PairRules
-from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
@@ -22,10 +21,10 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, open_data
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
-from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.stage import Prepare, TrainingStage, held_out
 from erniekit.recipes.vision_features import no_feature_cache
 from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs, sees
 from erniekit.track.atomic import write_json
@@ -60,12 +59,10 @@ class DPO(TrainingStage):
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        need(cfg, "eval_dataset_path")
         if sees(cfg):
+            need(cfg, "eval_dataset_path")
             return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows, DataRows(pair_rules(cfg)))
-        padding = {"pad_id": tokenizer.pad_id or 0}
-        return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)
+        return held_out(cfg, tokenizer, bad_rows, world, DataRows(pair_rules(cfg)))
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from erniekit.config import RunConfig, need
+from erniekit.config import RunConfig
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
@@ -26,11 +26,11 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, open_data
 from erniekit.recipes.dpo import pair_rules, sum_over_cp
 from erniekit.recipes.reference import Reference, make_reference
 from erniekit.recipes.run_plan import RunPlan
-from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.stage import Prepare, TrainingStage, held_out
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
 
@@ -60,10 +60,7 @@ class KTO(TrainingStage):
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        need(cfg, "eval_dataset_path")
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows, rows_of(cfg))
-        padding = {"pad_id": tokenizer.pad_id or 0}
-        return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_unpaired)
+        return held_out(cfg, tokenizer, bad_rows, world, rows_of(cfg))
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(

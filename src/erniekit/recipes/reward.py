@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from erniekit.config import RunConfig, need
+from erniekit.config import RunConfig
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.report import DataReport
@@ -17,10 +17,10 @@ from erniekit.losses.scores import REWARD_METRICS, RewardSettings, reward_loss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, open_data
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.scoring import ScoringStage
-from erniekit.recipes.stage import Prepare
+from erniekit.recipes.stage import Prepare, held_out
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 
 
@@ -34,10 +34,7 @@ class RewardModel(ScoringStage):
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        need(cfg, "eval_dataset_path")
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows, rows_of(cfg))
-        padding = {"pad_id": tokenizer.pad_id or 0}
-        return [s.report for s in sources], eval_batches(cfg, sources, world, padding, collate_pairs)
+        return held_out(cfg, tokenizer, bad_rows, world, rows_of(cfg))
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         settings = RewardSettings(cfg.score.reward_margin, cfg.score.center_rewards_coefficient)

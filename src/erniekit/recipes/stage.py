@@ -14,6 +14,7 @@ from torch import nn
 
 from erniekit.checkpoint.probe import Probe, probe_from
 from erniekit.config import RunConfig, need
+from erniekit.data.collate import collate
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
@@ -24,7 +25,7 @@ from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
-from erniekit.recipes.datasets import TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared, first_prompts
 from erniekit.train.evaluate import GoOn, evaluate
@@ -59,9 +60,7 @@ class TrainingStage:
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         """What `erniekit eval` reads: a report of each source, and one pass over all of them."""
-        need(cfg, "eval_dataset_path")
-        sources = sources_for(cfg, "eval", tokenizer, bad_rows)
-        return [s.report for s in sources], eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0})
+        return held_out(cfg, tokenizer, bad_rows, world)
 
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         """The first prompt as a server will send it and as training begins it; None: no conversation to compare."""
@@ -127,3 +126,13 @@ class TrainingStage:
         most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
         metrics = evaluate(engine, batches, most, batch_means, go_on)
         return {name: value for name, value in metrics.items() if self.perplexity or name != "eval_ppl"}
+
+
+def held_out(
+    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, rows: DataRows | None = None
+) -> tuple[list[DataReport], Iterator[Batch]]:
+    """The evaluation files: a report of each, and one pass over all of them. rows: None for conversations."""
+    need(cfg, "eval_dataset_path")
+    sources = sources_for(cfg, "eval", tokenizer, bad_rows, rows)
+    made = collate if rows is None else rows.collate
+    return [s.report for s in sources], eval_batches(cfg, sources, world, {"pad_id": tokenizer.pad_id or 0}, made)

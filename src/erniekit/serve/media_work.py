@@ -26,11 +26,12 @@ from erniekit.errors import ErnieKitError
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.engines.vision_input import PAIR, FeatureCache, PromptVision
 from erniekit.serve.media_turns import MediaSettings, MediaTurn, MediaTurns, pixels_of, too_large
-from erniekit.serve.prompt_work import PromptLoad, PromptWork, registered
+from erniekit.serve.prompt_work import PromptLoad, PromptWork
 from erniekit.serve.prompt_worker import Failed, SeenChat
 from erniekit.serve.request_parsing import ParsedRequest
 from erniekit.serve.vision_prompt import VisionChat, medium_key, prompt_vision
 from erniekit.serve.work_queue import LEFT_S, QueuedTask, WorkQueue, result_of
+from erniekit.serve.worker_process import registered
 
 Ask = Callable[[Any, str], Any]  # work and a name for messages -> its result
 

@@ -7,13 +7,11 @@ processes: a thread can be neither ended nor kept from holding the interpreter l
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ from erniekit.serve.prompt_worker import (
     TokenizerSource,
     prepare,
 )
-from erniekit.serve.work_queue import LEFT_S, Killable, QueuedTask, WorkQueue, result_of
+from erniekit.serve.work_queue import LEFT_S, QueuedTask, WorkQueue, result_of
+from erniekit.serve.worker_process import WorkerProcess
 
 SHORT_CHARACTERS, SHORT_MESSAGES = 16_384, 64  # a prompt with more of either is long
 DEADLINE_S = 30.0  # from a request's arrival to its ids
@@ -37,64 +36,21 @@ RENDER_S = 5.0  # of processor time for the chat template
 SHORT_RENDER_S = 0.25  # the same in a thread that others wait for; what takes longer is given to a process
 
 
-class Process:
-    """One worker process, started when first needed. One thread gives it work; `kill` may come from any."""
+class Process(WorkerProcess):
+    """Renders and tokenises long prompts."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._task: QueuedTask | None = None
-        self._lock = threading.Lock()
-        registered(self)
+        super().__init__(_start)
 
     def do(self, task: QueuedTask, seconds: float) -> Any:
-        with self._lock:
-            if self._child is None or self._child.poll() is not None:
-                self._child = _start()
-            self._task, child = task, self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
         assert task.tokenizer is not None
-        try:
-            prompt_worker.send(child.stdin, (TokenizerSource.of(task.tokenizer), task.work, seconds))
-            return prompt_worker.receive(child.stdout)
-        except (OSError, EOFError):
-            self.reap()
-            return Failed("slow", "the worker process was ended")
-        finally:
-            with self._lock:
-                self._task = None
-
-    def kill(self, task: QueuedTask | None = None) -> None:
-        """The process; with a task, only if that is what it works on."""
-        with self._lock:
-            if self._child is not None and (task is None or task is self._task):
-                self._child.kill()
-
-    def reap(self) -> None:
-        with self._lock:
-            child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            for pipe in (child.stdin, child.stdout):
-                try:
-                    pipe.close()  # type: ignore[union-attr]
-                except OSError:  # what was still to be written cannot be
-                    pass
-            child.wait()
-
-
-_PROCESSES: weakref.WeakSet[Killable] = weakref.WeakSet()
-
-
-def registered(process: Killable) -> None:
-    """It is killed when this process ends."""
-    _PROCESSES.add(process)
-
-
-@atexit.register
-def kill_processes() -> None:
-    for process in list(_PROCESSES):
-        process.kill()
+        with self.at_work(task) as (requests, answers):
+            try:
+                prompt_worker.send(requests, (TokenizerSource.of(task.tokenizer), task.work, seconds))
+                return prompt_worker.receive(answers)
+            except (OSError, EOFError):
+                self.reap()
+                return Failed("slow", "the worker process was ended")
 
 
 def _start() -> subprocess.Popen[bytes]:

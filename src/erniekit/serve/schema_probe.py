@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 
 from erniekit.serve import schema_check
 from erniekit.serve.output_grammar import JsonPart
-from erniekit.serve.prompt_work import registered
 from erniekit.serve.work_queue import QueuedTask
+from erniekit.serve.worker_process import WorkerProcess
 
 PROBE_S = 3.0  # of processor time; compiling takes no longer than that again
 
@@ -21,52 +20,26 @@ class TooComplex(Exception):
     """The process was ended: by its limits of time and memory, or because the client has left."""
 
 
-class SchemaProbe:
-    """One process, started when first needed. One thread gives it work; `kill` may come from any."""
-
+class SchemaProbe(WorkerProcess):
     def __init__(self, seconds: float = PROBE_S) -> None:
+        super().__init__(_start)
         self.seconds = seconds
-        self._child: subprocess.Popen[str] | None = None
-        self._task: QueuedTask | None = None
-        self._lock = threading.Lock()
-        registered(self)
 
     def first_wrong(self, parts: Sequence[JsonPart], task: QueuedTask) -> tuple[str, str] | None:
         """(place, why) of the first schema that cannot be compiled. Raises TooComplex."""
-        with self._lock:
-            if self._child is None or self._child.poll() is not None:
-                self._child = _start()
-            self._task, child = task, self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            asked = [self.seconds, [[json.loads(part.schema), part.place] for part in parts]]
-            child.stdin.write(json.dumps(asked) + "\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
-        except OSError:
-            answer = ""
-        finally:
-            with self._lock:
-                self._task = None
+        asked = [self.seconds, [[json.loads(part.schema), part.place] for part in parts]]
+        with self.at_work(task) as (requests, answers):
+            try:
+                requests.write(json.dumps(asked) + "\n")
+                requests.flush()
+                answer = answers.readline()
+            except OSError:
+                answer = ""
         if not answer:
             self.reap()
             raise TooComplex
         found = json.loads(answer)
         return (found[0], found[1]) if found else None
-
-    def kill(self, task: QueuedTask | None = None) -> None:
-        """The process; with a task, only if that is what it works on."""
-        with self._lock:
-            if self._child is not None and (task is None or task is self._task):
-                self._child.kill()
-
-    def reap(self) -> None:
-        with self._lock:
-            child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.communicate()
 
 
 def _start() -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import suppress
 
-from erniekit.serve.prompt_work import kill_processes
+from erniekit.serve.worker_process import kill_processes
 
 AGAIN_S = 2.0  # from a second signal to the end
 TEARDOWN_S = 30.0  # for the interpreter to end, once everything is stopped
