@@ -19,6 +19,10 @@ from erniekit.errors import CheckpointError
 Prefix = Literal["never", "first", "always"]
 Run = tuple[str, bool]  # a text, and whether a space is put before it
 
+# Protobuf, appended to a serialized model, where the later value of a field counts: normalizer_spec (3) with
+# add_dummy_prefix (3) false. `override_normalizer_spec` did the same until sentencepiece 0.2.3 removed it.
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
 
 class Vocabulary(Protocol):
     prefix: Prefix
@@ -40,7 +44,8 @@ class SentencePieceVocabulary:
         import sentencepiece
 
         try:
-            self._sp = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            model = path.read_bytes()
+            self._sp = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 "the tokenizer file is not a SentencePiece model",
@@ -58,7 +63,7 @@ class SentencePieceVocabulary:
         has_prefix = self._sp.encode("a", out_type=str)[0].startswith("▁")
         if has_prefix and keeps_spaces:
             # We add the space ourselves: text that goes on inside a document must not get one.
-            self._sp.override_normalizer_spec(add_dummy_prefix=False)
+            self._sp = sentencepiece.SentencePieceProcessor(model_proto=model + NO_DUMMY_PREFIX)
             if add_prefix_space is not False:
                 self.prefix = "always" if legacy else "first"
 

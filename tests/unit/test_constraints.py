@@ -1,0 +1,44 @@
+"""A new release of a requirement changes neither CI nor a set-up: each has one version in constraints.txt."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import tomllib
+from packaging.requirements import Requirement
+
+
+def pins(root: Path) -> dict[str, Requirement]:
+    lines = [line for line in (root / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    return {requirement.name.lower(): requirement for requirement in map(Requirement, lines)}
+
+
+def wanted(root: Path) -> set[str]:
+    """What `make` installs: the package's own requirements and those of its extra `dev`."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    found, open_ones = set(), [*project["dependencies"], *extras["dev"]]
+    while open_ones:
+        requirement = Requirement(open_ones.pop())
+        if requirement.name == project["name"]:
+            open_ones += [each for extra in requirement.extras for each in extras[extra]]
+        else:
+            found.add(requirement.name.lower())
+    return found
+
+
+def test_every_requirement_that_make_installs_has_one_version(root: Path) -> None:
+    exact = {name for name, pin in pins(root).items() if re.fullmatch(r"==[\w.+]+", str(pin.specifier))}
+    assert wanted(root) - exact == set()
+
+
+def test_the_suite_runs_with_the_versions_of_the_constraints(root: Path) -> None:
+    applying = {name: pin for name, pin in pins(root).items() if pin.marker is None or pin.marker.evaluate()}
+    others = {
+        name: version(name)
+        for name in wanted(root) & set(applying)
+        if not applying[name].specifier.contains(version(name).split("+")[0], prereleases=True)
+    }
+    assert others == {}, "make installs these anew: rm .venv/.ready && make .venv/.ready"
