@@ -41,7 +41,7 @@ class CheckpointError(ErnieKitError):
 
 
 class DeviceError(ErnieKitError):
-    """The device asked for is absent or too small."""
+    """The requested device is absent or too small."""
 
 
 class PlanError(ErnieKitError):

@@ -18,13 +18,13 @@ _beats: dict[int, int] = {}  # thread -> how often it has called
 
 
 def beat() -> None:
-    """This thread got one piece further. A listener hears the thread that added it, no other: a save in the background
-    must not pass for progress of the training loop."""
+    """This thread got one piece further. Only listeners that this thread added are called: a save in the background must
+    not pass for progress of the training loop."""
     me = threading.get_ident()
     _beats[me] = _beats.get(me, 0) + 1
-    for thread, hear in tuple(_listeners):
+    for thread, listener in tuple(_listeners):
         if thread == me:
-            hear()
+            listener()
 
 
 def each(items: Iterable[Item]) -> Iterator[Item]:
@@ -35,9 +35,9 @@ def each(items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def heard_by(hear: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, `hear()` is called at every beat of this thread."""
-    entry = (threading.get_ident(), hear)
+def heard_by(listener: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, `listener()` is called at every beat of this thread."""
+    entry = (threading.get_ident(), listener)
     _listeners.append(entry)
     try:
         yield

@@ -63,7 +63,7 @@ class ExpertBlock(Protocol):
     shared: Any  # the shared experts, or None
 
     def banks(self) -> Iterator[Any]:
-        """Every ExpertBank: text alone, or text and vision."""
+        """Every ExpertBank: of text only, or of text and vision."""
 
 
 class SpreadModel(Protocol):
@@ -76,7 +76,7 @@ class SpreadModel(Protocol):
     row_slice: tuple[int, int]  # which slice of every row is here, of how many
     first: bool  # has the embedding; a pipeline stage may have neither
     last: bool  # has the head
-    records: list[dict[Any, Any]] | None  # what blocks tell of each micro-batch, where it is read
+    records: list[dict[Any, Any]] | None  # what blocks record of each micro-batch, where it is read
 
     def held_layers(self) -> Iterator[tuple[int, Any]]:
         """(number, DecoderBlock) of the layers on this stage."""
