@@ -18,8 +18,8 @@ _beats: dict[int, int] = {}  # thread -> how often it has called
 
 
 def beat() -> None:
-    """This thread got one piece further. Only listeners that this thread added are called: a save in the background must
-    not pass for progress of the training loop."""
+    """This thread got one piece further. Only listeners that this thread added are called: a save in the background
+    must not pass for progress of the training loop."""
     me = threading.get_ident()
     _beats[me] = _beats.get(me, 0) + 1
     for thread, listener in tuple(_listeners):

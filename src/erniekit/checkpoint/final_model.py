@@ -1,7 +1,7 @@
-"""The final model in output_dir: copies of a checkpoint's weight files; editing them leaves the checkpoint alone.
+"""The final model in output_dir: copies of a checkpoint's weight files; editing them leaves the checkpoint as it is.
 
-Called by recipes/finish.py. Replaces and removes only files that the folder's record says an earlier end of the run put
-there, unchanged since.
+Called by recipes/finish.py. Replaces and removes only files that an earlier end of the run put there, by the folder's
+record, unchanged since.
 """
 
 from __future__ import annotations

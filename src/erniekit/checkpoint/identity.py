@@ -35,7 +35,7 @@ _IDLE = (
 
 def model_identity(folder: Path, weights: bool = True) -> str:
     """Digest of config.json and of every tensor's name, dtype, shape and content: all of it up to WHOLE bytes, evenly
-    spaced blocks of each tensor beyond, so that 40 GB cost a second. weights=False: config.json alone."""
+    spaced blocks of each tensor beyond, so that 40 GB cost a second. weights=False: config.json only."""
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _IDLE}
     digest = hashlib.sha256(f"erniekit model {VERSION}\n{json.dumps(config, sort_keys=True)}\n".encode())
     if weights:
@@ -75,8 +75,8 @@ def write_base(folder: Path, identity: str, base: str) -> None:
 
 
 def read_base(folder: Path) -> str | None:
-    """The identity of the model an adapter was trained on; None where its folder does not say."""
+    """The identity of the model an adapter was trained on; None where its folder has no record of it."""
     if not has_file(folder, FILE):
         return None
-    told = read_json(folder / FILE).get("identity")
-    return told if isinstance(told, str) and told else None
+    identity = read_json(folder / FILE).get("identity")
+    return identity if isinstance(identity, str) and identity else None

@@ -153,7 +153,7 @@ class QuantisedFiles(TensorFiles):
         super().__init__(files)
         self.stored = stored
         self._disk = TensorFiles(files)  # the tensors as they are: the codes of a weight may have the weight's name
-        self._last: tuple[str, torch.Tensor] | None = None  # parts of one weight are asked for one after the other
+        self._last: tuple[str, torch.Tensor] | None = None  # parts of one weight are read one after the other
 
     def shape(self, name: str) -> Shape:
         if name not in self.stored:
@@ -185,8 +185,8 @@ def stored_weights(config: Mapping[str, Any], files: Mapping[str, Path], where: 
         scheme = QUANT_RECIPES["nf4"].rest
         modules = [name.removesuffix(NF4_STATE) for name in files if name.endswith(NF4_STATE)]
         stored = {f"{module}.weight": StoredWeight(module, scheme, dtype, where=str(where)) for module in modules}
-        if gone := next((name for name in stored if name not in files), None):
-            raise _refusal(f"{gone} is missing, though its quant_state is there", where)
+        if missing := next((name for name in stored if name not in files), None):
+            raise _refusal(f"{missing} is missing, though its quant_state is there", where)
         return stored
     raise _refusal(f"its weights are quantised by {method!r}, which is not read", where)
 
@@ -268,8 +268,8 @@ def _group(group: Any, quantisation: Mapping[str, Any], where: Path) -> _Group:
     fp8 = scheme.number == "float" and scheme.bits == 8 and form == "float-quantized"
     fp4 = scheme.is_mxfp4 and scheme.group == 32 and form == "mxfp4-pack-quantized"
     if not symmetric or scheme.strategy not in ("group", "channel", "tensor") or not (integer or fp8 or fp4):
-        words = f"{scheme.number}{scheme.bits} {scheme.strategy}, {form}" + ("" if symmetric else ", asymmetric")
-        raise _refusal(f"its weights are {words}, which is not read", where)
+        kind = f"{scheme.number}{scheme.bits} {scheme.strategy}, {form}" + ("" if symmetric else ", asymmetric")
+        raise _refusal(f"its weights are {kind}, which is not read", where)
     return _Group(targets, scheme)
 
 

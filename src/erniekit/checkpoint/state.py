@@ -27,7 +27,7 @@ FILE = "state.json"
 
 @dataclass
 class TrainState:
-    step: int = 0  # optimiser updates asked for, skipped ones included
+    step: int = 0  # optimiser updates requested, skipped ones included
     packs: int = 0  # global packs consumed: the one integer that places the data order
     tokens: int = 0  # real tokens seen, padding apart
     trained_tokens: int = 0

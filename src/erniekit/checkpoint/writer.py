@@ -28,7 +28,7 @@ from erniekit.log import warn
 Write = Callable[[Path], Mapping[str, FileRecord] | None]
 
 _SYNC_EVERY = 256 << 20  # bytes
-_SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+_SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter only
 _HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
 
 
@@ -86,8 +86,8 @@ def publish(
     try:
         ops.mkdir(tmp)
         with _remembering() as written:
-            told = write(tmp) or {}
-        _seal(tmp, told, written, info or {})
+            records = write(tmp) or {}
+        _seal(tmp, records, written, info or {})
         may_replace(parent / name)
         _swap_in(tmp, parent / name)
     except (OSError, SafetensorError) as error:
@@ -98,7 +98,7 @@ def publish(
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file in pieces and hash it on the way, beside the writing; `publish` does not read it again."""
+    """Write a new file in pieces and hash it meanwhile; `publish` does not read it again."""
     digest, size, unsynced = hashlib.sha256(), 0, 0
     fd = ops.create(path)
     try:
