@@ -102,7 +102,7 @@ class Ours(Runner):
         place = number % len(self.task.steps)
         batches = [self.kept.get(place, self.task.steps[place].batch)]
         if self.files is not None:
-            self.wait.ask(time.perf_counter())
+            self.wait.request(time.perf_counter())
             batches = next(self.files.steps)
             self.wait.came(time.perf_counter())
         launched = self.train_step.launch(batches, number + 1)

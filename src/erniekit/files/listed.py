@@ -1,6 +1,6 @@
 """What may be read in a folder that carries our MANIFEST.json: the files it lists. Others were added later.
 
-Every reader of a checkpoint or an export asks here for its files: checkpoint/, lora/, export/, data/tokenizer.py.
+Every reader of a checkpoint or an export gets its files from here: checkpoint/, lora/, export/, data/tokenizer.py.
 Folders without a manifest of ours are read as they are; checkpoint/manifest.py compares files with their digests.
 """
 
@@ -82,11 +82,11 @@ def _names(folder: Path) -> frozenset[str] | None:
             f"{MANIFEST} cannot be read: {error.strerror or error}", where=str(path), fix="run the same command again"
         ) from error
     try:
-        told = json.loads(raw)
-        ours = isinstance(told, dict) and {"files", "format", "sha256"} <= told.keys()
+        manifest = json.loads(raw)
+        ours = isinstance(manifest, dict) and {"files", "format", "sha256"} <= manifest.keys()
         if not ours:
             return None
-        return frozenset(map(str, told["files"]))
+        return frozenset(map(str, manifest["files"]))
     except (ValueError, RecursionError, TypeError):
         if not raw.startswith(_OURS):
             return None

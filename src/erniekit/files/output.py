@@ -1,4 +1,4 @@
-"""Whether a run may write into a folder: asked before anything is spent, by the command line, the page and the ranks.
+"""Whether a run may write into a folder: checked before any work, by the command line, the page and the ranks.
 
 A run takes an empty folder or goes on in one of its own; inputs may not lie in it, nor it in them.
 """
@@ -94,8 +94,8 @@ def is_unrecorded_run(output: Path) -> bool:
     """A run of a version that kept no record: run.json as such a version wrote it."""
     if OwnedFiles(output).exists:
         return False
-    story = _json(output / "run.json")
-    return isinstance(story.get("format"), int) and {"version", "command", "status"} <= story.keys()
+    record = _json(output / "run.json")
+    return isinstance(record.get("format"), int) and {"version", "command", "status"} <= record.keys()
 
 
 def _adoptable(output: Path) -> dict[str, RecordEntry]:

@@ -15,7 +15,7 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 
 def refuse_special(path: str | Path, error: type[ErnieKitError]) -> None:
-    """Raises `error` for what is there and neither file nor folder. Whatever else is wrong, opening it will tell."""
+    """Raises `error` for what is there and neither file nor folder. Whatever else is wrong, opening it will show."""
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except OSError:

@@ -1,4 +1,4 @@
-"""What in a tree is not ours: asked before a whole folder of ours is deleted (a web job, an earlier demo)."""
+"""What in a tree is not ours: checked before a whole folder of ours is deleted (a web job, an earlier demo)."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def reward_loss(
     losses = reward_losses(chosen, rejected, pairs.score_delta.to(chosen.device), settings)
     if step_metrics is not None:
         with torch.no_grad():
-            told = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
-            for name, values in zip(REWARD_METRICS, told):
+            metrics = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
+            for name, values in zip(REWARD_METRICS, metrics):
                 step_metrics.add(name, values.sum(), pairs.count)
     total = losses.sum()
     return total if scale is None else total * scale

@@ -1,6 +1,6 @@
 """Learning rate as a pure function of the step: nothing to save, nothing to drift. Called by train/step.py.
 
-`at` gives the values ERNIEKit's schedulers give at a scheduler step; `for_update` says which one an update uses.
+`at` gives the values ERNIEKit's schedulers give at a scheduler step; `for_update` gives the one an update uses.
 """
 
 from __future__ import annotations

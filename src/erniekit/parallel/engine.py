@@ -134,10 +134,10 @@ class Engine:
 
     def forget_records(self) -> None:
         """Of a pass that was only a rehearsal."""
-        self.told()
+        self.metric_means()
         self.usage.clear()
 
-    def told(self) -> torch.Tensor:
+    def metric_means(self) -> torch.Tensor:
         """The step metrics' means over all ranks, in the order of their names."""
         if self.step_metrics is None:
             return torch.zeros(0, device=self.device)

@@ -32,10 +32,10 @@ class Call:
 
     def describe(self) -> str:
         """all_reduce bf16 [2, 8] (sum)."""
-        words = [self.op, self.dtype, str(list(self.shape)) if self.dtype else ""]
-        words += [f"({self.detail})"] if self.detail else []
-        words += [f"{'to' if self.op == 'send' else 'from'} rank {self.peer}"] if self.op in P2P else []
-        return " ".join(word for word in words if word)
+        parts = [self.op, self.dtype, str(list(self.shape)) if self.dtype else ""]
+        parts += [f"({self.detail})"] if self.detail else []
+        parts += [f"{'to' if self.op == 'send' else 'from'} rank {self.peer}"] if self.op in P2P else []
+        return " ".join(part for part in parts if part)
 
     def with_line(self) -> str:
         return f"{self.describe()} at {self.source or 'an unknown line'}"

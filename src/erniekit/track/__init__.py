@@ -38,7 +38,7 @@ TRACKERS = Registry(
     group="erniekit.trackers",
     check=_problem,
 )
-ALWAYS = ("jsonl", "console")  # every run has these, whatever report_to says
+ALWAYS = ("jsonl", "console")  # every run has these, whatever report_to is
 
 __all__ = ["TRACKERS", "RunInfo", "Tracker", "Trackers", "make_trackers"]
 
@@ -59,7 +59,7 @@ def make_trackers(
 ) -> Trackers:
     """The trackers of one run, not yet started; none on ranks other than 0.
 
-    `explicit` is False when report_to is the default and not the user's wish: then a tracker whose package is
+    `explicit` is False when report_to is the default and not set by the user: then a tracker whose package is
     absent is left out instead of stopping the run. `all` means those that are installed. more: of a Python session.
     """
     info = RunInfo(

@@ -18,7 +18,7 @@ Kind = Literal["train", "eval", "end"]
 
 
 class MissingPackage(ConfigError):
-    """A tracker was asked for and its package is not installed."""
+    """A tracker was configured and its package is not installed."""
 
     def __init__(self, name: str, why: object) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class MissingPackage(ConfigError):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What trackers may know of the run. `start_step` is the step resumed from, 0 for a fresh run."""
+    """What trackers get of the run. `start_step` is the step resumed from, 0 for a fresh run."""
 
     output_dir: Path
     logging_dir: Path | None = None  # None: a folder under output_dir/runs is chosen at start

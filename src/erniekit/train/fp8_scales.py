@@ -114,14 +114,14 @@ class StaticScales(Hook):
         self._set_inputs(used)
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked, of the layers on this rank's stage (enable_fp8_quantize_analysis)."""
+        """Since the last call, of the layers on this rank's stage (enable_fp8_quantize_analysis)."""
         over, self._over = self._over.tolist(), torch.zeros_like(self._mean)
         return {"fp8_clipped": float(sum(each > 1.0 for each in over)), "fp8_worst": max(over, default=0.0)}
 
     # --- the numbers ---
 
     def _reduced(self, with_weights: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest number of each layer's rows since it was last asked, and of each matrix of its weight."""
+        """The largest number of each layer's rows since the last call, and of each matrix of its weight."""
         found = [layer.rounding.most for layer in self.layers.values()]
         count = len(found)
         if with_weights:
@@ -163,7 +163,7 @@ class StaticScales(Hook):
     # --- checkpoints ---
 
     def saved(self) -> SavedScales:
-        """Of all layers of the model; all ranks must ask."""
+        """Of all layers of the model; all ranks must call it."""
         inputs, means = self._inputs().tolist(), self._mean.tolist()
         mine = {
             name: LayerScale(scale, mean, layer.rounding.form.block)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Looking:
     """How a model that sees is trained, as far as its FLOPs follow from it. kept: what of pictures that were looked at
-    before is here, the tower's answer or the resampler's; empty: none."""
+    before is here, the tower's output or the resampler's; empty: none."""
 
     tower_trained: bool
     resampler_trained: bool
@@ -70,7 +70,7 @@ class LogHook(Hook):
         live_reference: bool = False,
         looking: Looking | None = None,
     ) -> None:
-        """every 0: only the last step. `first`: step 1 whatever `every` says. frozen_base, further, adapters and
+        """every 0: only the last step. `first`: step 1 whatever `every` is. frozen_base, further, adapters and
         live_reference: as in models/costs.step_flops. also: further numbers for each record.
         perplexity: whether the loss has one. looking: of a model that sees."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
@@ -78,7 +78,7 @@ class LogHook(Hook):
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
         self.frozen_base, self.adapters, self.looking = frozen_base, adapters, looking
         self.more_of = (further, live_reference)
-        self.extras: dict[str, float] = {}  # what the latest record tells beside loss and rates
+        self.extras: dict[str, float] = {}  # what the latest record has besides loss and rates
         self.speed = 0.0  # tokens a second since the record before the latest
         self._wait = DataWait()
         self._reset(time.perf_counter())
@@ -100,7 +100,7 @@ class LogHook(Hook):
     def phase(self, name: str) -> None:
         self._wait.came(time.perf_counter())
         if name == "data":
-            self._wait.ask(time.perf_counter())
+            self._wait.request(time.perf_counter())
         elif name == "restore":
             self._wait.forget()
 

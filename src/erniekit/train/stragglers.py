@@ -1,6 +1,6 @@
 """Which rank is slow, and at what: each rank's own work, set side by side every so many steps. Hooked in by recipes/.
 
-Ranks that wait for each other all take the same time a step; only the time apart from communication tells them apart.
+Ranks that wait for each other all take the same time a step; only the time without communication shows the slow one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Stragglers(Hook):
         self._latest: list[dict[str, float]] = []  # per rank, seconds a step, of the last check
 
     def phase(self, name: str) -> None:
-        """Where the loop is from now on; the watchdog is told the same."""
+        """Where the loop is from now on; the watchdog gets the same."""
         now = time.perf_counter()
         if self._part:
             self._seconds[self._part] += now - self._since
