@@ -33,7 +33,7 @@ def backend_of(group: ProcessGroup) -> str:
 def new_group(
     ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """All ranks must ask together, members or not. backend: of another kind than the default group's. A rehearsal
+    """All ranks must call it together, members or not. backend: of another kind than the default group's. A rehearsal
     rehearses every group, whatever would carry it."""
     backend = None if rehearsed(dist.group.WORLD) else backend
     group: ProcessGroup = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)

@@ -1,7 +1,7 @@
 """Frozen packed weights of some layers in host memory, brought to the device ahead of use. Called by apply.py.
 
-The device has two rooms that take turns: while a layer computes from one, the weights of the next are copied into the
-other, beside the computation. Such layers are computed again in the backward pass, so that nothing in a room is needed
+The device has two buffers that take turns: while a layer computes from one, the weights of the next are copied into the
+other at the same time. Such layers are computed again in the backward pass, so that nothing in a buffer is needed
 any more once another layer's turn has come.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from erniekit.devices.base import Device
 from erniekit.parallel.packed_bytes import PackedTensor, after, seen_in
 
-BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever it is asked for
+BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever the request
 
 
 class HostLayers:
@@ -31,7 +31,7 @@ class HostLayers:
         self.blocks: dict[int, list[torch.Tensor]] = {}  # a layer's bytes in host memory
         self.copies = 0  # of whole layers to the device
         self._rooms: list[torch.Tensor] = []
-        self._held: list[int | None] = [None, None]  # the layer whose weights are in each room, or on their way there
+        self._held: list[int | None] = [None, None]  # the layer whose weights are in each buffer, or on their way there
         self._last: int | None = None
         self._stream: Any = device.stream() if device.asynchronous and self.layers else None
         for number, layer in self.layers.items():
@@ -111,7 +111,7 @@ class HostLayers:
         return None
 
     def _copy(self, number: int, room: int) -> None:
-        """Behind all that was launched so far: the layer whose weights are in the room is done with them."""
+        """Behind all that was launched so far: the layer whose weights are in the buffer is done with them."""
         self._held[room] = number
         self.copies += 1
         if self._stream is None:

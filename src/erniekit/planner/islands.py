@@ -45,7 +45,7 @@ def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
             tried += 1
             made = _evaluate(job, layout, stages, cluster.between)
             if not made.problem:
-                ranked.append(replace(made, keys=made.keys | {"islands": words_of(cluster)}))
+                ranked.append(replace(made, keys=made.keys | {"islands": island_values(cluster)}))
                 continue
             name = f"stages of {group}"
             failed[name] = (failed.get(name, (0, ""))[0] + 1, made.problem)
@@ -58,7 +58,7 @@ def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
     return Ranking(ranked, nearest, failed, tried)
 
 
-def words_of(cluster: Cluster) -> list[str]:
+def island_values(cluster: Cluster) -> list[str]:
     """As the key `islands` names them; the cut of the layers is in pp_seg_method."""
     return [f"{island.card.vendor}:{island.size}" for island in cluster.islands]
 
@@ -133,7 +133,7 @@ def _with(
         same = rank + 1 < len(stages) and stages[rank + 1] is place
         hidden = tokens * job.model.hidden_size * job.compute
         sends.append(hidden / (place.rates.network if same else between) + place.rates.latency)
-        _beside, after = timing.sharing_time(job, layout, share, m, links)
+        _overlapped, after = timing.sharing_time(job, layout, share, m, links)
         update = max(update, after + timing.update_time(share, job, place.rates))
     made = Candidate(layout, m, stages=tuple(found), again=tuple(again), worst=max(b.total for b in found))
     keys = written_keys(job, made)

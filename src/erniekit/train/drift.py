@@ -114,12 +114,10 @@ class ReplicaDrift(Hook):
             self.equal = True
             return
         rows = self.world.gather({key: prints for key, prints in mine.items() if key in differing})
-        differences = [
-            describe([(r, row[key]) for r, row in enumerate(rows) if key in row]) for key in sorted(differing)
-        ]
+        found = [describe([(r, row[key]) for r, row in enumerate(rows) if key in row]) for key in sorted(differing)]
         raise ReplicasDiffer(
-            f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({text for text, _ in differences}))}",
-            where="; ".join(sorted({what for _, what in differences})),
+            f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({text for text, _ in found}))}",
+            where="; ".join(sorted({what for _, what in found})),
             fix="test memory and links of that machine; the same command goes on from the last checkpoint",
         )
 
