@@ -34,7 +34,7 @@ class PeerRows:
 
     @property
     def unshifted(self) -> torch.Tensor:
-        """labels as transformers wants them: at the place of the token itself. A row's last place trains nothing."""
+        """labels as transformers takes them: at the place of the token itself. A row's last place trains nothing."""
         return torch.nn.functional.pad(self.labels[:, :-1], (1, 0), value=IGNORE)
 
     def to(self, device: torch.device) -> PeerRows:

@@ -1,6 +1,6 @@
 """The model FLOPs of a workload's step, the same for every program that computes it. Called by worker.py.
 
-A peer gains nothing by computing more than the data asks for, nor by adapting fewer projections than ours.
+A peer gains nothing by computing more than the data needs, nor by adapting fewer projections than ours.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
 def _looking(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
     if batch.vision is None:
         return 0.0
-    whole, frozen = not cfg.lora.lora, cfg.vision.freeze_config
-    tower, resampler = (whole and word not in frozen for word in ("freeze_vision", "freeze_resampler"))
+    full, frozen = not cfg.lora.lora, cfg.vision.freeze_config
+    tower, resampler = (full and name not in frozen for name in ("freeze_vision", "freeze_resampler"))
     shown = batch.shown()
     if cfg.vision.vision_feature_cache == "on":  # no picture is looked at, whatever `batch` holds
         shown = shown._replace(looked_patches=0, looked_features=0, squares=0)

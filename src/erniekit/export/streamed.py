@@ -82,7 +82,7 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, re
 
 
 class _RowsEmbedding(nn.Module):
-    """Reads the rows of the ids it is asked for."""
+    """Reads only the rows of the given ids."""
 
     def __init__(self, fill: Fill) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A tokenizer as GGUF keys: pieces, scores or merges, what each piece is, and the ids with a role. Called by run.py.
 
 llama.cpp encodes by itself, in one of two ways: `llama` merges neighbours by the score of what they become, as
-SentencePiece does; `gpt2` is byte-level BPE with a pre-tokeniser it knows by name. A tokenizer that neither of them
+SentencePiece does; `gpt2` is byte-level BPE with a pre-tokeniser it has by name. A tokenizer that neither of them
 reproduces is refused, since its model would read other ids than it was trained on.
 """
 
@@ -35,7 +35,8 @@ _PRE = {
 
 
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """rows: of the embedding. llama.cpp wants a piece for each; ids beyond them can never be used and are left out."""
+    """rows: of the embedding. llama.cpp requires a piece for each; ids beyond them can never be used and are left
+    out."""
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
         out = _sentencepiece(tokenizer, tokenizer.vocabulary.added_token)
     else:
@@ -52,7 +53,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     out |= {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
-        "eot_token_id": tokenizer.end_id,  # an answer ends with it
+        "eot_token_id": tokenizer.end_id,  # a reply ends with it
         "unknown_token_id": roles.get("unk_token"),
         "separator_token_id": roles.get("sep_token"),
         "padding_token_id": tokenizer.pad_id,
