@@ -96,7 +96,7 @@ def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Te
 
 
 def _written_out(cu_seqlens: torch.Tensor, shared: Keys, queries: int, keys: int) -> torch.Tensor:
-    """bool [1, queries, keys]: who sees whom."""
+    """bool [1, queries, keys]: which query sees which key."""
     allowed = torch.zeros(1, queries, keys, dtype=torch.bool, device=shared.index.device)
     starts, key_starts = cu_seqlens.tolist(), shared.bounds.tolist()
     for s, (start, end) in enumerate(pairwise(starts)):
@@ -132,14 +132,14 @@ def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
 
 
 def _host_would_wait(q: torch.Tensor) -> bool:
-    """Documents one by one: the host has to know their bounds. Where nothing else is there, a mask costs less."""
+    """Documents one by one: the host needs their bounds. Where nothing else is there, a mask costs less."""
     return q.device.type != "cpu" and not (q.is_cuda and capabilities.has("varlen"))
 
 
 def _with_a_mask(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor
 ) -> torch.Tensor:
-    """Every query against all keys, with who sees whom in a mask, some queries at a time: no wait, and at most
+    """Every query against all keys, with a mask of what each sees, some queries at a time: no wait, and at most
     MASKED scores at once where a device forms them. k, v are flat."""
     flat = q.flatten(0, 1)
     tokens, keys, heads = flat.shape[0], k.shape[0], flat.shape[1]

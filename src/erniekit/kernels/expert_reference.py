@@ -18,7 +18,7 @@ def take(
     x: torch.Tensor, row_of: torch.Tensor, k: int, ends: torch.Tensor, lows: list[Low], keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [R, W] of tokens x [T, W], and scale * rows @ factor^T of each of `lows` side by side [R, ranks].
-    keep=False: the second alone, the first empty."""
+    keep=False: only the second, the first empty."""
     rows = x.index_select(0, row_of // k)
     low = [grouped_product(rows, factor.transpose(1, 2), ends) * scale for factor, scale in lows]
     return (rows if keep else rows[:0].clone()), torch.cat([rows[:, :0], *low], dim=1)
@@ -137,7 +137,7 @@ def outer_of_halves(
     wide: torch.Tensor, narrow: torch.Tensor, split: int, scales: tuple[float, float], ends: torch.Tensor
 ) -> list[torch.Tensor]:
     """Of each half of wide [R, 2 * W] and its columns of narrow [R, n], the first half's up to `split`: what `outer`
-    answers, turned: [E, W, split] and [E, W, n - split]."""
+    returns, turned: [E, W, split] and [E, W, n - split]."""
     parts = zip(wide.chunk(2, dim=1), (narrow[:, :split], narrow[:, split:]), scales)
     return [outer(half, [(mine, scale)], ends, turned=True)[0] for half, mine, scale in parts]
 

@@ -42,7 +42,7 @@ class AttentionFacts:
     group: int  # query heads to a kv head
     head_dim: int
     gradients: bool = True
-    same_bits: bool = False  # asked for each time
+    same_bits: bool = False  # results must be equal bit for bit each time
     listed: bool = False  # documents look at keys that a list names: prompts they share, or keys of other ranks
 
 

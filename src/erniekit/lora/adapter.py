@@ -14,7 +14,7 @@ from torch import nn
 from erniekit.errors import CheckpointError
 from erniekit.lora.inject import PairShape, lora_linears, lora_state, wrap
 from erniekit.lora.layers import Pair
-from erniekit.lora.projections import Projection, projections, short_names, word_of
+from erniekit.lora.projections import Projection, projections, short_name_of, short_names
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 
@@ -36,7 +36,7 @@ class LowRank:
 @dataclass(frozen=True)
 class Adapter:
     updates: dict[str, LowRank]  # by public name: model.layers.0.self_attn.q_proj
-    rank: int  # what its config says; single updates may differ (PEFT's rank_pattern)
+    rank: int  # of its config; single updates may differ (PEFT's rank_pattern)
     alpha: float
     rslora: bool = False
     lora_plus_scale: float = 1.0
@@ -201,7 +201,7 @@ def _check_experts(model: nn.Module, present: dict[Projection, LowRank], adapter
 
 
 def _parts(adapter: Adapter) -> list[str]:
-    return sorted({word_of(public) for public in adapter.updates})
+    return sorted({short_name_of(public) for public in adapter.updates})
 
 
 def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:

@@ -1,7 +1,7 @@
-"""What a model costs, counted from its shape alone: weights, FLOPs of a step, bytes of weights, states and activations.
+"""What a model costs, counted from its shape only: weights, FLOPs of a step, bytes of weights, states and activations.
 
 The one place that counts them, for the trainer's metrics, `erniekit bench` and the decisions on memory and CUDA graphs.
-docs/performance.md has the definition of MFU in words. No torch, and nothing here depends on how layers are computed.
+docs/performance.md has the definition of MFU. No torch, and nothing here depends on how layers are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ FORMULA = (
 )
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
-# Of a trained weight beside itself, by master_weights and optim_states. 8bit: two codes, and three fp32 scales a block.
+# Of a trained weight besides itself, by master_weights and optim_states. 8bit: two codes, and three fp32 scales a
+# block.
 MASTER_BYTES = {"fp32": 4.0, "exact16": 2.0, "none": 0.0}
 MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 3 * 4 / 256}
 OPTIMIZER_BYTES = MASTER_BYTES["fp32"] + MOMENT_BYTES["fp32"]
@@ -52,11 +53,11 @@ class Product(NamedTuple):
         return self.met * self.inputs * self.outputs
 
     def pair(self, rank: int) -> int:
-        """Weights of a LoRA pair beside one copy of it."""
+        """Weights of a LoRA pair of one copy of it."""
         return rank * (self.inputs + self.outputs)
 
     def adapter(self, rank: int) -> int:
-        """Weights of LoRA pairs beside it that a token meets."""
+        """Weights of its LoRA pairs that a token meets."""
         return self.met * self.pair(rank)
 
 
@@ -164,8 +165,8 @@ def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]], vision: 
     meets in the decoder, or one of a picture."""
     total, others = 0.0, "text" if vision else "vision"
     for name, size in sizes:
-        words = name.split(".")
-        if "lora" in words and not {"router", others, "resampler", "tower"} & set(words):
+        parts = name.split(".")
+        if "lora" in parts and not {"router", others, "resampler", "tower"} & set(parts):
             total += size * (c.moe.choices / c.moe.experts if c.moe is not None and ".experts." in name else 1)
     return round(total)
 
@@ -240,7 +241,7 @@ def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granul
         if granularity == "full_attn":
             products = tuple(p for p in products if p.kind == "attention")
         again = () if granularity in ("core_attn", "selective") else products
-        if again and again[-1].kind != "experts":  # routing weights multiply what experts say: that is read
+        if again and again[-1].kind != "experts":  # routing weights multiply the experts' outputs: those are read
             again = again[:-1]
         total += FORWARD * sum(p.weights_met for p in again) * seen.tokens
         total += ATTENTION_FORWARD * attention_work(c, seen.sum_squares, 1)

@@ -2,7 +2,7 @@
 one. Called by models/ernie_vl.py.
 
 Flat: text fields at the top, lists of two (text, vision) for experts. Nested: `text_config`, `vision_config`, one
-number of experts, `mlp_layer_types`, `mrope_section`. The tensor names beside them do not tell which it is.
+number of experts, `mlp_layer_types`, `mrope_section`. The tensor names in the files do not show which it is.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _flat(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
     kept = c.raw if c.raw_layout == "flat" else {}
     world = "paddle" if layout == "paddle" else "hf"
     out = ernie_dense.write_config(replace(c, raw=kept, raw_layout=world), world, dtype)
-    for key in ("rope_parameters",):  # transformers' word; a flat file is not for it
+    for key in ("rope_parameters",):  # transformers' key; a flat file is not for it
         out.pop(key, None)
     seen = dict(kept.get("vision_config") or {})
     seen |= {"depth": v.depth, "hidden_size": v.width, "embed_dim": v.width, "num_heads": v.heads}

@@ -21,7 +21,7 @@ class Patches(NamedTuple):
 
 
 def tower_weights(v: VisionShape) -> int:
-    """Of the products alone."""
+    """Of the products only."""
     block = 4 * v.width**2 + 2 * v.width * v.mlp_width
     return v.depth * block + v.patch_size * v.width
 
@@ -48,9 +48,9 @@ def weights(c: DecoderConfig) -> dict[str, int]:
     if v is None:
         return {}
     s = v.merged_width
-    beside = 4 * s + 2 * 2 * s + 2 * c.hidden_size  # four biases, two LayerNorms; the last bias and norm
+    biases_and_norms = 4 * s + 2 * 2 * s + 2 * c.hidden_size  # four biases, two LayerNorms; the last bias and norm
     tower = tower_weights(v) + tower_biases(v) + tower_norms(v)
-    return {"tower": tower, "resampler": sum(resampler_weights(c)) + beside}
+    return {"tower": tower, "resampler": sum(resampler_weights(c)) + biases_and_norms}
 
 
 def forward_flops(c: DecoderConfig, seen: Patches) -> float:
@@ -95,7 +95,7 @@ def kept_bytes(c: DecoderConfig, patches: int, tower: bool, resampler: bool, aga
     v = c.vision
     if v is None:
         return 0.0
-    block = 10 * v.width + 3 * v.mlp_width  # norms' inputs and answers, q k v, q k turned, attention; the MLP's steps
+    block = 10 * v.width + 3 * v.mlp_width  # norms' inputs and outputs, q k v, q k turned, attention; the MLP's steps
     blocks = v.depth * v.width + block if again else v.depth * block
     values = float(patches * (blocks + v.width + v.patch_size)) if tower else 0.0
     if tower or resampler:

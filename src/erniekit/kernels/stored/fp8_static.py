@@ -97,7 +97,7 @@ class Fp8Static(WeightKind):
 
 
 class PlainObserved(Plain):
-    """Plain products that tell their rows' largest number: from which a first scale is taken."""
+    """Plain products that report their rows' largest number: from which a first scale is taken."""
 
     def __init__(self, block: int = 0) -> None:
         self.block, self.name = block, f"measured/{block}"

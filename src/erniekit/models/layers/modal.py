@@ -1,9 +1,9 @@
 """The expert layer of a model that sees: text tokens and vision tokens have experts and a router of their own, of
 different widths, and share the shared experts.
 
-Each bank is asked about all tokens, with the choices of the other modality's marked as of no expert. Its experts have
-rows for its own tokens alone: how many those are is counted where the batch is made, in host memory, so that nothing
-waits for the device. A batch without pictures asks the vision bank about no token, yet asks it: collectives and
+Each bank is called with all tokens, with the choices of the other modality's marked as of no expert. Its experts have
+rows for its own tokens only: how many those are is counted where the batch is made, in host memory, so that nothing
+waits for the device. A batch without pictures calls the vision bank with no token, yet calls it: collectives and
 gradients are the same on every rank, whatever it reads.
 Held by models/layers/decoder.py. B batch, L length, H hidden, T = B * L tokens, E experts.
 """
@@ -31,7 +31,7 @@ def lengths_of(modality: torch.Tensor, seen: int | None) -> tuple[torch.Tensor, 
     if seen is None:
         return None
     made = modality.new_empty(modality.numel() - seen), modality.new_empty(seen)
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would import the compiler
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the call would import the compiler
         for one in made:
             torch._dynamo.maybe_mark_dynamic(one, 0)
     return made
