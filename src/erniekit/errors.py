@@ -1,4 +1,4 @@
-"""Errors a user can cause or meet. Each says what, where and what to do; the CLI prints them without a traceback."""
+"""Errors a user can cause or meet. Each has what, where and what to do; the CLI prints them without a traceback."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ class LaterError(ConfigError):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; its checkpoint is written. Exit code 75: run the same command to go on."""
+    """A signal stopped the run; its checkpoint is written. Exit code 75: run the same command to go on."""
 
     exit_code = 75

@@ -1,7 +1,7 @@
 """Progress inside long work: loops over files, rows and tensors call `beat`, and the process's watchdog listens.
 
-Called from every room; the watchdog (train/watchdog.py) and a held cache lock (data/token_cache.py) listen. Without a
-listener a beat is a counter.
+Called from every package; the watchdog (train/watchdog.py) and a held cache lock (data/token_cache.py) listen. Without
+a listener a beat is a counter.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def heard_by(listener: Callable[[], None]) -> Iterator[None]:
 
 def join(thread: threading.Thread, every: float = 0.2) -> None:
     """Waits for a thread; its progress is that of the thread that waits."""
-    seen = None
+    last = None
     while thread.is_alive():
         thread.join(every)
-        now = _beats.get(thread.ident or 0)
-        if now != seen:
-            seen = now
+        count = _beats.get(thread.ident or 0)
+        if count != last:
+            last = count
             beat()
     thread.join()

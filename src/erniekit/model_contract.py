@@ -1,4 +1,4 @@
-"""What parallel/, lora/, losses/, recipes/ and serve/ may ask of a model, its blocks, expert layers and collaborators.
+"""What parallel/, lora/, losses/, recipes/ and serve/ may use of a model, its blocks, expert layers and collaborators.
 
 A collaborator is a module without weights in a named slot (`embedding`, `output`, a block's `attn.inner`, an expert
 layer's `exchange` and `balance`): spreading a model over ranks puts another one there, and replaces no method. A model
@@ -57,7 +57,7 @@ class ExpertBank(Protocol):
 
 
 class ExpertBlock(Protocol):
-    """`mlp` of a sparse layer. Where it has several banks, `piece` says which slice of a row it works on, and
+    """`mlp` of a sparse layer. Where it has several banks, `piece` is the slice of a row it works on, and
     `correction` holds the routers' biases."""
 
     shared: Any  # the shared experts, or None

@@ -58,7 +58,7 @@ def installed_plugins(group: str) -> list[Plugin]:
 
 @lru_cache(maxsize=4)
 def _all_plugins(path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """path: sys.path as it is now; the answer changes with it."""
+    """path: sys.path as it is now, as key of the cache."""
     from importlib.metadata import entry_points
 
     known, found = entry_points(), []

@@ -1,5 +1,5 @@
 """Which model a folder holds, as one short digest: config.json and a sample of every tensor, whatever the path, the
-dates or the number of files. Computed when a run starts, stored beside adapters (base_model.json), and compared by a
+dates or the number of files. Computed when a run starts, stored with adapters (base_model.json), and compared by a
 resume, by the ranks of a run, and where an adapter is put on a base.
 """
 
@@ -26,7 +26,7 @@ SMALL = 16 << 10  # bytes; a tensor up to this size (norms, biases) is read comp
 BLOCK = 4 << 10  # bytes read at each sampled place: a page
 BLOCKS = 8192  # sampled places of a model: 32 MiB, spread over its tensors
 FEWEST = 4  # places of a tensor, its first and its last bytes among them
-# Written by the last program that saved the folder; they say nothing about the function it computes.
+# Written by the last program that saved the folder; they do not change the function it computes.
 _IDLE = (
     "_name_or_path", "name_or_path", "transformers_version", "use_cache", "architectures", "auto_map", "torch_dtype",
     "dtype",
@@ -70,7 +70,7 @@ def _add_content(digest: Any, file: int, entry: TensorEntry, blocks: int) -> Non
 
 
 def write_base(folder: Path, identity: str, base: str) -> None:
-    """Beside an adapter: which model it was trained on. `base`: its path then, for people."""
+    """Writes to an adapter's folder which model it was trained on. `base`: its path then, for people."""
     write_json(folder / FILE, {"identity": identity, "base": base})
 
 

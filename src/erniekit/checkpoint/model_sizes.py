@@ -1,4 +1,4 @@
-"""A config.json against the weight files beside it, by their headers only: before anything is built or allocated.
+"""A config.json against the weight files in its folder, by their headers only: before anything is built or allocated.
 
 Called when a model folder is opened. Counts come first: layers and experts decide how many names and modules there are.
 """

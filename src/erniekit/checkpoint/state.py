@@ -1,4 +1,4 @@
-"""What a run's state is, beside its weights: counters, random generators, and the promise its config made.
+"""A run's state besides its weights: counters, random generators, and the promise its config made.
 
 Written into every checkpoint as state.json by train/save.py; read back on resume.
 """

@@ -292,7 +292,7 @@ def _not_written(path: Path, error: Exception) -> CheckpointError:
 
 
 class AsyncSaver:
-    """Runs one save at a time beside training. Its error waits for the next `check()` or `wait()`."""
+    """Runs one save at a time parallel to training. Its error waits for the next `check()` or `wait()`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -237,7 +237,7 @@ def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequenc
 
 
 class _Watched(ModelFolder):
-    """Tells a progress bar how many bytes were read."""
+    """Passes to a progress bar how many bytes were read."""
 
     advance: Callable[[int], object] = staticmethod(lambda size: None)
 

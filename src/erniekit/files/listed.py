@@ -30,7 +30,7 @@ class Listed:
         self._names = _names(folder)
 
     def allows(self, name: str) -> bool:
-        """Whether a file of this name may be read. Says so once for each that is there and may not."""
+        """Whether a file of this name may be read. Warns once for each that is there and may not."""
         if self._names is None or name in self._names:
             return True
         if os.path.lexists(self.folder / name):
@@ -57,8 +57,8 @@ def has_file(folder: Path, name: str) -> bool:
 
 
 def refuse_added_tokenizer(folder: Path) -> None:
-    """A vocabulary or a chat template put beside a published model would change every prompt: refused, not ignored,
-    since it was put there to act."""
+    """A vocabulary or a chat template put into a published model's folder would change every prompt: refused, not
+    ignored, since it was put there to act."""
     found = [name for name in Listed(folder).added() if name in TOKENIZER_FILES]
     if found:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from erniekit.files.unwritable import way_out
 
 RUN = "run"
 ROWS = "rows"  # use of a file of rows that a Python session gave: written before the run and only read by it
-# What a run writes beside its checkpoints, and the files of a final model.
+# What a run writes besides its checkpoints, and the files of a final model.
 RUN_FILES = (
     "run.json", "metrics.jsonl", "report.html", "train_results.json", "eval_results.json", "all_results.json",
     "trainer_state.json", "bad_rows.jsonl", "bad_eval_rows.jsonl", "wandb_run_id",

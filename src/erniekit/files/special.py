@@ -1,6 +1,6 @@
 """Named pipes, sockets and devices where a file belongs: opening one may wait for ever, so each is refused by name.
 
-Called before a file that a user named is opened, in every room that reads such files.
+Called before a file that a user named is opened, in every package that reads such files.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _varlen(
 
     repeat = q.shape[2] // k.shape[1]
     # torch 2.11's varlen_attn has no enable_gqa; FlashAttention-2 itself takes fewer kv heads.
-    options: dict[str, Any] = {"enable_gqa": True} if repeat > 1 and _varlen_knows_gqa() else {}
+    options: dict[str, Any] = {"enable_gqa": True} if repeat > 1 and _varlen_supports_gqa() else {}
     if repeat > 1 and not options:
         k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
     out: Any = varlen_attn(
@@ -189,7 +189,7 @@ def _varlen(
     return result
 
 
-def _varlen_knows_gqa() -> bool:
+def _varlen_supports_gqa() -> bool:
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn

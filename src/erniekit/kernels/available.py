@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be built here, and which optional libraries of kernels load. Asked by every file that has
+"""Whether Triton kernels can be built here, and which optional libraries of kernels load. Used by every file that has
 or calls one, and by recipes/speed_decisions.py."""
 
 from __future__ import annotations

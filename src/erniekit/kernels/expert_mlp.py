@@ -244,10 +244,10 @@ def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
         for (name, mine), half, scale in zip(halves, d_middle.chunk(2, dim=1), scales):
             if want[f"{name}_b"]:
                 (out[f"{name}_b"],) = steps.outer(half, [(z[:, mine], scale)], ends, turned=True)
-    asked = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, mine in halves if want[f"{name}_a"]]
-    if asked:
-        found = steps.outer(x, [each for _, each in asked], ends, op.row_of, op.k)
-        out |= zip((name for name, _ in asked), found)
+    products = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, mine in halves if want[f"{name}_a"]]
+    if products:
+        found = steps.outer(x, [each for _, each in products], ends, op.row_of, op.k)
+        out |= zip((name for name, _ in products), found)
     if want["gate_up"]:
         out["gate_up"] = op.weight_gradient(d_middle, steps.take(x, op.row_of, op.k, ends, [])[0], op.first)
     if want["x"]:

@@ -45,7 +45,7 @@ def why_not(what: str, device: torch.device) -> str | None:
 
 
 def agrees(what: str, trial: Trial) -> bool:
-    """Says so where it does not."""
+    """Prints a line where it does not."""
     try:
         far = float(torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(*trial())]).max())
     except Exception as problem:

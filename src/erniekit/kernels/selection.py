@@ -1,7 +1,7 @@
 """Which implementation of an operation runs, and why: for each operation its implementations, the fastest first, each
 with the reason why it cannot take given facts. The last takes everything.
 
-Asked by the kernels themselves and, for a table of a whole model, by recipes/kernel_table.py. `force` overrules the
+Called by the kernels themselves and, for a table of a whole model, by recipes/kernel_table.py. `force` overrules the
 order, for tests and benchmarks (the key `kernels`).
 """
 

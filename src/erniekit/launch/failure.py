@@ -1,4 +1,4 @@
-"""Why a rank ended: written by the rank beside its exit code, read and shown by the launcher. No torch in here.
+"""Why a rank ended: written by the rank besides its exit code, read and shown by the launcher. No torch in here.
 
 `record` is called by cli/main.py in the rank; `read` and `first` by launch/agent.py.
 """

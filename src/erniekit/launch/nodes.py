@@ -50,7 +50,7 @@ def rendezvous(launch: LaunchPlan) -> tuple[RendezvousHandler, str | None]:
     if launch.node_rank is not None:
         return meet("static", rank=launch.node_rank, timeout=wait), here
     waits = dict(join_timeout=wait, last_call_timeout=1, read_timeout=wait, keep_alive_interval=BEAT_S)
-    # torch asks the host's name whether the address is ours; the routes know better
+    # torch decides by the host's name whether the address is ours; the routes are more reliable
     if here is not None and here in addresses(launch.address):
         try:
             return meet("c10d", is_host=True, **waits), here
@@ -115,7 +115,7 @@ class Nodes:
     def agree(self, attempt: int, timeout: float) -> int:
         """The number of this attempt: the highest that any launcher is at. Returns when all are there.
 
-        A launcher that was started again learns it from the others; none goes on alone.
+        A launcher that was started again gets it from the others; none goes on by itself.
         """
         until = time.monotonic() + timeout
         names = [f"erniekit/attempt/{node}" for node in range(self.count)]

@@ -99,7 +99,7 @@ def store_frozen(
     model: nn.Module, base: str, products: str, shapes: Callable[[str], Iterable[tuple[int, int]]]
 ) -> list[str]:
     """Every adapted linear's and expert's frozen weight becomes of its role's kind; the model has no memory yet.
-    Answers the layers that stay plain because their kind does not take their widths.
+    Returns the layers that stay plain because their kind does not take their widths.
 
     shapes(weight's name): of its matrix on every rank, so that all ranks decide alike."""
     left, kinds = [], kinds_of(base)

@@ -77,7 +77,7 @@ def class_loss(
 
 
 def scores_of(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [B * L, classes]. All places are scored: a head of a few rows costs nothing beside the layers."""
+    """fp32 [B * L, classes]. All places are scored: a head of a few rows costs nothing compared to the layers."""
     out: torch.Tensor = model(
         batch.input_ids if hidden is None else hidden,
         batch.positions,

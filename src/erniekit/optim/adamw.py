@@ -1,7 +1,7 @@
 """AdamW with fp32 master weights and fp32 gradient accumulation whatever the parameters' dtype. For train/step.py.
 
 The update itself is torch's, or on an NVIDIA card kernels/adamw.py's; this file keeps masters, moments, names and the
-state's way to disk and back. storage.py says in what form they are stored, offload.py where they live between updates,
+state's way to disk and back. storage.py has the form they are stored in, offload.py where they are between updates,
 in_backward.py updates while gradients are still being computed.
 """
 

@@ -59,7 +59,7 @@ def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether to compute an op none of whose arguments is a shape-only tensor."""
     tensors = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
     if _on_meta(tensors, kwargs):
-        return True  # a model before it is spread: fully_shard and Module.to_empty want torch's own tensors
+        return True  # a model before it is spread: fully_shard and Module.to_empty need torch's own tensors
     if tensors:
         return all(_has_values(x) for x in tensors)
     return _makes_numbers(func, args, kwargs)

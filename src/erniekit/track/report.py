@@ -39,7 +39,7 @@ NOT_DRAWN = {name for name, _, _ in MAIN_CHARTS} | {"progress_or_epoch", "epoch"
 
 
 def write_report(output_dir: str | Path) -> Path:
-    """Write report.html beside run.json and metrics.jsonl; either may be missing, and the page shows that."""
+    """Write report.html next to run.json and metrics.jsonl; either may be missing, and the page shows that."""
     folder = Path(output_dir)
     record = runfile.read(folder)
     curves = read_curves(folder / jsonl.FILE)

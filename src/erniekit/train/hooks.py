@@ -1,4 +1,4 @@
-"""Hook: the moments of a run others may act on. The trainer knows these, and no feature by name."""
+"""Hook: the moments of a run others may act on. The trainer calls these, and no feature by name."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _shared_file(name: str) -> IO[bytes]:
 def flight_recorder(last: int = 16) -> str:
     """The last collectives as torch recorded them; "" where it does not (TORCH_FR_BUFFER_SIZE is 0 or unset).
 
-    The ranks' numbers side by side tell who never entered which one.
+    The ranks' numbers side by side show which rank never entered which one.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():

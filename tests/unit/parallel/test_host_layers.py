@@ -80,8 +80,8 @@ def test_losses_and_gradients_are_bit_for_bit_those_of_weights_on_the_device(
     got = steps(model)
     assert len(got) == len(want)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    assert len(host._rooms) == 2
-    assert sum(room.numel() for room in host._rooms) < host.host_bytes
+    assert len(host._buffers) == 2
+    assert sum(buffer.numel() for buffer in host._buffers) < host.host_bytes
 
 
 def test_a_step_copies_each_layer_twice_but_those_at_the_turns_that_are_still_there(folder: Path) -> None:

@@ -73,7 +73,7 @@ class WeightKind:
         raise NotImplementedError
 
     def shape(self, weight: Stored) -> tuple[int, int]:
-        """(out, in), of one expert. Asked of tensors without memory too."""
+        """(out, in), of one expert. Also of tensors without memory."""
         return weight.data.shape[-2], weight.data.shape[-1]
 
     # --- products; `turned` ones are with the transpose, as gradients need them ---
