@@ -117,6 +117,6 @@ def test_backward_of_a_layer_reads_its_own_weights_though_rooms_are_filled_again
     model, host = adapted(folder, HOSTED, "wint4/8")
     ids = torch.randint(3, 1000, (1, 16), generator=torch.Generator().manual_seed(7))
     loss = model(ids, labels=ids)
-    assert 0 not in host._held
+    assert 0 not in host._layer_in
     loss.backward()
-    assert 0 in host._held
+    assert 0 in host._layer_in
