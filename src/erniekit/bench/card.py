@@ -100,5 +100,5 @@ def _number(text: str) -> float | None:
 def medians(readings: Iterable[Reading]) -> dict[str, float]:
     """By field; without those that have no reading."""
     columns = zip(FIELDS, zip(*(reading.values for reading in readings)))
-    known = ((name, [v for v in column if v is not None]) for name, column in columns)
-    return {name: statistics.median(values) for name, values in known if values}
+    with_values = ((name, [v for v in column if v is not None]) for name, column in columns)
+    return {name: statistics.median(values) for name, values in with_values if values}

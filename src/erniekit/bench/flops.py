@@ -8,7 +8,7 @@ from __future__ import annotations
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import Seen, adapters_met, step_flops
+from erniekit.models.costs import TokenCounts, adapters_met, step_flops
 from erniekit.models.layers.seeing import TOWER
 from erniekit.train.metrics import Looking
 
@@ -17,13 +17,13 @@ def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
     """Of the decoder, each bank of experts with its own tokens; and of the tower and resampler, where there are
     pictures."""
     vision = batch.shown().vision_tokens
-    seen = Seen(batch.num_tokens, batch.num_label_tokens, batch.sum_squares, vision)
+    counts = TokenCounts(batch.num_tokens, batch.num_label_tokens, batch.sum_squares, vision)
     lora, live = cfg.lora.lora, cfg.train.stage == "DPO" and cfg.dpo.reference_logps != "cached"
     text = batch.num_tokens - vision
     rank = cfg.lora.lora_rank
     met = text * adapters_met(c, rank) + (vision * adapters_met(c, rank, vision=True) if vision else 0) if lora else 0
     adapters = met / batch.num_tokens
-    return step_flops(c, seen, frozen_base=lora, adapters=adapters, live_reference=live) + _looking(cfg, c, batch)
+    return step_flops(c, counts, frozen_base=lora, adapters=adapters, live_reference=live) + _looking(cfg, c, batch)
 
 
 def _looking(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:

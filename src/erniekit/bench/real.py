@@ -113,15 +113,15 @@ def write_rows(case: RealCase, folder: Path, file: Path, count: int, seed: int =
     from erniekit.demo.tiny import demo_text
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    known = [line.replace("\n", " ") + " " for line in demo_text()]
-    sizes = [len(pieces.encode(line)) for line in known]
+    texts = [line.replace("\n", " ") + " " for line in demo_text()]
+    sizes = [len(pieces.encode(line)) for line in texts]
     rng = random.Random(seed)
 
     def text(tokens: int) -> str:
         out: list[str] = []
         while tokens > 0:
-            pick = rng.randrange(len(known))
-            out.append(known[pick])
+            pick = rng.randrange(len(texts))
+            out.append(texts[pick])
             tokens -= sizes[pick]
         return "".join(out[:-1]) or out[0]
 

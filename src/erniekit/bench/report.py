@@ -114,9 +114,9 @@ def _machine(results: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{middle['device']}: {burst} TFLOP/s at first, {held} held" + (f" ({gauges})" if gauges else "")]
 
 
-def _gauges(known: dict[str, Any]) -> str:
+def _gauges(readings: dict[str, Any]) -> str:
     units = (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "C"))
-    return ", ".join(f"{known[name]:.0f} {unit}" for name, unit in units if known.get(name) is not None)
+    return ", ".join(f"{readings[name]:.0f} {unit}" for name, unit in units if readings.get(name) is not None)
 
 
 def _goals(name: str, result: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -193,8 +193,8 @@ class Turns:
         lane.readings += self.watch.last(sum(seconds))
         lane.seconds += seconds
         if lane.runner.waits:  # the last one's is not known before the next step
-            known = sum(lane.runner.waits.get(number, 0.0) for number in range(first, first + count))
-            lane.waited = (lane.waited or 0.0) + known
+            waited = sum(lane.runner.waits.get(number, 0.0) for number in range(first, first + count))
+            lane.waited = (lane.waited or 0.0) + waited
         lane.losses += [each.values()["loss"] for each in numbers]
         self._book(lane, others)
 

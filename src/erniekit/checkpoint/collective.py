@@ -147,14 +147,14 @@ class CollectiveSaves:
 
     def _catalogue(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
         """Every tensor any rank has, in the model's order: the same on all ranks."""
-        seen: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for theirs in self.world.gather([(key, DTYPES.index(t.dtype)) for key, t in held.items()]):
-            seen.update((key, DTYPES[code]) for key, code in theirs)
+            dtypes.update((key, DTYPES[code]) for key, code in theirs)
         order = {name: i for i, name in enumerate(self.sharding.names())}
-        strange = [key for key in seen if param_of(key) not in order]
+        strange = [key for key in dtypes if param_of(key) not in order]
         if strange:
             raise CheckpointError(f"the layout knows nothing of {param_of(strange[0])}, so no rank can save it")
-        return dict(sorted(seen.items(), key=lambda item: (order[param_of(item[0])], item[0])))
+        return dict(sorted(dtypes.items(), key=lambda item: (order[param_of(item[0])], item[0])))
 
     def _publish(
         self, exchange: Exchange, step: int, write: Callable[[Path], None], info: dict[str, Any], size: int

@@ -290,9 +290,9 @@ class Exchange:
         if part is None:
             raise CheckpointError(f"has nothing of {name}, which the layout gives it a part of")
         part = plain(part)
-        wanted = local_shape(self.sharding, name, self.rank)
-        if tuple(part.shape) != tuple(wanted):
-            raise CheckpointError(f"holds {name} as {tuple(part.shape)}; the layout says {tuple(wanted)}")
+        expected = local_shape(self.sharding, name, self.rank)
+        if tuple(part.shape) != tuple(expected):
+            raise CheckpointError(f"holds {name} as {tuple(part.shape)}; the layout says {tuple(expected)}")
         return part
 
 

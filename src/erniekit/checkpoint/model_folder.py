@@ -177,8 +177,8 @@ class ModelFolder:
             if entry.copy_of or (self.new_head and entry.ours == score_head.WEIGHT):
                 continue
             # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
-            wanted = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
-            for name, tensor in zip(entry.theirs, wanted):
+            expected = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
+            for name, tensor in zip(entry.theirs, expected):
                 found = self.slices().shape(name)
                 if tuple(tensor.shape) != found:
                     raise CheckpointError(

@@ -78,8 +78,8 @@ class StoredWeight:
         """A tensor of the file, of one of these dtypes; numbers are finite."""
         part = read(name)
         if part.dtype not in dtypes:
-            found, wanted = (str(d).removeprefix("torch.") for d in (part.dtype, dtypes[0]))
-            raise self.wrong(f"{name.removeprefix(self.module)[1:]} is {found}, {wanted} belongs there")
+            found, expected = (str(d).removeprefix("torch.") for d in (part.dtype, dtypes[0]))
+            raise self.wrong(f"{name.removeprefix(self.module)[1:]} is {found}, {expected} belongs there")
         if part.dtype in _FLOATS and not torch.isfinite(part).all():
             raise self.wrong(f"{name.removeprefix(self.module)[1:]} holds NaN or infinity")
         return part
@@ -105,13 +105,13 @@ class StoredWeight:
         try:
             raw = self._part(read, f"{self.module}{NF4_STATE}", torch.uint8).flatten()
             state: dict[str, Any] = json.loads(bytes(raw.tolist()))
-            known = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
-            known &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
-            known &= len(state["shape"]) == 2 and all(isinstance(n, int) and n > 0 for n in state["shape"])
-            known &= math.isfinite(float(state.get("nested_offset", 0)))
+            supported = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
+            supported &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
+            supported &= len(state["shape"]) == 2 and all(isinstance(n, int) and n > 0 for n in state["shape"])
+            supported &= math.isfinite(float(state.get("nested_offset", 0)))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self.wrong("its quant_state is not one of bitsandbytes' NF4") from None
-        if not known:
+        if not supported:
             raise self.wrong(f"only NF4 in blocks of {nf4.BLOCK} and {nf4.NESTED_BLOCK} is read")
         return state
 
@@ -132,11 +132,11 @@ class StoredWeight:
             absmax = nf4.decode_absmax(nf4.Nested(absmax, scale, offset))
         return nf4.decode_flat(codes, absmax, count, self.dtype).view(state["shape"])
 
-    def _same_table(self, read: Read, name: str, known: torch.Tensor) -> None:
+    def _same_table(self, read: Read, name: str, expected: torch.Tensor) -> None:
         """What codes stand for is in the file as well: with other numbers than bitsandbytes' they are read wrong."""
         held = self._part(read, name, torch.float32).flatten()
         # Its 8-bit numbers are sums of its own: the last bit may differ between its versions.
-        if held.shape != known.shape or not torch.allclose(held, known, rtol=1e-6, atol=0):
+        if held.shape != expected.shape or not torch.allclose(held, expected, rtol=1e-6, atol=0):
             raise self.wrong(f"its {name.rpartition('.')[2]} is another than bitsandbytes' NF4 has")
 
     def wrong(self, what: str) -> CheckpointError:
@@ -220,15 +220,15 @@ def _compressed(
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _refusal("its quantization_config has no config_groups", where)
-    known = [_group(group, quantisation, where) for group in groups.values()]
+    parsed = [_group(group, quantisation, where) for group in groups.values()]
     rotations = _rotations(quantisation, where)
     out = {}
     for name in files:
         if not name.endswith(".weight_scale"):
             continue
         module = name.removesuffix(".weight_scale")
-        by_name = next((group for group in known if group.names(module)), None)
-        group = by_name or next((group for group in known if "Linear" in group.targets), None)
+        by_name = next((group for group in parsed if group.names(module)), None)
+        group = by_name or next((group for group in parsed if "Linear" in group.targets), None)
         if group is None:
             raise _refusal(f"no config_group of it is meant for {module}", where)
         block = next((size for targets, size in rotations if any(_matches(t, module) for t in targets)), 0)

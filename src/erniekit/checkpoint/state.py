@@ -100,8 +100,8 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         raw = read_object(path, CheckpointError)
     except OSError as error:
         raise unreadable(path, error) from error
-    known = {f.name: f.type for f in fields(TrainState)}
-    for name, kind in known.items():
+    types = {f.name: f.type for f in fields(TrainState)}
+    for name, kind in types.items():
         if name in raw and not _fits(raw[name], str(kind)):
             raise CheckpointError(
                 f"{FILE} has {str(raw[name])[:60]!r} for {name!r}, a value of kind {kind} is needed",
@@ -119,7 +119,7 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
             where=f"{path}, key optimizer",
             fix="resume from another checkpoint",
         )
-    return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
+    return TrainState(**{k: v for k, v in raw.items() if k in types}), raw
 
 
 def _fits(value: Any, kind: str) -> bool:

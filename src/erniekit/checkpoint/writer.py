@@ -176,11 +176,11 @@ def discard(path: Path) -> None:
 def sweep(parent: Path, names: str) -> None:
     """Clear what a killed process left of folders named like `names` ("checkpoint-*"), under the lock."""
     for path in sorted(parent.iterdir()):
-        left = _HIDDEN.fullmatch(path.name)
-        if left is None or not fnmatch.fnmatch(left["name"], names):
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None or not fnmatch.fnmatch(match["name"], names):
             continue
-        if left["kind"] == "old" and _is_free(parent / left["name"]):
-            ops.rename(path, parent / left["name"])  # killed between the two renames of _swap_in
+        if match["kind"] == "old" and _is_free(parent / match["name"]):
+            ops.rename(path, parent / match["name"])  # killed between the two renames of _swap_in
         else:
             _remove_quietly(path)
 
@@ -217,8 +217,8 @@ def _seal(folder: Path, handed: Mapping[str, FileRecord], written: Written, info
         if path.is_dir():
             folders.append(path)
             continue
-        known = handed.get(name) or _unchanged(path, written)
-        records[name] = _completed(path, known) if known else measure(path)
+        record = handed.get(name) or _unchanged(path, written)
+        records[name] = _completed(path, record) if record else measure(path)
         ops.sync(path)
         heartbeat.beat()
     if not records or set(handed) - set(records):

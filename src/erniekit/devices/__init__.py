@@ -175,15 +175,15 @@ def entry_of(name: str, env: Mapping[str, str]) -> DeviceEntry:
     """Of a `device` value. Of `auto`: the first that is visible, else the first that has a variable to be chosen by."""
     name = named(name, env)
     if name in FAMILIES:
-        known = [DEVICES[name], *(DEVICES[each] for each in FAMILIES[name])]
+        candidates = [DEVICES[name], *(DEVICES[each] for each in FAMILIES[name])]
     elif name == AUTO:
-        known = [*(entry for _, entry in accelerators()), DEVICES["cpu"]]
-        brought = [entry for entry in known if not entry.module.startswith(_OURS)]
-        known = [*brought, DEVICES["gpu"], *known]  # only CUDA_VISIBLE_DEVICES is set: NVIDIA's files are counted, too
+        candidates = [*(entry for _, entry in accelerators()), DEVICES["cpu"]]
+        brought = [entry for entry in candidates if not entry.module.startswith(_OURS)]
+        candidates = [*brought, DEVICES["gpu"], *candidates]  # CUDA_VISIBLE_DEVICES only: NVIDIA's files count, too
     else:
         return device_entry(name)
-    visible = (entry for entry in known if entry.count_visible(env))
-    return next(visible, next((entry for entry in known if entry.visible), DEVICES["cpu"]))
+    visible = (entry for entry in candidates if entry.count_visible(env))
+    return next(visible, next((entry for entry in candidates if entry.visible), DEVICES["cpu"]))
 
 
 def pick(name: str = AUTO, no_cuda: bool = False) -> Device:

@@ -27,8 +27,8 @@ class GenericDevice(AcceleratorDevice):
         """As torch maps it; read when ranks meet, which imports torch.distributed anyway."""
         from torch.distributed import Backend
 
-        known: dict[str, Any] = getattr(Backend, "default_device_backend_map", {})
-        return f"cpu:gloo,{self.type}:{known[self.type]}" if self.type in known else "gloo"
+        backends: dict[str, Any] = getattr(Backend, "default_device_backend_map", {})
+        return f"cpu:gloo,{self.type}:{backends[self.type]}" if self.type in backends else "gloo"
 
 
 def kind() -> str:

@@ -77,8 +77,8 @@ def skipped() -> list[str]:
 def _unknown(names: list[str]) -> Exception:
     from erniekit.errors import DeviceError
 
-    known = ", ".join(capabilities.CAPABILITIES)
-    return DeviceError(f"no capability is called {', '.join(names)}", where=WITHOUT, fix=f"one or more of {known}")
+    choices = ", ".join(capabilities.CAPABILITIES)
+    return DeviceError(f"no capability is called {', '.join(names)}", where=WITHOUT, fix=f"one or more of {choices}")
 
 
 # --- one function a capability: True where the result is right
@@ -90,8 +90,8 @@ def _whole(device: Device, rows: int, columns: int, dtype: torch.dtype) -> torch
     return numbers.to(device.handle, dtype)
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.equal(found.float().cpu(), wanted.float().cpu())
+def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.float().cpu(), expected.float().cpu())
 
 
 def _bf16(device: Device) -> bool:
@@ -148,9 +148,9 @@ def _fp8(device: Device) -> bool:
 def _graphs(device: Device) -> bool:
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False).to(device.handle)
     x = _whole(device, ROWS, WIDTH, torch.float32).requires_grad_()
-    wanted = layer(x).detach()
+    expected = layer(x).detach()
     replayed = device.graphed(layer, (x.detach().clone().requires_grad_(),))(x)
-    return torch.allclose(replayed.detach(), wanted, atol=1e-4)
+    return torch.allclose(replayed.detach(), expected, atol=1e-4)
 
 
 def _nvidia(device: Device) -> bool:

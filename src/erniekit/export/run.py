@@ -165,8 +165,8 @@ def export(
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
-            seen = processor_files(place) if source.config.vision is not None else ()
-            copy_side_files(place, folder, (*SIDE_FILES, *seen, proof_file.FILE))
+            vision_files = processor_files(place) if source.config.vision is not None else ()
+            copy_side_files(place, folder, (*SIDE_FILES, *vision_files, proof_file.FILE))
         if copy_tokenizer and tokenizer is not None:
             copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         # Read once to write; then both folders to compare, and both again to run them.

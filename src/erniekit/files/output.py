@@ -51,8 +51,8 @@ def check_output(output: str | Path, folders: Mapping[str, str], files: Mapping[
         return
     owned = OwnedFiles(output)
     if owned.purpose() != RUN and not is_unrecorded_run(output):
-        known = owned.entries()
-        foreign = sorted(n for n in _names(output) if not (_is_incidental(output / n) or owned.is_ours(n, known)))
+        recorded = owned.entries()
+        foreign = sorted(n for n in _names(output) if not (_is_incidental(output / n) or owned.is_ours(n, recorded)))
         if foreign:
             raise NotOurs(
                 f"output_dir is neither empty nor a run: it holds {some(foreign)}",

@@ -48,10 +48,10 @@ def _in_manifest(folder: Path) -> frozenset[Path]:
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        wanted = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
+        listed = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return frozenset()
-    return frozenset(file for file, content in wanted.items() if file.is_file() and content_of(file)[:2] == content) | {
+    return frozenset(file for file, content in listed.items() if file.is_file() and content_of(file)[:2] == content) | {
         path
     }
 

@@ -100,9 +100,9 @@ def _written_out(cu_seqlens: torch.Tensor, shared: Keys, queries: int, keys: int
     allowed = torch.zeros(1, queries, keys, dtype=torch.bool, device=shared.index.device)
     starts, key_starts = cu_seqlens.tolist(), shared.bounds.tolist()
     for s, (start, end) in enumerate(pairwise(starts)):
-        seen = shared.index[key_starts[s] : key_starts[s + 1]]
+        visible = shared.index[key_starts[s] : key_starts[s + 1]]
         for query in range(start, end):
-            allowed[0, query, seen[: len(seen) - (end - 1 - query)]] = True
+            allowed[0, query, visible[: len(visible) - (end - 1 - query)]] = True
     return allowed
 
 
@@ -125,9 +125,9 @@ def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     """q [n, Nq, D] are the last n places of k, v [m, Nkv, D]; torch's own causal flag would align their starts."""
     n, earlier = q.shape[0], k.shape[0] - q.shape[0]
     if earlier > PADDED * n:
-        seen = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device).tril(earlier)
+        mask = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device).tril(earlier)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[0].transpose(0, 1)
     return _causal(F.pad(q, (0, 0, 0, 0, earlier, 0))[None], k[None], v[None])[0, earlier:]
 
 
@@ -153,9 +153,9 @@ def _with_a_mask(
         doc = torch.searchsorted(bounds.to(query.dtype), query, right=True)
         # A document's last query sees its last key, the one before it the key before that.
         last_key = key_bounds[doc].long() - (bounds[doc].long() - query)
-        seen = (key_doc[None] == doc[:, None]) & (key[None] <= last_key[:, None])
+        mask = (key_doc[None] == doc[:, None]) & (key[None] <= last_key[:, None])
         part = flat[at : at + step].transpose(0, 1)[None]
-        out.append(F.scaled_dot_product_attention(part, k, v, seen, enable_gqa=True)[0].transpose(0, 1))
+        out.append(F.scaled_dot_product_attention(part, k, v, mask, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out).view_as(q)
 
 

@@ -188,14 +188,14 @@ def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
     op = _Op(flat)
     steps, a, ends = op.steps, op.a, op.ends
     rows, z = op.taken(op.x, op.first, [(factor, 1.0) for factor in (a["gate_a"], a["up_a"]) if factor is not None])
-    middle, seen = op.product(rows, op.first), [op.seen(rows, op.first)]
+    middle, observed = op.product(rows, op.first), [op.seen(rows, op.first)]
     del rows
     act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends)
     tails = [] if a["down_b"] is None else [(z_down, a["down_b"].transpose(1, 2))]
     outputs = op.product(act, op.last, tails, op.scales[2])
-    seen.append(op.seen(act, op.last))
+    observed.append(op.seen(act, op.last))
     del act
-    return steps.sum_choices(outputs, op.place_of, op.k, ends), middle, z, z_down, torch.cat(seen)
+    return steps.sum_choices(outputs, op.place_of, op.k, ends), middle, z, z_down, torch.cat(observed)
 
 
 @shapes_of("erniekit::expert_mlp")

@@ -86,8 +86,8 @@ def activate_backward(
         grad = grad + _product_in_fp32(grad_low, down[0], ends)
     s, weight = g.sigmoid(), weights[row_of].float()[:, None]
     dots = (grad * g * s * u).sum(-1)
-    known = _known(row_of.shape[0], ends)
-    grad_weights = torch.zeros_like(weights).index_copy_(0, row_of, torch.where(known, dots, 0.0).to(weights.dtype))
+    valid = _valid_rows(row_of.shape[0], ends)
+    grad_weights = torch.zeros_like(weights).index_copy_(0, row_of, torch.where(valid, dots, 0.0).to(weights.dtype))
     grad = grad * weight
     d_gate, d_up = grad * u * (s + g * s * (1 - s)), grad * g * s
     out = torch.cat([d_gate, d_up], dim=-1).to(gate_up.dtype)
@@ -109,7 +109,7 @@ def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int, ends: torch.
     return chosen.view(-1, k, rows.shape[1]).sum(1).to(rows.dtype)
 
 
-def _known(rows: int, ends: torch.Tensor) -> torch.Tensor:
+def _valid_rows(rows: int, ends: torch.Tensor) -> torch.Tensor:
     """bool [R]: whether a row is some expert's."""
     return torch.arange(rows, device=ends.device) < ends[-1]
 

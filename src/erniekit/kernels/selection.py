@@ -267,12 +267,12 @@ def _select(operation: str, facts: Any, version: int) -> Choice:
     """version: of what the device is known to lack."""
     reasons: list[str] = []
     for name, why_not in OPERATIONS[operation]:
-        wanted = _forced.get(operation)
-        if wanted is not None and name != wanted:
+        forced = _forced.get(operation)
+        if forced is not None and name != forced:
             continue
         problem = why_not(facts)
         if problem is None:
-            return Choice(operation, name, "forced by kernels" if wanted else "; ".join(reasons) or "the fastest")
+            return Choice(operation, name, "forced by kernels" if forced else "; ".join(reasons) or "the fastest")
         reasons.append(f"{name}: {problem}")
     raise ValueError(f"{operation} cannot be forced here: {reasons[0]}")
 

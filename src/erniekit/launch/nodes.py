@@ -141,11 +141,11 @@ class Nodes:
 
     def late(self, numbers: Sequence[int]) -> Apart:
         """The error of waiting for these in vain; who they are, the last attempt has left in the store."""
-        known = {m.number: m for m in self.machines}
+        by_number = {m.number: m for m in self.machines}
         for n in numbers:
-            if n not in known and self.store.check([key := f"erniekit/machine/{n}"]):
-                known[n] = Machine.from_json(self.store.get(key))
-        names = [str(known.get(n) or f"machine {n} of {self.count}") for n in numbers]
+            if n not in by_number and self.store.check([key := f"erniekit/machine/{n}"]):
+                by_number[n] = Machine.from_json(self.store.get(key))
+        names = [str(by_number.get(n) or f"machine {n} of {self.count}") for n in numbers]
         return Apart(
             f"not back within {self.launch.join_timeout_s:.0f} s: {'; '.join(names)}",
             where="join_timeout_s",

@@ -132,8 +132,8 @@ def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
         if not name.startswith(under):
             continue
         for pair in module.pairs().values():
-            wanted = [(name, part, e) for e in range(pair.experts) for part, _ in pair.parts]
-            _fill(pair, [present.pop(place, None) for place in wanted], name, adapter)
+            keys = [(name, part, e) for e in range(pair.experts) for part, _ in pair.parts]
+            _fill(pair, [present.pop(place, None) for place in keys], name, adapter)
     if present:
         extra = sorted({part for _, part, _ in present})
         raise CheckpointError(
@@ -206,8 +206,8 @@ def _parts(adapter: Adapter) -> list[str]:
 
 def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
     """Each update with its place in the model; names or shapes the model does not have are refused."""
-    known = {p.public: p for p in projections(model)}
-    strange = [name for name in adapter.updates if name not in known]
+    by_name = {p.public: p for p in projections(model)}
+    strange = [name for name in adapter.updates if name not in by_name]
     if strange:
         raise CheckpointError(
             f"{len(strange)} adapted layers are not in this model, e.g. {strange[0]}",
@@ -215,7 +215,7 @@ def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
             fix="the adapter belongs to another base model" + (f": {adapter.base}" if adapter.base else ""),
         )
     out = {}
-    for public, projection in known.items():
+    for public, projection in by_name.items():
         update = adapter.updates.get(public)
         if update is None:
             continue

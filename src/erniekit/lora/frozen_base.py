@@ -52,7 +52,7 @@ def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
 def store_linears(model: nn.Module, base: str, only: Collection[str] | None = None) -> list[str]:
     """The same for a model that is not trained: every linear and expert of its layers, adapted or not, or those named
     `only`. The head, routers and layers that predict further tokens stay plain."""
-    left, kinds = [], kinds_of(base)
+    unpacked, kinds = [], kinds_of(base)
     for name, layer in model.named_modules():
         if not name.startswith("layers.") or not isinstance(layer, HoldsWeight) or (only and name not in only):
             continue
@@ -63,8 +63,8 @@ def store_linears(model: nn.Module, base: str, only: Collection[str] | None = No
         if kind.fits(rows // experts, width):
             layer.store_as(kind.name)
         else:
-            left.append(name)
-    return left
+            unpacked.append(name)
+    return unpacked
 
 
 def packing(
@@ -84,9 +84,9 @@ def packing(
     check(base, BF16, torch.device(device), weights.config.moe is not None, str(weights.path))
 
     def store(model: nn.Module) -> None:
-        left = store_linears(model, base, only)
+        unpacked = store_linears(model, base, only)
         kinds = sorted({layer.kind for layer in packed_layers(model).values()})
-        odd = f"; {left[0]} and {len(left) - 1} more do not have the widths for it" if left else ""
+        odd = f"; {unpacked[0]} and {len(unpacked) - 1} more do not have the widths for it" if unpacked else ""
         which = ", under the adapter alone" if only else ""
         print_line(
             f"weights  packed as {base} when read{which}: {' and '.join(kinds) or 'none'}, the rest as stored{odd}"
@@ -102,7 +102,7 @@ def store_frozen(
     Returns the layers that stay plain because their kind does not take their widths.
 
     shapes(weight's name): of its matrix on every rank, so that all ranks decide alike."""
-    left, kinds = [], kinds_of(base)
+    unpacked, kinds = [], kinds_of(base)
     for name, layer in model.named_modules():
         if not isinstance(layer, (LoRALinear, LoRAExperts)) or layer.base.weight is None:
             continue
@@ -112,7 +112,7 @@ def store_frozen(
         widths = list(shapes(f"{name}.weight"))
         fitting = (held for held in with_products(kind, products) if all(kind_named(held).fits(*w) for w in widths))
         if (held := next(fitting, None)) is None:
-            left.append(name)
+            unpacked.append(name)
         else:
             layer.base.store_as(held)
-    return left
+    return unpacked

@@ -126,12 +126,12 @@ def select(model: nn.Module, targets: Sequence[str] | None) -> list[Projection]:
 def _need_all_experts(candidates: list[Projection], chosen: set[Projection]) -> None:
     """The experts of a layer are one grouped product, and PEFT's files hold them only together."""
     begun = {p.place[:2] for p in chosen if p.expert is not None}
-    left = next((p for p in candidates if p.place[:2] in begun and p not in chosen), None)
-    if left is not None:
+    missing = next((p for p in candidates if p.place[:2] in begun and p not in chosen), None)
+    if missing is not None:
         raise ConfigError(
-            f"some experts of a layer are named and others, such as {left.public}, are not",
+            f"some experts of a layer are named and others, such as {missing.public}, are not",
             where=KEY,
-            fix=f"name all of them or none, e.g. .*\\.experts\\..*\\.{left.part}",
+            fix=f"name all of them or none, e.g. .*\\.experts\\..*\\.{missing.part}",
         )
 
 

@@ -61,7 +61,7 @@ class Product(NamedTuple):
         return self.met * self.pair(rank)
 
 
-class Seen(NamedTuple):
+class TokenCounts(NamedTuple):
     """What steps were computed on: sums over their micro-batches and ranks."""
 
     tokens: int  # padding apart
@@ -181,10 +181,10 @@ def products_met(c: DecoderConfig, further: int = 0, vision: bool = False) -> in
     return trunk + further * one
 
 
-def _products(c: DecoderConfig, seen: Seen, further: int) -> int:
+def _products(c: DecoderConfig, counts: TokenCounts, further: int) -> int:
     """Weights times the tokens that are multiplied by them."""
-    of_text = products_met(c, further) * (seen.tokens - seen.vision_tokens)
-    return of_text + (products_met(c, further, vision=True) * seen.vision_tokens if seen.vision_tokens else 0)
+    of_text = products_met(c, further) * (counts.tokens - counts.vision_tokens)
+    return of_text + (products_met(c, further, vision=True) * counts.vision_tokens if counts.vision_tokens else 0)
 
 
 def attention_work(c: DecoderConfig, sum_squares: int, layers: int) -> float:
@@ -199,28 +199,28 @@ def token_flops(c: DecoderConfig, frozen_base: bool = False) -> int:
     return each * (products_met(c) + c.vocab_size * c.hidden_size)
 
 
-def forward_flops(c: DecoderConfig, seen: Seen, adapters: float = 0, further: int = 0) -> float:
+def forward_flops(c: DecoderConfig, counts: TokenCounts, adapters: float = 0, further: int = 0) -> float:
     """adapters: LoRA weights that a token meets. further: layers that predict further tokens, each with a head."""
-    heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
-    products = _products(c, seen, further) + adapters * seen.tokens + heads
-    return FORWARD * products + ATTENTION_FORWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
+    heads = (1 + further) * c.vocab_size * c.hidden_size * counts.trained
+    products = _products(c, counts, further) + adapters * counts.tokens + heads
+    return FORWARD * products + ATTENTION_FORWARD * attention_work(c, counts.sum_squares, c.num_layers + further)
 
 
 def backward_flops(
-    c: DecoderConfig, seen: Seen, frozen_base: bool = False, adapters: float = 0, further: int = 0
+    c: DecoderConfig, counts: TokenCounts, frozen_base: bool = False, adapters: float = 0, further: int = 0
 ) -> float:
     """Every input's gradient, though a frozen embedding needs none from the first projections."""
-    heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
-    base = _products(c, seen, further) + heads
-    products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * seen.tokens
+    heads = (1 + further) * c.vocab_size * c.hidden_size * counts.trained
+    base = _products(c, counts, further) + heads
+    products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * counts.tokens
     if not frozen_base:
         products += WEIGHT_GRADIENT * base
-    return products + ATTENTION_BACKWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
+    return products + ATTENTION_BACKWARD * attention_work(c, counts.sum_squares, c.num_layers + further)
 
 
 def step_flops(
     c: DecoderConfig,
-    seen: Seen,
+    counts: TokenCounts,
     frozen_base: bool = False,
     adapters: float = 0,
     further: int = 0,
@@ -228,11 +228,11 @@ def step_flops(
 ) -> float:
     """Model FLOPs, forward and backward: what MFU counts. live_reference: a second model, or this one without its
     adapters, runs forward as well."""
-    own = forward_flops(c, seen, adapters, further) + backward_flops(c, seen, frozen_base, adapters, further)
-    return own + forward_flops(c, seen) if live_reference else own
+    own = forward_flops(c, counts, adapters, further) + backward_flops(c, counts, frozen_base, adapters, further)
+    return own + forward_flops(c, counts) if live_reference else own
 
 
-def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granularity: str) -> float:
+def recomputed_flops(c: DecoderConfig, counts: TokenCounts, layers: Iterable[int], granularity: str) -> float:
     """What recompute adds to the FLOPs that a device does in a step, adapters apart; no part of MFU. granularity: as in
     parallel/recompute.py. torch stops once it has all that backward reads: a last product's output is not."""
     total = 0.0
@@ -243,8 +243,8 @@ def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granul
         again = () if granularity in ("core_attn", "selective") else products
         if again and again[-1].kind != "experts":  # routing weights multiply the experts' outputs: those are read
             again = again[:-1]
-        total += FORWARD * sum(p.weights_met for p in again) * seen.tokens
-        total += ATTENTION_FORWARD * attention_work(c, seen.sum_squares, 1)
+        total += FORWARD * sum(p.weights_met for p in again) * counts.tokens
+        total += ATTENTION_FORWARD * attention_work(c, counts.sum_squares, 1)
     return total
 
 

@@ -62,10 +62,10 @@ def _matched(patterns: Sequence[str], names: dict[str, tuple[str, ...]], key: st
     for name, publics in names.items():
         found = [public for public in publics if public in parts]
         if found and len(found) < len(publics) and name not in hits:
-            left = [public for public in publics if public not in parts]
+            unmatched = [public for public in publics if public not in parts]
             raise ConfigError(
-                f"{found[0]} is one tensor with {_listed([_last_parts(public) for public in left])}, and "
-                f"{'they match' if len(left) > 1 else 'that matches'} no pattern",
+                f"{found[0]} is one tensor with {_listed([_last_parts(public) for public in unmatched])}, and "
+                f"{'they match' if len(unmatched) > 1 else 'that matches'} no pattern",
                 where=key,
                 fix="name all of them: " + ",".join(dict.fromkeys(f"*.{public.split('.')[-2]}" for public in publics)),
             )

@@ -53,35 +53,35 @@ def weights(c: DecoderConfig) -> dict[str, int]:
     return {"tower": tower, "resampler": sum(resampler_weights(c)) + biases_and_norms}
 
 
-def forward_flops(c: DecoderConfig, seen: Patches) -> float:
+def forward_flops(c: DecoderConfig, counts: Patches) -> float:
     v = c.vision
     assert v is not None
-    products = tower_weights(v) * seen.patches + _resampled(c, seen)
-    return FORWARD * products + ATTENTION * v.depth * v.width * seen.squares
+    products = tower_weights(v) * counts.patches + _resampled(c, counts)
+    return FORWARD * products + ATTENTION * v.depth * v.width * counts.squares
 
 
-def _resampled(c: DecoderConfig, seen: Patches) -> float:
+def _resampled(c: DecoderConfig, counts: Patches) -> float:
     """The resampler's weights times the rows that are multiplied by them."""
     v = c.vision
     assert v is not None
     before, behind = resampler_weights(c)
-    merged = seen.patches if seen.merged is None else seen.merged
-    return before * merged / v.merge**2 + behind * seen.tokens
+    merged = counts.patches if counts.merged is None else counts.merged
+    return before * merged / v.merge**2 + behind * counts.tokens
 
 
 def step_flops(
-    c: DecoderConfig, seen: Patches, tower_trained: bool, resampler_trained: bool, adapted: bool = False
+    c: DecoderConfig, counts: Patches, tower_trained: bool, resampler_trained: bool, adapted: bool = False
 ) -> float:
     """Forward, and backward of what is trained; a frozen resampler that is adapted, or in front of which a tower is
     trained, passes gradients on."""
     v = c.vision
     assert v is not None
-    total = forward_flops(c, seen)
+    total = forward_flops(c, counts)
     if tower_trained:
-        total += BACKWARD * tower_weights(v) * seen.patches + 2 * ATTENTION * v.depth * v.width * seen.squares
+        total += BACKWARD * tower_weights(v) * counts.patches + 2 * ATTENTION * v.depth * v.width * counts.squares
     if tower_trained or resampler_trained or adapted:
         share = BACKWARD if resampler_trained else FORWARD
-        total += share * _resampled(c, seen)
+        total += share * _resampled(c, counts)
     return total
 
 

@@ -173,9 +173,9 @@ def _by_expert_from_ranks(table: torch.Tensor, rows: int) -> Order:
     cells = table.reshape(-1)
     come = cells.cumsum(0) - cells  # where each cell's rows begin as they come, and where among all of their expert
     by_expert = table.t().reshape(-1)
-    wanted = (by_expert.cumsum(0) - by_expert).view(table.shape[1], -1).t().reshape(-1)
+    target = (by_expert.cumsum(0) - by_expert).view(table.shape[1], -1).t().reshape(-1)
     place = torch.arange(rows, device=table.device)
-    place_of = place + (wanted - come).repeat_interleave(cells, output_size=rows)
+    place_of = place + (target - come).repeat_interleave(cells, output_size=rows)
     row_of = torch.empty_like(place_of).scatter_(0, place_of, place)
     return Order(row_of, place_of, table.sum(0).cumsum(0).to(torch.int32))
 

@@ -261,11 +261,11 @@ class World:
         return mine
 
     def _parts(self, key: Callable[[int], Hashable]) -> list[list[int]]:
-        seen: dict[Hashable, list[int]] = {}
+        parts: dict[Hashable, list[int]] = {}
         for rank in range(self.size):
-            seen.setdefault(key(rank), []).append(rank)
-        seen.pop(None, None)
-        return list(seen.values())
+            parts.setdefault(key(rank), []).append(rank)
+        parts.pop(None, None)
+        return list(parts.values())
 
     def expert_group(self) -> ProcessGroup | None:
         """The ranks that together hold every expert once; all ranks must call it."""

@@ -92,11 +92,11 @@ def _numbers(rank: int, on: torch.device) -> torch.Tensor:
     return torch.arange(4, dtype=torch.float32, device=on) + 10 * rank
 
 
-def _differs(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    found, wanted = found.detach().float().cpu(), wanted.detach().float().cpu()
-    if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=ROUNDING):
+def _differs(found: torch.Tensor, expected: torch.Tensor) -> str | None:
+    found, expected = found.detach().float().cpu(), expected.detach().float().cpu()
+    if found.shape == expected.shape and torch.allclose(found, expected, rtol=ROUNDING):
         return None
-    return f"{found.flatten()[:4].tolist()} came where {wanted.flatten()[:4].tolist()} should"
+    return f"{found.flatten()[:4].tolist()} came where {expected.flatten()[:4].tolist()} should"
 
 
 def _all(group: ProcessGroup, on: torch.device) -> list[torch.Tensor]:
@@ -191,6 +191,6 @@ def _sharded_mean(world: World, on: torch.device, compute: torch.dtype) -> str |
     for _ in range(2):
         model(_numbers(mine, on)[None].to(compute)).float().sum().backward()
     grad: Any = model.inner.weight.grad
-    wanted = 2 * torch.stack([_numbers(rank, on) for rank in range(ranks)]).mean(0)
+    expected = 2 * torch.stack([_numbers(rank, on) for rank in range(ranks)]).mean(0)
     whole = grad.full_tensor()
-    return _differs(whole, wanted.expand_as(whole))
+    return _differs(whole, expected.expand_as(whole))

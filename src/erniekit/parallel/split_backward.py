@@ -44,8 +44,8 @@ def backward_of_input(
     top = output.grad_fn
     assert top is not None
     later, now = _divided(top, get_gradient_edge(x).node, trained)
-    left = Waiting(later)
-    handles = [node.register_prehook(_keep(left.arrived, node)) for node in later]
+    waiting = Waiting(later)
+    handles = [node.register_prehook(_keep(waiting.arrived, node)) for node in later]
     found = torch.autograd.grad(
         [output], [x, *now], None if grad is None else [grad], retain_graph=True, allow_unused=True
     )
@@ -53,7 +53,7 @@ def backward_of_input(
         handle.remove()
     for param, each in zip(now, found[1:]):
         _add(param, each)
-    return found[0], left
+    return found[0], waiting
 
 
 def _keep(arrived: dict[Node, tuple[Any, ...]], node: Node) -> Any:

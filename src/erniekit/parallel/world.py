@@ -178,13 +178,13 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
         store.set(f"device/{rank}", json.dumps([device.wire, device.backend]))
-        known = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
+        described = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
     except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
         raise dist.DistNetworkError(
             f"rank {rank} could not meet the others: {str(error).splitlines()[0]} "
             "(where another rank ended first, its log says why)"
         ) from error
-    wires, backends = zip(*known)
+    wires, backends = zip(*described)
     islands = Islands(wires, backends) if len(set(wires)) > 1 else None
     if islands is not None:
         _check(islands, layout, mixes, store, rank)

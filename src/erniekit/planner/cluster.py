@@ -84,8 +84,8 @@ def card_of(text: str, where: str = "--cluster", before: str = "") -> Card:
         raise ConfigError(f"{text!r} is no card", where=where, fix=FIX)
     if not name:
         assert memory is not None
-        known = next(card for most, card in BY_MEMORY if memory <= most)
-        return replace(CARDS[known], name=f"{memory:g}G", memory=SOLD.get(int(memory), memory) * GIB)
+        card_name = next(card for most, card in BY_MEMORY if memory <= most)
+        return replace(CARDS[card_name], name=f"{memory:g}G", memory=SOLD.get(int(memory), memory) * GIB)
     key = ALSO.get(name.lower(), name.lower())
     if key not in CARDS and (number := re.match(r"\d+(\.\d+)?", name)):
         fix = f"did you mean {before}{number[0]}G?"
@@ -151,8 +151,8 @@ def _island(entry: Any, where: str) -> Island:
         numbers[key] = value
     strange = sorted(set(entry) - {"card", "machines", "devices", *_UNITS})
     if strange:
-        known = ", ".join(("card", "machines", "devices", *_UNITS))
-        raise ConfigError(f"unknown {strange[0]!r}", where=where, fix=f"known: {known}")
+        allowed = ", ".join(("card", "machines", "devices", *_UNITS))
+        raise ConfigError(f"unknown {strange[0]!r}", where=where, fix=f"known: {allowed}")
     card = card_of(entry["card"], where)
     card = replace(card, **{_UNITS[k][0]: v * _UNITS[k][1] for k, v in numbers.items() if k in _UNITS and v})
     return Island(card, int(entry.get("machines", 1)), int(entry.get("devices", PER_MACHINE)))

@@ -77,13 +77,13 @@ def _inside(group: int, stages: int, devices: int, experts: int) -> Iterator[Lay
 def split(weights: Sequence[float], layers: int) -> list[int]:
     """Layers of each stage in proportion, at least one each; the largest remainders take what is left."""
     whole = sum(weights)
-    wanted = [max(1.0, w / whole * layers) for w in weights]
-    found = [max(1, int(w)) for w in wanted]
-    while sum(found) > layers:
-        found[max(range(len(found)), key=lambda k: found[k] - wanted[k] if found[k] > 1 else -layers)] -= 1
-    while sum(found) < layers:
-        found[max(range(len(found)), key=lambda k: wanted[k] - found[k])] += 1
-    return found
+    shares = [max(1.0, w / whole * layers) for w in weights]
+    counts = [max(1, int(w)) for w in shares]
+    while sum(counts) > layers:
+        counts[max(range(len(counts)), key=lambda k: counts[k] - shares[k] if counts[k] > 1 else -layers)] -= 1
+    while sum(counts) < layers:
+        counts[max(range(len(counts)), key=lambda k: shares[k] - counts[k])] += 1
+    return counts
 
 
 def _evaluate(job: Job, layout: Layout, stages: Sequence[Site], between: float) -> Candidate:

@@ -49,8 +49,8 @@ def layouts(job: Job, ranks: int, devices: int) -> Iterator[Layout]:
                 yield from _spread(job, Layout(pp=pp, cp=cp, tp=tp, sequence_parallel=tp > 1), rest, devices)
 
 
-def _contexts(job: Job, left: int) -> list[int]:
-    return [d for d in divisors(left) if d == 1 or (job.length >= LONG and d <= 16 and job.length // d >= 2048)]
+def _contexts(job: Job, remaining: int) -> list[int]:
+    return [d for d in divisors(remaining) if d == 1 or (job.length >= LONG and d <= 16 and job.length // d >= 2048)]
 
 
 def _spread(job: Job, base: Layout, rest: int, devices: int) -> Iterator[Layout]:

@@ -22,12 +22,12 @@ class _World:
         self.place: dict[int, list[int]] = {}  # of each call among those of its kind
         self.started: dict[object, int] = defaultdict(int)  # how many of a kind a rank has started
         for rank, trace in traces.items():
-            seen: dict[object, int] = defaultdict(int)
+            counts: dict[object, int] = defaultdict(int)
             self.place[rank] = []
             for call in trace.calls:
                 key = _key(rank, call)
-                seen[key] += 1
-                self.place[rank].append(seen[key])
+                counts[key] += 1
+                self.place[rank].append(counts[key])
 
     def missing(self, rank: int, number: int) -> list[int]:
         """Ranks that have not started their part of a call."""

@@ -63,10 +63,10 @@ class Trace:
     def of(self, rank: int, group_of: Callable[[RankGroup], RankGroup]) -> Trace:
         """What a rank like this one would record. group_of: its group in the place of this one's; a peer keeps its
         place in the group."""
-        known: dict[RankGroup, RankGroup] = {}
+        mapped: dict[RankGroup, RankGroup] = {}
         calls = []
         for call in self.calls:
-            group = known.setdefault(call.group, known.get(call.group) or group_of(call.group))
+            group = mapped.setdefault(call.group, mapped.get(call.group) or group_of(call.group))
             peer = group.members[call.group.members.index(call.peer)] if call.op in P2P else -1
             calls.append(replace(call, group=group, peer=peer))
         return Trace(rank, calls, list(self.events))

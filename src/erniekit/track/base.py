@@ -90,8 +90,8 @@ class Trackers:
         self._each(lambda tracker: tracker.start(self.info))
 
     def log(self, step: int, metrics: Mapping[str, float | None], kind: Kind = "train") -> None:
-        known = {name: value for name, value in metrics.items() if value is not None and name != "global_step"}
-        numbers = {name: float(value) for name, value in known.items()}
+        present = {name: value for name, value in metrics.items() if value is not None and name != "global_step"}
+        numbers = {name: float(value) for name, value in present.items()}
         self._each(lambda tracker: tracker.log(step, numbers, kind))
 
     def event(self, step: int, name: str, text: str = "") -> None:

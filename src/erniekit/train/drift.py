@@ -105,11 +105,11 @@ class ReplicaDrift(Hook):
         self.checks += 1
         mine = self._fingerprints()
         digests = {key: blake2b(repr(prints).encode(), digest_size=8).digest() for key, prints in mine.items()}
-        seen: dict[str, set[bytes]] = {}
+        by_key: dict[str, set[bytes]] = {}
         for row in self.world.gather(digests):
             for key, digest in row.items():
-                seen.setdefault(key, set()).add(digest)
-        differing = {key for key, different in seen.items() if len(different) > 1}
+                by_key.setdefault(key, set()).add(digest)
+        differing = {key for key, different in by_key.items() if len(different) > 1}
         if not differing:
             self.equal = True
             return

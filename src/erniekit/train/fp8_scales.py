@@ -99,18 +99,18 @@ class StaticScales(Hook):
         if self._trained:
             self._set_weights(weights)
         new = StaticRounding.scale_of(most, self.moving.highest)
-        known = most.isfinite() & (most > 0)
+        valid = most.isfinite() & (most > 0)
         if good is not None:
-            known &= good.to(most.device) > 0
+            valid &= good.to(most.device) > 0
         now = self._inputs()
-        new = torch.where(known, new, now)
-        self._over = torch.maximum(self._over, torch.where(known, new / now, 0.0))
+        new = torch.where(valid, new, now)
+        self._over = torch.maximum(self._over, torch.where(valid, new / now, 0.0))
         self.steps += 1
         if self.steps <= self.moving.online_steps:
             self._mean = self._mean + (new - self._mean) / (self.steps + 1)  # the first numbers count as one step
             used = new
         else:
-            used = self._mean = torch.where(known, self._mean + self.moving.rate * (new - self._mean), self._mean)
+            used = self._mean = torch.where(valid, self._mean + self.moving.rate * (new - self._mean), self._mean)
         self._set_inputs(used)
 
     def metrics(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from erniekit.data.types import Shown
 from erniekit.devices.base import Device
 from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import Seen, mfu, step_flops
+from erniekit.models.costs import TokenCounts, mfu, step_flops
 from erniekit.models.layers.seeing import TOKENS
 from erniekit.models.vision_costs import Patches
 from erniekit.track import Trackers
@@ -44,8 +44,8 @@ class Looking:
         merged, tokens = shown.patches, shown.features
         if self.kept == TOKENS:
             merged, tokens = shown.looked_patches, shown.looked_features
-        seen = Patches(shown.looked_patches, shown.squares, tokens, merged)
-        return vision_costs.step_flops(c, seen, self.tower_trained, self.resampler_trained, self.adapted)
+        counts = Patches(shown.looked_patches, shown.squares, tokens, merged)
+        return vision_costs.step_flops(c, counts, self.tower_trained, self.resampler_trained, self.adapted)
 
 
 class LogHook(Hook):
@@ -129,11 +129,13 @@ class LogHook(Hook):
 
     def _flops(self) -> float:
         """Since the latest record, of all ranks."""
-        seen, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
-        if looking is not None and seen:
-            adapters += (looking.adapters - adapters) * seen / self._tokens
-        counts = Seen(self._tokens, self._trained, self._squares, seen if looking is not None else 0)
-        own = step_flops(self.config, counts, self.frozen_base, adapters, *self.more_of)
+        vision_tokens, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
+        if looking is not None and vision_tokens:
+            adapters += (looking.adapters - adapters) * vision_tokens / self._tokens
+        token_counts = TokenCounts(
+            self._tokens, self._trained, self._squares, vision_tokens if looking is not None else 0
+        )
+        own = step_flops(self.config, token_counts, self.frozen_base, adapters, *self.more_of)
         return own if looking is None else own + looking.flops(self.config, self._shown)
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:

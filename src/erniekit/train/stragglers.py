@@ -143,15 +143,15 @@ def device_probe(device: Device, size: int = 4096) -> Callable[[], float] | None
     """Times a matrix product on the card (0.3 ms on an H100); None on a CPU, where the host's clock sees the work."""
     if not device.asynchronous:
         return None
-    left = torch.ones(size, size, device=device.handle, dtype=torch.bfloat16)
-    out = torch.empty_like(left)
+    matrix = torch.ones(size, size, device=device.handle, dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
 
     def seconds() -> float:
         best = float("inf")
         for _ in range(5):  # the best: others use the card too
             device.synchronise()
             began = time.perf_counter()
-            torch.mm(left, left, out=out)
+            torch.mm(matrix, matrix, out=out)
             device.synchronise()
             best = min(best, time.perf_counter() - began)
         return best

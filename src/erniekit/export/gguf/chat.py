@@ -91,11 +91,11 @@ def _parts(tokenizer: Tokenizer) -> _Parts | None:
         for system, turns in itertools.product(((), ("system",)), range(3))
     ]
     try:
-        wanted = [prompt_text(messages, tokenizer) for messages in tried]
-        found = _found(wanted[1], wanted[3], prompt_text(tried[0], tokenizer, ask=False))
+        expected = [prompt_text(messages, tokenizer) for messages in tried]
+        found = _found(expected[1], expected[3], prompt_text(tried[0], tokenizer, ask=False))
     except TemplateRefused:
         return None
-    return found if found and all(found.text(m) == text for m, text in zip(tried, wanted)) else None
+    return found if found and all(found.text(m) == text for m, text in zip(tried, expected)) else None
 
 
 def _conversation(roles: tuple[str, ...]) -> list[dict[str, str]]:

@@ -127,7 +127,7 @@ def _scores(tokenizer: Tokenizer, vocab: dict[str, int], merges: list[Any], coun
     """llama.cpp merges whatever two neighbours become a piece, the best score first. That is what ranked pairs do where
     every such pair is among them, and those of one piece follow each other."""
     out = [-1e6] * count
-    known = set(merges)
+    merge_set = set(merges)
     order = [left + right for left, right in merges]
     starts = [piece for at, piece in enumerate(order) if at == 0 or order[at - 1] != piece]
     special = set(tokenizer.special_ids)
@@ -135,7 +135,7 @@ def _scores(tokenizer: Tokenizer, vocab: dict[str, int], merges: list[Any], coun
         pairs = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
         if piece in BYTES or piece in special:
             continue
-        if any(pair not in known for pair in pairs if pair[0] in vocab and pair[1] in vocab):
+        if any(pair not in merge_set for pair in pairs if pair[0] in vocab and pair[1] in vocab):
             raise _unknown(tokenizer, f"no merge for {piece!r}, whose parts are pieces; llama.cpp would merge them")
     if len(starts) != len(set(starts)):
         raise _unknown(tokenizer, "merges of one piece apart from each other; llama.cpp has one score for a piece")
@@ -185,8 +185,8 @@ def _require_bytes(tokenizer: Tokenizer, pieces: set[str]) -> None:
         raise _unknown(tokenizer, "no pieces for single bytes; llama.cpp stops at a character it has no piece for")
 
 
-def _check_normaliser(tokenizer: Tokenizer, state: dict[str, Any], known: tuple[str, ...]) -> None:
-    if any(part.get("type") not in known for part in parts(state.get("normalizer"))):
+def _check_normaliser(tokenizer: Tokenizer, state: dict[str, Any], allowed: tuple[str, ...]) -> None:
+    if any(part.get("type") not in allowed for part in parts(state.get("normalizer"))):
         _warn_of_normaliser(tokenizer)
 
 

@@ -74,8 +74,8 @@ class Experts(nn.Module):
             rows = gather(x_TH, order, weights.shape[1])
             each = torch.arange(rows.shape[0], device=rows.device)
             own = order._replace(row_of=each, place_of=each)
-        y, seen = expert_mlp_and_seen(rows, own, None, *given)
-        for layer, of_rows in zip((self.gate_up, self.down), seen.split(1)):
+        y, observed = expert_mlp_and_seen(rows, own, None, *given)
+        for layer, of_rows in zip((self.gate_up, self.down), observed.split(1)):
             bare(layer).rounding.keep(of_rows)
         if weights is None:
             return y

@@ -29,9 +29,9 @@ def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> t
     """bool [B, L]: whether a token's document has a picture. cu_seqlens None: rows are documents."""
     if cu_seqlens is None:
         return (modality != 0).any(1, keepdim=True).expand_as(modality)
-    seen = F.pad((modality != 0).flatten().cumsum(0), (1, 0))
+    counts = F.pad((modality != 0).flatten().cumsum(0), (1, 0))
     bounds = cu_seqlens.long()
-    has = seen[bounds[1:]] > seen[bounds[:-1]]
+    has = counts[bounds[1:]] > counts[bounds[:-1]]
     return has.repeat_interleave(bounds.diff(), output_size=modality.numel()).view_as(modality)
 
 
