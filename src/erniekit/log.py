@@ -44,10 +44,7 @@ def typed(*arguments: object) -> str:
     return shlex.join(["erniekit", *map(str, arguments)])
 
 
-_SECRET_NAMES = (
-    "api_key",
-    "http_proxy",
-)  # parts of the names of keys declared secret; log.py does not import the key table
+_SECRET_NAMES = ("api_key", "http_proxy")  # parts of the names of secret keys; log.py does not import their table
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

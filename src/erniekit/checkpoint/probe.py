@@ -159,14 +159,8 @@ def load(folder: Path) -> Probe | None:
             pictures = {n: file.get_tensor(n) for n in PICTURE if n in file.keys()}  # noqa: SIM118 - no mapping
         meta = json.loads(metadata)
         loss, digest, setting = float.fromhex(meta["loss"]), str(meta["digest"]), str(meta["setting"])
-        well_formed = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
-        if (
-            not well_formed
-            or ids.shape != labels.shape
-            or ids.shape[1] > MAX_TOKENS
-            or rows.ndim != 2
-            or int(ids.min()) < 0
-        ):
+        valid = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
+        if not valid or ids.shape != labels.shape or ids.shape[1] > MAX_TOKENS or rows.ndim != 2 or int(ids.min()) < 0:
             raise ValueError("its tensors are not those of a probe")
         picture = _picture_of(pictures, ids) if pictures else None
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:

@@ -64,12 +64,10 @@ class TensorFiles:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        name_of_dtype = self._entry(name).dtype
-        if name_of_dtype not in DTYPES:
-            raise CheckpointError(
-                f"{name} has dtype {name_of_dtype}, which cannot be trained", where=str(self.files[name])
-            )
-        return DTYPES[name_of_dtype]
+        stored = self._entry(name).dtype
+        if stored not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {stored}, which cannot be trained", where=str(self.files[name]))
+        return DTYPES[stored]
 
     def read(self, name: str, at: Slices | None = None, shape: Sequence[int] = ()) -> torch.Tensor:
         """The block `at` of a tensor, one slice with bounds for each dim; all of it when not given.

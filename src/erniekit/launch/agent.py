@@ -116,7 +116,7 @@ class Agent(LocalElasticAgent):
         self.launch, self.relay, self.here, self.logs = launch, relay, here, logs
         self.exit_code, self.met = 0, False
         self._nodes: Nodes | None = None
-        self._launcher_id = secrets.token_hex(4)  # distinguishes this launcher from another that takes its place
+        self._launcher = secrets.token_hex(4)  # distinguishes this launcher from another that takes its place
         self._signals: list[int] = []  # that came for us
         self._passed_on = 0  # how many of them the ranks have
         self._ignored = {n for n in (signal.SIGHUP,) if signal.getsignal(n) == signal.SIG_IGN}  # nohup erniekit ...
@@ -139,9 +139,7 @@ class Agent(LocalElasticAgent):
         host = socket.gethostname()
         if self._nodes:
             self._nodes.close()
-        self._nodes = Nodes(
-            store, Machine(number, count, host, self.here or host, ranks), self.launch, self._launcher_id
-        )
+        self._nodes = Nodes(store, Machine(number, count, host, self.here or host, ranks), self.launch, self._launcher)
         spec = worker_group.spec
         attempt = self._nodes.agree(spec.max_restarts - self._remaining_restarts, wait)
         self._remaining_restarts = max(0, spec.max_restarts - attempt)
@@ -197,10 +195,8 @@ class Agent(LocalElasticAgent):
     def _point(self) -> str:
         """The checkpoint a restart goes on from, as found on this machine's disk."""
         launch, ranks = self.launch, [worker.global_rank for worker in self._worker_group.workers]
-        has_checkpoints = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
-        return (
-            newest_checkpoint(launch.output) if has_checkpoints and launch.output else ""
-        ) or "the newest checkpoint"
+        has_them = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
+        return (newest_checkpoint(launch.output) if has_them and launch.output else "") or "the newest checkpoint"
 
     def apart(self, error: Exception) -> Apart:
         """The others are out of reach: the machine where all meet is gone, or one that was lost did not come back."""
@@ -248,9 +244,7 @@ class Agent(LocalElasticAgent):
         elif elsewhere is not None:
             return self._end(elsewhere)
         elif running and self._nodes and not self._signals and (lost := self._nodes.lost(self._may_restart)):
-            return self._end(
-                self._publish(lost)
-            )  # after a stop signal, machines leave one by one, and ranks are saving
+            return self._end(self._publish(lost))  # after a stop signal machines leave one by one, and ranks save
         elif not running:
             return super()._monitor_workers(worker_group)  # all is well: torch waits for the other machines
         if running and time.monotonic() > self._leave_by:
@@ -312,10 +306,7 @@ class Agent(LocalElasticAgent):
         lines = cause.lines
         if self._signals and cause.kind == CRASH:
             self.exit_code = 128 + self._signals[0]
-            if cause.exit_code in (
-                130,
-                self.exit_code,
-            ):  # it obeyed, before there was anything to save or after two signals
+            if cause.exit_code in (130, self.exit_code):  # it obeyed: nothing to save yet, or a second signal
                 lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save",)
         self.relay.mute()
         self.relay.say(*lines)

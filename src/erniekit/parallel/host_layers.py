@@ -31,10 +31,7 @@ class HostLayers:
         self.blocks: dict[int, list[torch.Tensor]] = {}  # a layer's bytes in host memory
         self.copies = 0  # of whole layers to the device
         self._buffers: list[torch.Tensor] = []
-        self._layer_in: list[int | None] = [
-            None,
-            None,
-        ]  # the layer whose weights are in each buffer, or on their way there
+        self._layer_in: list[int | None] = [None, None]  # the layer whose weights are in each buffer, or on the way
         self._last: int | None = None
         self._stream: Any = device.stream() if device.asynchronous and self.layers else None
         for number, layer in self.layers.items():

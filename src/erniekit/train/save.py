@@ -299,9 +299,7 @@ class SaveHook(Hook):
     def leave(self, trainer: Trainer, signal_name: str) -> NoReturn:
         """After a signal, on all ranks: saves this step unless that has been done, and ends the run."""
         trainer.phase("save")
-        requested_at = (
-            trainer.signals.requested_at or time.monotonic()
-        )  # by a signal of its own, or now by another rank
+        requested_at = trainer.signals.requested_at or time.monotonic()  # by its own signal, or now by another rank
         path: Path | None = self.saver.manager.output_dir / f"checkpoint-{trainer.state.step}"
         if self.saver.last_saved != trainer.state.step or not self._is_saved(trainer.state.step):
             path = self.saver.save(trainer.state, final=True)
