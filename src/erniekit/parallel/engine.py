@@ -1,5 +1,4 @@
-"""Engine: one model on one or many ranks behind four verbs: train on micro-batches, sum gradients, evaluate, compute
-logits.
+"""Engine: one model on one or many ranks behind four verbs: train on micro-batches, sum gradients, evaluate, infer.
 
 Built by apply.py; train/step.py, train/evaluate.py and the probe see only this, whatever the layout.
 """
